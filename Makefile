@@ -1,0 +1,41 @@
+# Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format demo bench build check-install clean clean-cache
+# Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
+ARGS ?=
+PYTEST_ARGS ?=
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 24
+	@echo "Settings: PYTHON=, ENGINE=0 (no vLLM), KVSTORE_CACHE=FOLDER (environments), CI=true (nothing may be missing)"
+
+serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB"
+	@exec scripts/serve.sh $(ARGS)
+
+test: ## style, types, a real install, all tests: PYTEST_ARGS="-k prefix" runs only the tests it selects
+	@exec scripts/run.sh full scripts/test.sh $(PYTEST_ARGS)
+
+lint: ## ruff and mypy
+	@exec scripts/run.sh test scripts/lint.sh
+
+format: ## put imports and layout in order
+	@exec scripts/run.sh test bash -c 'ruff check --fix . ; ruff format .'
+
+demo: ## two engines share their prefixes through a server: examples/demo.py
+	@exec scripts/run.sh full python examples/demo.py $(ARGS)
+
+bench: ## every table of the benchmarks: ARGS are passed on
+	@exec scripts/run.sh full python -m benchmarks.remote_kv_cache.run_all $(ARGS)
+
+build: ## the wheel, into dist/
+	@exec scripts/wheel.sh dist
+
+check-install: ## install the wheel into a scratch environment and try it
+	@exec scripts/check_install.sh
+
+clean: ## remove what was built in this checkout
+	rm -rf .venv build dist *.egg-info cext/_cext.c kvstore/_cext*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-cache: ## remove the environments that all checkouts share
+	rm -rf "$${KVSTORE_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/kvstore}"/venv-*

@@ -1,0 +1,328 @@
+# Gather and scatter: blocks between the engine's layers (any strides) and rows of packed blocks.
+#
+# A layer is an array whose first axis is the block. Its inner axes are collapsed once per call: from the last one on,
+# axes that lie densely join into one *run*, copied by one memcpy; what remains outside is walked as an odometer. A
+# contiguous block is thus one copy, a moved axis a few, and only an element-strided innermost axis goes item by item.
+# The unit of work, and of the split over threads, is one (row, layer) pair: its bytes are packed at
+# row * row_stride + layer * inner_bytes. Copies on this path: one, from the layer to the row or back.
+#
+# What must hold: every block id is checked, on a private copy of the ids, before the first byte moves; nothing else
+# in here bounds an access.
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_t:
+        pass
+    int pthread_create(pthread_t *thread, void *attributes, void *(*work)(void *) noexcept nogil, void *argument)
+    int pthread_join(pthread_t thread, void **result)
+
+cdef extern from *:
+    """
+    #include <unistd.h>
+
+    /* From this many bytes a call moves on, its destination cannot still be cached when it is next used: write it past
+     * the caches, which saves reading it first. Half the last-level cache; bounded, since virtual machines lie. */
+    static size_t kv_copy_stream_bytes(void) {
+        long cache = -1;
+    #ifdef _SC_LEVEL3_CACHE_SIZE
+        cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    #endif
+        size_t half = cache > 0 ? (size_t)cache / 2 : (size_t)16 << 20;
+        return half < ((size_t)4 << 20) ? (size_t)4 << 20 : half > ((size_t)32 << 20) ? (size_t)32 << 20 : half;
+    }
+
+    /* How far reads run ahead. The hardware's own prefetcher stops at every page, and starts late in every block. */
+    #define KV_COPY_AHEAD 1024
+    static void kv_copy_prefetch(const char *src, size_t size) {
+        for (size_t i = 0; i < size && i < KV_COPY_AHEAD; i += 64) __builtin_prefetch(src + i, 0, 3);
+    }
+
+    /* memcpy that writes whole cache lines past the caches (SSE2, so x86-64's baseline). */
+    static void kv_copy_stream(char *dst, const char *src, size_t size) {
+    #if defined(__x86_64__)
+        size_t head = -(size_t)dst & 63;
+        if (size >= 1024) {
+            memcpy(dst, src, head);
+            dst += head, src += head, size -= head;
+            for (; size >= 64; dst += 64, src += 64, size -= 64) {
+                if (size > KV_COPY_AHEAD) __builtin_prefetch(src + KV_COPY_AHEAD, 0, 3);
+                __m128i a = _mm_loadu_si128((const __m128i *)src), b = _mm_loadu_si128((const __m128i *)src + 1);
+                __m128i c = _mm_loadu_si128((const __m128i *)src + 2), d = _mm_loadu_si128((const __m128i *)src + 3);
+                _mm_stream_si128((__m128i *)dst, a), _mm_stream_si128((__m128i *)dst + 1, b);
+                _mm_stream_si128((__m128i *)dst + 2, c), _mm_stream_si128((__m128i *)dst + 3, d);
+            }
+        }
+    #endif
+        memcpy(dst, src, size);
+    }
+
+    /* Streamed stores are weakly ordered: they must be fenced before another thread is told of them. */
+    static void kv_copy_fence(void) {
+    #if defined(__x86_64__)
+        _mm_sfence();
+    #endif
+    }
+
+    /* count runs between a strided place and a packed one; a constant run lets the compiler use a plain move. */
+    #define KV_COPY_RUNS(RUN) for (i = 0; i < count; i++, strided += stride, packed += (RUN)) \\
+        memcpy(unpack ? strided : packed, unpack ? packed : strided, (RUN))
+    static void kv_copy_runs(char *strided, char *packed, ptrdiff_t stride, ptrdiff_t count, size_t run, int unpack,
+                             int stream) {
+        ptrdiff_t i;
+        switch (run) {
+        case 1: if (unpack) KV_COPY_RUNS(1); else KV_COPY_RUNS(1); break;
+        case 2: if (unpack) KV_COPY_RUNS(2); else KV_COPY_RUNS(2); break;
+        case 4: if (unpack) KV_COPY_RUNS(4); else KV_COPY_RUNS(4); break;
+        case 8: if (unpack) KV_COPY_RUNS(8); else KV_COPY_RUNS(8); break;
+        default:
+            if (!stream) KV_COPY_RUNS(run);
+            else for (i = 0; i < count; i++, strided += stride, packed += run) {
+                if (!unpack && i + 1 < count) kv_copy_prefetch(strided + stride, run);
+                kv_copy_stream(unpack ? strided : packed, unpack ? packed : strided, run);
+            }
+        }
+    }
+    """
+    size_t kv_copy_stream_bytes() nogil
+    void kv_copy_prefetch(const char *src, size_t size) nogil
+    void kv_copy_stream(char *dst, const char *src, size_t size) nogil
+    void kv_copy_fence() nogil
+    void kv_copy_runs(char *strided, char *packed, Py_ssize_t stride, Py_ssize_t count, size_t run, int unpack,
+                      int stream) nogil
+
+cdef enum:
+    MAX_AXES = 64  # NumPy's own limit
+    MAX_THREADS = 64
+    THREAD_BYTES = 1 << 20  # less than this is copied sooner than a thread starts
+
+cdef size_t _stream_bytes = kv_copy_stream_bytes()
+
+cdef struct Layer:
+    char *base
+    Py_ssize_t block_stride
+    Py_ssize_t run  # bytes of the dense innermost part
+    int axes  # those outside the run, outermost first
+    Py_ssize_t shape[MAX_AXES]
+    Py_ssize_t stride[MAX_AXES]
+
+cdef struct Copy:
+    Layer *layers
+    Py_ssize_t layer_count
+    Py_ssize_t inner_bytes
+    int64_t *ids
+    char *rows
+    Py_ssize_t row_stride
+    bint unpack  # rows to layers
+    bint stream
+
+cdef struct Share:
+    Copy *copy
+    Py_ssize_t first, last  # units
+
+
+cdef void _collapse(Layer *layer, Py_buffer *view) noexcept:
+    cdef int axis, outer
+    layer.base = <char *>view.buf
+    layer.block_stride = view.strides[0]
+    layer.run = view.itemsize
+    layer.axes = 0
+    for axis in range(1, view.ndim):
+        if view.shape[axis] == 1:
+            continue
+        outer = layer.axes - 1
+        if outer >= 0 and layer.stride[outer] == view.strides[axis] * view.shape[axis]:
+            layer.shape[outer] *= view.shape[axis]
+            layer.stride[outer] = view.strides[axis]
+        else:
+            layer.shape[layer.axes] = view.shape[axis]
+            layer.stride[layer.axes] = view.strides[axis]
+            layer.axes += 1
+    if layer.axes and layer.stride[layer.axes - 1] == layer.run:
+        layer.axes -= 1
+        layer.run *= layer.shape[layer.axes]
+
+
+cdef void _copy_block(Layer *layer, char *block, char *packed, bint unpack, bint stream) noexcept nogil:
+    cdef char *dst
+    cdef char *src
+    cdef int axis
+    cdef int last = layer.axes - 1
+    cdef Py_ssize_t position[MAX_AXES]
+    if last < 0:
+        dst = block if unpack else packed
+        src = packed if unpack else block
+        if stream:
+            kv_copy_stream(dst, src, layer.run)
+        else:
+            memcpy(dst, src, layer.run)
+        return
+    for axis in range(last):
+        position[axis] = 0
+    while True:
+        kv_copy_runs(block, packed, layer.stride[last], layer.shape[last], layer.run, unpack, stream)
+        packed += layer.run * layer.shape[last]
+        axis = last - 1
+        while axis >= 0:
+            block += layer.stride[axis]
+            position[axis] += 1
+            if position[axis] < layer.shape[axis]:
+                break
+            block -= layer.stride[axis] * layer.shape[axis]
+            position[axis] = 0
+            axis -= 1
+        if axis < 0:
+            return
+
+
+cdef void *_copy_share(void *argument) noexcept nogil:
+    cdef Share *share = <Share *>argument
+    cdef Copy *copy = share.copy
+    cdef Py_ssize_t unit, row = share.first // copy.layer_count, index = share.first % copy.layer_count
+    cdef Layer *layer = &copy.layers[index]
+    cdef char *block = layer.base + copy.ids[row] * layer.block_stride
+    cdef Layer *next_layer = layer
+    cdef char *next_block = block
+    cdef char *packed
+    for unit in range(share.first, share.last):
+        packed = copy.rows + row * copy.row_stride + index * copy.inner_bytes
+        index += 1
+        if index == copy.layer_count:
+            index = 0
+            row += 1
+        if unit + 1 < share.last:
+            next_layer = &copy.layers[index]
+            next_block = next_layer.base + copy.ids[row] * next_layer.block_stride
+            if copy.stream and not copy.unpack:
+                kv_copy_prefetch(next_block, next_layer.run)
+        _copy_block(layer, block, packed, copy.unpack, copy.stream)
+        layer = next_layer
+        block = next_block
+    if copy.stream:
+        kv_copy_fence()
+    return NULL
+
+
+cdef void _run(Copy *copy, Py_ssize_t rows, Py_ssize_t threads) noexcept nogil:
+    cdef Py_ssize_t units = rows * copy.layer_count
+    cdef Py_ssize_t i, total = units * copy.inner_bytes
+    cdef Share shares[MAX_THREADS]
+    cdef pthread_t workers[MAX_THREADS]
+    cdef bint started[MAX_THREADS]
+    threads = max(1, min(min(threads, <Py_ssize_t>MAX_THREADS), min(units, total // THREAD_BYTES)))
+    copy.stream = <size_t>total >= _stream_bytes
+    for i in range(threads):
+        shares[i].copy = copy
+        shares[i].first = units * i // threads
+        shares[i].last = units * (i + 1) // threads
+    for i in range(1, threads):
+        started[i] = pthread_create(&workers[i], NULL, _copy_share, &shares[i]) == 0
+    _copy_share(&shares[0])
+    for i in range(1, threads):
+        if started[i]:
+            pthread_join(workers[i], NULL)
+        else:
+            _copy_share(&shares[i])
+
+
+cdef object _inner(Py_buffer *view):
+    return tuple([view.shape[axis] for axis in range(1, view.ndim)])
+
+
+cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t count, Py_ssize_t row_bytes, str name) except? -1:
+    """The row stride of ``rows``, which must be ``count`` dense rows of ``row_bytes`` bytes."""
+    cdef Py_ssize_t expected = rows.itemsize
+    cdef int axis
+    cdef bint dense = True
+    for axis in range(rows.ndim - 1, 0, -1):
+        dense = dense and (rows.shape[axis] == 1 or rows.strides[axis] == expected)
+        expected *= rows.shape[axis]
+    if rows.ndim and rows.shape[0] == count and expected == row_bytes and (dense or not rows.len):
+        return rows.strides[0]
+    if rows.ndim == 1 and rows.len == count * row_bytes and (rows.strides[0] == rows.itemsize or not rows.len):
+        return row_bytes
+    shape = tuple([rows.shape[axis] for axis in range(rows.ndim)])
+    raise ValueError(f"{name} must be {count} rows of {row_bytes} bytes each, dense within a row; got shape {shape} "
+                     f"of {rows.itemsize}-byte items{'' if dense else ', with strided rows'}")
+
+
+cdef object _copy_rows(object views, object block_ids, object rows, Py_ssize_t threads, bint unpack):
+    cdef list layers = list(views)
+    cdef Py_ssize_t i, layer_count = len(layers), limit = -1, narrowest = 0
+    if layer_count == 0:
+        raise ValueError("views is empty; give one array for each layer")
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    cdef _Buffers held = _Buffers(layer_count + 2)
+    cdef int writable = PyBUF_WRITABLE
+    cdef Py_buffer *first = NULL
+    cdef Py_buffer *view
+    for i in range(layer_count):
+        view = held.take(layers[i], PyBUF_STRIDES | (writable if unpack else 0), f"views[{i}]")
+        first = &held.views[0]
+        if view.ndim < 1:
+            raise ValueError(f"views[{i}] must have the block as its first axis; it has no axes")
+        if view.itemsize != first.itemsize or _inner(view) != _inner(first):
+            raise ValueError(f"views[{i}] has blocks of shape {_inner(view)} and {view.itemsize}-byte items, but "
+                             f"views[0] has {_inner(first)} and {first.itemsize}; all layers must agree")
+        if limit < 0 or view.shape[0] < limit:
+            limit = view.shape[0]
+            narrowest = i
+    cdef Py_ssize_t inner_bytes = first.itemsize
+    for i in range(1, first.ndim):
+        inner_bytes *= first.shape[i]
+
+    cdef Py_buffer *ids = held.take(block_ids, PyBUF_STRIDES | PyBUF_FORMAT, "block_ids")
+    if ids.ndim != 1 or not _is_int(ids, 8, True):
+        raise TypeError(f"block_ids must be a 1-D int64 array, got {ids.ndim}-D of format "
+                        f"{(ids.format or b'B').decode()!r}; np.asarray(block_ids, dtype=np.int64) makes one")
+    cdef Py_ssize_t count = ids.shape[0]
+    cdef str name = "src" if unpack else "out"
+    cdef Py_buffer *packed = held.take(rows, PyBUF_STRIDES | (0 if unpack else writable), name)
+    cdef Copy copy
+    copy.row_stride = _check_rows(packed, count, layer_count * inner_bytes, name)
+    copy.rows = <char *>packed.buf
+    copy.layer_count = layer_count
+    copy.inner_bytes = inner_bytes
+    copy.unpack = unpack
+    copy.ids = <int64_t *>malloc(max(count, 1) * sizeof(int64_t))
+    copy.layers = <Layer *>malloc(layer_count * sizeof(Layer))
+    try:
+        if copy.ids == NULL or copy.layers == NULL:
+            raise MemoryError()
+        for i in range(count):
+            memcpy(&copy.ids[i], <char *>ids.buf + i * ids.strides[0], 8)
+            if copy.ids[i] < 0 or copy.ids[i] >= limit:
+                raise IndexError(f"block_ids[{i}] is {copy.ids[i]}, but views[{narrowest}] has {limit} blocks "
+                                 f"(0 .. {limit - 1}); nothing was copied")
+        for i in range(layer_count):
+            _collapse(&copy.layers[i], &held.views[i])
+        if count and inner_bytes:
+            with nogil:
+                _run(&copy, count, threads)
+    finally:
+        free(copy.ids)
+        free(copy.layers)
+
+
+def gather(views, block_ids, out, Py_ssize_t threads=1):
+    """Packs blocks of every layer into rows: ``out[i]`` is ``views[l][block_ids[i]]`` for each l, in C order.
+
+    ``views``: L arrays of shape (blocks, *inner), of any strides, alignment and dtype (bytes are moved: view what
+    has no buffer format, such as bfloat16, as uint16); ``inner`` and item size are the same for all. ``block_ids``:
+    n ids, 1-D int64. ``out``: writable, n rows of L * inner bytes, dense within a row, any row stride; or one dense
+    1-D buffer of as many bytes. ``threads``: at most so many share a call that moves over 1 MiB.
+
+    Raises IndexError for an id outside 0 .. blocks - 1, ValueError or TypeError for arrays that do not fit or a
+    read-only ``out``, all before any byte moves. ``out`` must not overlap the views. Copies without the GIL;
+    thread-safe as long as nobody else writes to the same memory.
+    """
+    _copy_rows(views, block_ids, out, threads, False)
+
+
+def scatter(src, views, block_ids, Py_ssize_t threads=1):
+    """Unpacks rows into blocks of every layer, the inverse of ``gather``: ``views[l][block_ids[i]]`` from ``src[i]``.
+
+    ``src`` is shaped as ``gather``'s ``out`` and may be read-only; ``views`` must be writable. When an id occurs
+    twice, the last row wins with ``threads=1``; with more, the block may end up a mixture of its rows. Raises,
+    and may be called from several threads, as ``gather``.
+    """
+    _copy_rows(views, block_ids, src, threads, True)

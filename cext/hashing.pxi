@@ -1,0 +1,320 @@
+# Checksums of blocks and prefix hash chains over tokens, both XXH3 (``xxh3.h``).
+#
+# Every function takes its buffers while it holds the GIL, then hashes without it; the buffers stay exported until
+# it returns, so nothing can be freed or resized underneath. Nothing here keeps state: all functions are thread-safe.
+
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBUF_SIMPLE, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release,
+    PyObject_GetBuffer,
+)
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+import numpy as np
+
+cdef extern from "xxh3.h" nogil:
+    ctypedef struct xxh3_u128:
+        uint64_t low, high
+    ctypedef struct xxh3_variant:
+        const char *name
+    int xxh3_variants(xxh3_variant *table)
+    void xxh3_canonical(uint8_t *out, xxh3_u128 h)
+    uint64_t xxh3_64(const uint8_t *data, size_t size, uint64_t seed, const xxh3_variant *variant)
+    xxh3_u128 xxh3_128(const uint8_t *data, size_t size, uint64_t seed, const xxh3_variant *variant)
+    uint64_t xxh3_64_copy(uint8_t *dst, const uint8_t *src, size_t size, const xxh3_variant *variant)
+
+cdef xxh3_variant _variants[4]
+cdef int _variant_count = xxh3_variants(_variants)
+cdef const xxh3_variant *_best = &_variants[_variant_count - 1]
+
+
+cdef class _Buffers:
+    """Buffers taken for the length of one call; whatever way the call ends, they are given back."""
+
+    cdef Py_buffer *views
+    cdef Py_ssize_t count
+
+    def __cinit__(self, Py_ssize_t capacity):
+        self.count = 0
+        self.views = <Py_buffer *>calloc(max(capacity, 1), sizeof(Py_buffer))
+        if self.views == NULL:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        for i in range(self.count):
+            PyBuffer_Release(&self.views[i])
+        free(self.views)
+
+    cdef Py_buffer *take(self, object source, int flags, str name) except NULL:
+        cdef Py_buffer *view = &self.views[self.count]
+        try:
+            PyObject_GetBuffer(source, view, flags)
+        except (BufferError, TypeError, ValueError) as error:
+            raise _refusal(source, flags, name, error) from error
+        self.count += 1
+        return view
+
+
+cdef object _refusal(object source, int flags, str name, object error):
+    """The exception for a buffer that was not to be had: what was given, what is needed."""
+    kind = type(source).__name__
+    try:
+        view = memoryview(source)
+    except (BufferError, TypeError, ValueError):
+        return TypeError(f"{name} must give a buffer (bytes, memoryview, NumPy array), got {kind}: {error}")
+    if flags & PyBUF_WRITABLE and view.readonly:
+        return ValueError(f"{name} is read-only ({kind}); it is written to, so pass a writable buffer")
+    return ValueError(f"{name} must be C-contiguous, got {kind} of shape {view.shape}, strides {view.strides}")
+
+
+cdef bint _is_int(Py_buffer *view, Py_ssize_t itemsize, bint signed) except -1:
+    """Whether the items are native integers of that size and sign."""
+    cdef bytes codes = b"ilq" if signed else b"ILQ"
+    cdef bytes code = view.format if view.format != NULL else b"B"
+    return view.itemsize == itemsize and code.lstrip(b"@=<") in (codes[:1], codes[1:2], codes[2:])
+
+
+cdef uint64_t *_sums(_Buffers held, object sums, Py_ssize_t count, bint writable, str name) except NULL:
+    """The uint64 words of ``sums``, of which there must be ``count``."""
+    cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
+    cdef Py_buffer *view = held.take(sums, flags, name)
+    if not _is_int(view, 8, False):
+        raise TypeError(f"{name} must hold uint64, got {type(sums).__name__} of format "
+                        f"{(view.format or b'B').decode()!r}, itemsize {view.itemsize}")
+    if view.len != 8 * count:
+        raise ValueError(f"{name} holds {view.len // 8} sums, expected one for each of {count} blocks")
+    return <uint64_t *>view.buf
+
+
+cdef Py_ssize_t _block_count(Py_buffer *base, Py_ssize_t block_bytes) except -1:
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes must be at least 1, got {block_bytes}")
+    if base.len % block_bytes:
+        raise ValueError(f"base holds {base.len} bytes, which is not a multiple of block_bytes={block_bytes}")
+    return base.len // block_bytes
+
+
+def checksum(buffer):
+    """The xxh3-64 (seed 0) of a C-contiguous buffer, as an int.
+
+    Read-only buffers are welcome. Raises TypeError for what is no buffer and ValueError for one that is not
+    C-contiguous. Thread-safe; hashes without the GIL. Equal to ``xxhash.xxh3_64_intdigest(buffer)``.
+    """
+    cdef _Buffers held = _Buffers(1)
+    cdef Py_buffer *view = held.take(buffer, PyBUF_SIMPLE, "buffer")
+    cdef uint64_t value
+    with nogil:
+        value = xxh3_64(<uint8_t *>view.buf, view.len, 0, _best)
+    return value
+
+
+def checksum_into(buffers, out):
+    """Writes the xxh3-64 of ``buffers[i]`` to ``out[i]``.
+
+    ``buffers``: a sequence of C-contiguous buffers of any sizes. ``out``: writable, contiguous, uint64, one word for
+    each buffer. Raises TypeError or ValueError, before anything is written, when one of them is not as described.
+    Thread-safe as long as nobody else writes to these buffers; all of them are hashed in one stretch without the GIL.
+    """
+    cdef list sources = list(buffers)
+    cdef Py_ssize_t i, count = len(sources)
+    cdef _Buffers held = _Buffers(count + 1)
+    for i in range(count):
+        held.take(sources[i], PyBUF_SIMPLE, "a buffer of buffers")
+    cdef uint64_t *sums = _sums(held, out, count, True, "out")
+    cdef Py_buffer *views = held.views
+    with nogil:
+        for i in range(count):
+            sums[i] = xxh3_64(<uint8_t *>views[i].buf, views[i].len, 0, _best)
+
+
+def checksum_blocks(base, Py_ssize_t block_bytes, out):
+    """Writes the xxh3-64 of each block of ``base`` to ``out``.
+
+    ``base``: one C-contiguous buffer of n * ``block_bytes`` bytes. ``out``: writable, contiguous, uint64, n words.
+    Raises TypeError or ValueError, before anything is written, when they do not fit. Thread-safe; without the GIL.
+    """
+    cdef _Buffers held = _Buffers(2)
+    cdef Py_buffer *view = held.take(base, PyBUF_SIMPLE, "base")
+    cdef Py_ssize_t i, count = _block_count(view, block_bytes)
+    cdef uint64_t *sums = _sums(held, out, count, True, "out")
+    cdef uint8_t *data = <uint8_t *>view.buf
+    with nogil:
+        for i in range(count):
+            sums[i] = xxh3_64(data + i * block_bytes, block_bytes, 0, _best)
+
+
+def verify_blocks(base, Py_ssize_t block_bytes, sums):
+    """The index of the first block of ``base`` whose xxh3-64 is not ``sums[i]``, or -1 when all agree.
+
+    ``base``: one C-contiguous buffer of n * ``block_bytes`` bytes. ``sums``: contiguous uint64, n words.
+    Raises TypeError or ValueError when they do not fit. Thread-safe; hashes without the GIL.
+    """
+    cdef _Buffers held = _Buffers(2)
+    cdef Py_buffer *view = held.take(base, PyBUF_SIMPLE, "base")
+    cdef Py_ssize_t i, bad = -1, count = _block_count(view, block_bytes)
+    cdef uint64_t *expected = _sums(held, sums, count, False, "sums")
+    cdef uint8_t *data = <uint8_t *>view.buf
+    with nogil:
+        for i in range(count):
+            if xxh3_64(data + i * block_bytes, block_bytes, 0, _best) != expected[i]:
+                bad = i
+                break
+    return bad
+
+
+cdef uint64_t _copy_checked(object dst, object src, const xxh3_variant *variant) except? 0:
+    cdef _Buffers held = _Buffers(2)
+    cdef Py_buffer *target = held.take(dst, PyBUF_SIMPLE | PyBUF_WRITABLE, "dst")
+    cdef Py_buffer *source = held.take(src, PyBUF_SIMPLE, "src")
+    cdef uint64_t value
+    if target.len != source.len:
+        raise ValueError(f"dst holds {target.len} bytes and src {source.len}; they must be of one size")
+    if <char *>target.buf < <char *>source.buf + source.len and <char *>source.buf < <char *>target.buf + target.len:
+        raise ValueError("dst and src overlap; a checked copy needs separate memory")
+    with nogil:
+        value = xxh3_64_copy(<uint8_t *>target.buf, <uint8_t *>source.buf, source.len, variant)
+    return value
+
+
+def copy_checked(dst, src):
+    """Copies ``src`` to ``dst`` and returns the xxh3-64 of what ``dst`` then holds, in one pass over memory.
+
+    Both are C-contiguous buffers of one size, ``dst`` writable, without overlap; else ValueError (TypeError for what
+    is no buffer). The sum is that of the copy even when another process writes to ``src`` meanwhile. Copies of
+    256 KiB and more bypass the caches when ``dst`` is aligned to 16 bytes. Thread-safe; works without the GIL.
+    """
+    return _copy_checked(dst, src, _best)
+
+
+# ---- prefix hash chains ----
+
+cdef Py_ssize_t _pack_tokens(uint32_t *dst, const char *src, Py_ssize_t stride, Py_ssize_t itemsize,
+                             Py_ssize_t count) noexcept nogil:
+    """Narrows tokens to uint32; returns the position of the first that does not fit, or -1."""
+    cdef Py_ssize_t i
+    cdef uint64_t misfit = 0
+    cdef int32_t narrow
+    cdef int64_t wide
+    cdef const int64_t *words
+    if itemsize == 4 and stride == 4:
+        memcpy(dst, src, 4 * count)
+        for i in range(count):
+            misfit |= dst[i] >> 31
+    elif itemsize == 8 and stride == 8 and <size_t>src % 8 == 0:
+        words = <const int64_t *>src
+        for i in range(count):
+            dst[i] = <uint32_t>words[i]
+            misfit |= (<uint64_t>words[i]) >> 32
+    else:
+        misfit = 1
+    if not misfit:
+        return -1
+    for i in range(count):
+        if itemsize == 4:
+            memcpy(&narrow, src + i * stride, 4)
+            wide = narrow
+        else:
+            memcpy(&wide, src + i * stride, 8)
+        if <uint64_t>wide >> 32:
+            return i
+        dst[i] = <uint32_t>wide
+    return -1
+
+
+def prefix_keys(tokens, Py_ssize_t block_tokens, bytes seed not None=b"", parent=None):
+    """The chain of prefix keys of a token sequence: row i names block i and everything before it.
+
+    ``tokens``: 1-D int32 or int64 array of n tokens, any stride. Returns an (n // block_tokens, 16) uint8 array; a
+    trailing partial block is ignored (and not read). The layout, for other implementations (XXH3-128 with seed 0
+    throughout, canonical digest: 16 bytes, big-endian, high half first)::
+
+        key[-1] = xxh3_128(seed)                                            # the root; or ``parent``
+        key[i]  = xxh3_128(key[i-1] + tokens of block i, each as 4 bytes little-endian unsigned)
+
+    So int32 and int64 arrays of the same tokens give the same keys. ``parent``, the last key of an earlier call,
+    continues its chain: the keys of ``a + b`` are those of ``a`` followed by those of ``b`` with
+    ``parent=keys_of_a[-1]``, when ``len(a)`` is a multiple of ``block_tokens``; ``seed`` is then not used.
+
+    Raises TypeError when ``tokens`` is not such an array, ValueError when ``block_tokens`` < 1, when ``parent`` is not
+    exactly 16 bytes, or when a token is negative or >= 2**32 (naming the first). Thread-safe; without the GIL.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
+    cdef _Buffers held = _Buffers(3)
+    cdef Py_buffer *view = held.take(tokens, PyBUF_STRIDES | PyBUF_FORMAT, "tokens")
+    if view.ndim != 1 or not (_is_int(view, 4, True) or _is_int(view, 8, True)):
+        raise TypeError(f"tokens must be a 1-D int32 or int64 array, got {view.ndim}-D of format "
+                        f"{(view.format or b'B').decode()!r}; np.asarray(tokens, dtype=np.int64) makes one")
+    cdef uint8_t root[16]
+    cdef Py_buffer *given
+    if parent is None:
+        xxh3_canonical(root, xxh3_128(<const uint8_t *><const char *>seed, len(seed), 0, _best))
+    else:
+        given = held.take(parent, PyBUF_SIMPLE, "parent")
+        if given.len != 16:
+            raise ValueError(f"parent must be a key of exactly 16 bytes, got {given.len}")
+        memcpy(root, given.buf, 16)
+
+    cdef Py_ssize_t count = view.shape[0] // block_tokens
+    keys = np.empty((count, 16), dtype=np.uint8)
+    if count == 0:
+        return keys
+    cdef uint8_t *key = <uint8_t *>held.take(keys, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "keys").buf
+    cdef uint8_t on_stack[4096 + 16]  # what is hashed: the parent's key, then one block's tokens
+    cdef uint8_t *message = on_stack
+    if block_tokens > 1024:
+        message = <uint8_t *>malloc(16 + 4 * block_tokens)
+        if message == NULL:
+            raise MemoryError()
+    cdef Py_ssize_t i, bad = -1, stride = view.strides[0], itemsize = view.itemsize
+    cdef const char *source = <const char *>view.buf
+    with nogil:
+        memcpy(message, root, 16)
+        for i in range(count):
+            bad = _pack_tokens(<uint32_t *>(message + 16), source, stride, itemsize, block_tokens)
+            if bad >= 0:
+                bad += i * block_tokens
+                break
+            xxh3_canonical(message, xxh3_128(message, 16 + 4 * block_tokens, 0, _best))
+            memcpy(key + 16 * i, message, 16)
+            source += block_tokens * stride
+        if message != on_stack:
+            free(message)
+    if bad >= 0:
+        raise ValueError(f"tokens[{bad}] is {tokens[bad]}; a token must be in 0 .. 2**32 - 1")
+    return keys
+
+
+# ---- for the tests: each variant that this CPU runs, by name ----
+
+cdef const xxh3_variant *_variant(str name) except NULL:
+    cdef int i
+    for i in range(_variant_count):
+        if _variants[i].name.decode() == name:
+            return &_variants[i]
+    raise ValueError(f"no xxh3 variant {name!r} here; there are {_xxh3_variants()}")
+
+
+def _xxh3_variants():
+    """The names of the variants this CPU runs, slowest first; the last one is in use."""
+    return [_variants[i].name.decode() for i in range(_variant_count)]
+
+
+def _xxh3_64(buffer, uint64_t seed, str variant):
+    cdef _Buffers held = _Buffers(1)
+    cdef Py_buffer *view = held.take(buffer, PyBUF_SIMPLE, "buffer")
+    return xxh3_64(<uint8_t *>view.buf, view.len, seed, _variant(variant))
+
+
+def _xxh3_128(buffer, uint64_t seed, str variant):
+    cdef _Buffers held = _Buffers(1)
+    cdef Py_buffer *view = held.take(buffer, PyBUF_SIMPLE, "buffer")
+    cdef uint8_t digest[16]
+    xxh3_canonical(digest, xxh3_128(<uint8_t *>view.buf, view.len, seed, _variant(variant)))
+    return digest[:16]
+
+
+def _copy_checked_by(dst, src, str variant):
+    return _copy_checked(dst, src, _variant(variant))

@@ -1,0 +1,165 @@
+"""Server configuration: one typed structure, filled from a TOML file, then the environment, then flags.
+
+The same name everywhere: flag ``--log-level``, variable ``KVSTORE_SERVER_LOG_LEVEL``, key ``log_level``. A name nobody
+knows is an error in each of the three; a value of the wrong kind says what was given and what is expected.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvstore.logs import LEVELS
+from kvstore.wire import ShardAddress
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENVIRONMENT_PREFIX: Final = "KVSTORE_SERVER_"
+MIN_SEGMENT_BYTES: Final = 1 << 20
+MAX_SHARDS: Final = 256
+_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The message names the setting, its value and what is expected."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4GiB``, ``512 MiB``, ``1.5GB`` or ``1048576``; `ConfigError` otherwise."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"a size of {text!r}: expected a number with a unit such as 512MiB or 4GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_size(count: float) -> str:
+    """``4.0 GiB`` for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings of `kvstore-server`, as given."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 7070
+    shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
+    memory: str = "4GiB"
+    segment: str = "32MiB"
+    log_level: str = "info"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Block memory of the whole node."""
+        return parse_size(self.memory)
+
+    @property
+    def segment_bytes(self) -> int:
+        """What memory is handed to namespaces in."""
+        return parse_size(self.segment)
+
+    @property
+    def shard_memory_bytes(self) -> int:
+        """Block memory of one shard."""
+        return self.memory_bytes // self.shards
+
+    def check(self) -> None:
+        """Raise `ConfigError` where settings do not fit each other."""
+        if self.log_level not in LEVELS:
+            raise ConfigError(f"log_level {self.log_level!r}: expected one of {', '.join(LEVELS)}")
+        if not MIN_SEGMENT_BYTES <= self.segment_bytes or self.segment_bytes % 4096:
+            raise ConfigError(
+                f"segment {self.segment!r}: expected at least {format_size(MIN_SEGMENT_BYTES)}, a multiple of 4 KiB"
+            )
+        if self.shard_memory_bytes < self.segment_bytes:
+            raise ConfigError(
+                f"memory {self.memory!r} gives each of {self.shards} shard(s) {self.shard_memory_bytes} bytes: "
+                f"expected at least one segment of {self.segment_bytes} bytes; raise --memory, or lower --shards or "
+                "--segment"
+            )
+
+
+class ShardConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a shard."""
+
+    node: str
+    shard: int
+    listen_fd: int
+    ready_fd: int
+    memory_bytes: int
+    segment_bytes: int
+    shards: list[ShardAddress]
+    epoch: int
+    log_level: str
+    drain_s: float
+
+
+def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
+    """The configuration from all three sources; a flag that is None was not given. Raises `ConfigError`."""
+    settings: dict[str, Any] = {}
+    if file is not None:
+        settings.update(_from_file(file))
+    settings.update(_from_environment(environment))
+    settings.update({name: value for name, value in flags.items() if value is not None})
+    try:
+        config = msgspec.convert(settings, ServerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from None
+    config.check()
+    return config
+
+
+def _known(names: list[str], unknown: list[str], where: str) -> None:
+    if unknown:
+        raise ConfigError(f"{where}: unknown {', '.join(map(repr, unknown))}; known are {', '.join(names)}")
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration file {str(file)!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {str(file)!r} is no TOML: {error}") from None
+    names = list(ServerConfig.__struct_fields__)
+    _known(names, sorted(set(settings) - set(names)), f"configuration file {str(file)!r}")
+    return settings
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    names = [ENVIRONMENT_PREFIX + name.upper() for name in ServerConfig.__struct_fields__]
+    given = {name: value for name, value in environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+    _known(names, sorted(set(given) - set(names)), "environment")
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        field = name[len(ENVIRONMENT_PREFIX) :].lower()
+        if ServerConfig.__annotations__[field] in ("str", str):
+            settings[field] = value
+        else:
+            try:
+                settings[field] = int(value)
+            except ValueError:
+                raise ConfigError(f"environment: {name}={value!r}: expected a whole number") from None
+    return settings

@@ -1,0 +1,1 @@
+"""The memory tier of a shard: arena, namespaces, eviction."""

@@ -1,0 +1,119 @@
+"""The arena: one shard's block memory.
+
+One memfd mapping of the shard's whole limit, cut into segments of equal size. A segment belongs to nobody (free) or
+to one namespace, which cuts it into slots of its block size. Address space is reserved at once; memory is touched
+ahead of need by a small thread, so that a block never waits for page faults in the middle of a transfer, and a server
+that is half empty uses half its memory. Huge pages are used where the system has set enough of them aside.
+
+Invariant: the mapping never grows, so the blocks of a shard can never take more than its limit.
+Threads: `take` and `give_back` belong to the shard's loop; the pre-faulting thread only touches pages of free
+segments, and populating a page that was taken meanwhile changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+_AHEAD_SEGMENTS: Final = 4
+_POPULATE_STEP_BYTES: Final = 4 << 20
+_MADV_HUGEPAGE: Final = 14
+_MADV_POPULATE_WRITE: Final = 23
+_MFD_HUGETLB: Final = 4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _free_huge_pages_bytes() -> int:
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("HugePages_Free:"):
+                return int(line.split()[1]) * HUGE_PAGE_BYTES
+    return 0
+
+
+class Arena:
+    """`limit_bytes // segment_bytes` segments of shared memory."""
+
+    def __init__(self, limit_bytes: int, segment_bytes: int) -> None:
+        count = limit_bytes // segment_bytes
+        if count < 1:
+            raise ValueError(f"{limit_bytes} bytes hold no segment of {segment_bytes} bytes")
+        self.segment_bytes = segment_bytes
+        self.segments = count
+        size = count * segment_bytes
+        huge = segment_bytes % HUGE_PAGE_BYTES == 0 and _free_huge_pages_bytes() >= size
+        self._fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | (_MFD_HUGETLB if huge else 0))
+        os.ftruncate(self._fd, size)
+        self._map = mmap.mmap(self._fd, size)
+        self.memory = memoryview(self._map)
+        self.huge_pages = huge
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if not huge:  # transparent huge pages, if the system grants them to shared memory; refusal is no error
+            _libc.madvise(self._address, size, _MADV_HUGEPAGE)
+        self._free = list(range(count - 1, -1, -1))  # a stack: the lowest segment first
+        self._populated = bytearray(count)
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._populate_ahead, name="kvstore-prefault", daemon=True)
+        self._thread.start()
+        self._wake.set()
+
+    @property
+    def free(self) -> int:
+        """Segments that belong to no namespace."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free segment's number, or None."""
+        if not self._free:
+            return None
+        segment = self._free.pop()
+        self._wake.set()
+        return segment
+
+    def give_back(self, segment: int) -> None:
+        """Return a segment none of whose bytes anybody reads or writes any more."""
+        self._free.append(segment)
+
+    def view(self, segment: int) -> memoryview:
+        """The segment's bytes."""
+        start = segment * self.segment_bytes
+        return self.memory[start : start + self.segment_bytes]
+
+    def close(self) -> None:
+        """Stop the pre-faulting thread. The mapping goes with the process."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _populate_ahead(self) -> None:
+        while not self._closing:
+            self._wake.wait()
+            self._wake.clear()
+            for segment in self._free[-1 : -1 - _AHEAD_SEGMENTS : -1]:
+                if not self._populated[segment] and not self._closing:
+                    if not self._populate(segment):
+                        return
+                    self._populated[segment] = 1
+
+    def _populate(self, segment: int) -> bool:
+        """Touch every page of a segment; False when the kernel cannot (before Linux 5.14): pages fault when used."""
+        start = self._address + segment * self.segment_bytes
+        for offset in range(0, self.segment_bytes, _POPULATE_STEP_BYTES):
+            step = min(_POPULATE_STEP_BYTES, self.segment_bytes - offset)
+            if _libc.madvise(start + offset, step, _MADV_POPULATE_WRITE) != 0:
+                code = ctypes.get_errno()
+                level = logging.INFO if code == errno.EINVAL else logging.WARNING
+                log.log(level, "arena is not pre-faulted: %s", os.strerror(code))
+                return False
+        return True

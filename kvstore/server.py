@@ -1,0 +1,248 @@
+"""The supervisor: binds the ports, starts the shards, restarts what dies, stops what runs.
+
+It owns the listening sockets, so a shard that dies keeps its port and its clients' pending connections; the shard
+started in its place begins empty, which for its clients is nothing but misses. The supervisor holds no data and does
+nothing while all is well. If it dies itself, the kernel ends its shards (parent-death signal).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvstore.config import ServerConfig, ShardConfig
+from kvstore.wire import ShardAddress
+
+log = logging.getLogger("kvstore.server")
+
+DRAIN_S: Final = 5.0
+START_S: Final = 30.0
+MAX_RESTART_DELAY_S: Final = 5.0
+STABLE_S: Final = 10.0  # a shard that lived so long restarts without delay
+BIND_RETRY_S: Final = 1.0
+_BACKLOG: Final = 512
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+@dataclass
+class _Child:
+    """A shard process and what is needed to start another in its place."""
+
+    number: int
+    listener: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    pid_fd: int = -1
+    ready_fd: int = -1
+    started: float = 0.0
+    restart_at: float = 0.0
+    delay_s: float = 0.0
+
+
+def bind(host: str, port: int, shards: int) -> list[socket.socket]:
+    """Listening sockets for all shards: `port`, `port`+1 …, or free ones for port 0. Raises `StartError`."""
+    sockets: list[socket.socket] = []
+    deadline = time.monotonic() + BIND_RETRY_S
+    for number in range(shards):
+        wanted = port + number if port else 0
+        while True:
+            try:
+                family, _, _, _, address = socket.getaddrinfo(
+                    host, wanted, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                )[0]
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
+                sock.listen(_BACKLOG)
+                sockets.append(sock)
+                break
+            except (OSError, OverflowError) as error:
+                code = error.errno if isinstance(error, OSError) else None
+                if code == errno.EADDRINUSE and time.monotonic() < deadline:
+                    time.sleep(0.05)  # a predecessor that was just killed
+                    continue
+                for other in sockets:
+                    other.close()
+                reason = "the port is in use" if code == errno.EADDRINUSE else str(error)
+                raise StartError(
+                    f"cannot listen on {host}:{wanted} for shard {number}: {reason}; "
+                    "choose another --host or --port (--port 0 picks free ones)"
+                ) from None
+    return sockets
+
+
+class Supervisor:
+    """One node."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_w, False)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        listeners = bind(config.host, config.port, config.shards)
+        self._children = [_Child(number, listener) for number, listener in enumerate(listeners)]
+        self.port: int = listeners[0].getsockname()[1]
+        self.node = f"{socket.gethostname()}:{self.port}"
+        self._addresses = [
+            ShardAddress(f"{self.node}/{number}", "", listener.getsockname()[1], float(config.shard_memory_bytes))
+            for number, listener in enumerate(listeners)
+        ]
+
+    def run(self) -> int:
+        """Serve until told to stop. -> the process's exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        for child in self._children:
+            self._start(child)
+        if not self._await_ready():
+            self._stop()
+            return 0 if self._stopping else 1
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        print(
+            f"kvstore-server ready tcp://{host}:{self.port} shards={self.config.shards} "
+            f"memory={self.config.memory_bytes}",
+            flush=True,
+        )
+        while not self._stopping:
+            self._watch()
+        self._stop()
+        return 0
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self._stopping:  # asked twice: now
+            for child in self._children:
+                if child.process is not None:
+                    child.process.kill()
+        self._stopping = True
+        os.write(self._wake_w, b"x")
+
+    def _start(self, child: _Child) -> None:
+        ready_r, ready_w = os.pipe()
+        config = ShardConfig(
+            node=self.node,
+            shard=child.number,
+            listen_fd=child.listener.fileno(),
+            ready_fd=ready_w,
+            memory_bytes=self.config.shard_memory_bytes,
+            segment_bytes=self.config.segment_bytes,
+            shards=self._addresses,
+            epoch=1,
+            log_level=self.config.log_level,
+            drain_s=DRAIN_S,
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.shard"],
+            stdin=subprocess.PIPE,
+            pass_fds=(config.listen_fd, ready_w),
+        )
+        os.close(ready_w)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(msgspec.json.encode(config))
+            process.stdin.close()
+        except BrokenPipeError:
+            log.error("shard %d died before it read its configuration", child.number)
+        child.process = process
+        child.ready_fd = ready_r
+        child.started = time.monotonic()
+        child.pid_fd = os.pidfd_open(process.pid)
+        self._selector.register(child.pid_fd, selectors.EVENT_READ, child)
+        self._selector.register(ready_r, selectors.EVENT_READ, child)
+
+    def _await_ready(self) -> bool:
+        """Wait until every shard accepts requests; False: stopped or failed before that."""
+        deadline = time.monotonic() + START_S
+        while any(child.ready_fd >= 0 for child in self._children):
+            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                child = key.data
+                if child is None:
+                    os.read(self._wake_r, 64)
+                elif key.fd == child.ready_fd:
+                    if not self._take_ready(child):
+                        log.error("shard %d did not start; its own message is above", child.number)
+                        return False
+            if self._stopping:
+                return False
+            if time.monotonic() > deadline:
+                log.error("not all shards were ready after %g s", START_S)
+                return False
+        return True
+
+    def _take_ready(self, child: _Child) -> bool:
+        ok = bool(os.read(child.ready_fd, 1))
+        self._selector.unregister(child.ready_fd)
+        os.close(child.ready_fd)
+        child.ready_fd = -1
+        return ok
+
+    def _watch(self) -> None:
+        """Wait for something to happen to the shards, and deal with it."""
+        now = time.monotonic()
+        due = [child.restart_at for child in self._children if child.process is None]
+        for key, _ in self._selector.select(max(0.0, min(due) - now) if due else None):
+            child = key.data
+            if child is None:
+                os.read(self._wake_r, 64)
+            elif key.fd == child.ready_fd:
+                if self._take_ready(child):
+                    log.warning("shard %d is serving again, pid %d", child.number, child.process.pid)
+            elif key.fd == child.pid_fd:
+                self._bury(child)
+        now = time.monotonic()
+        for child in self._children:
+            if child.process is None and child.restart_at <= now and not self._stopping:
+                self._start(child)
+
+    def _bury(self, child: _Child) -> None:
+        process = child.process
+        assert process is not None
+        status = process.wait()
+        self._selector.unregister(child.pid_fd)
+        os.close(child.pid_fd)
+        child.pid_fd = -1
+        if child.ready_fd >= 0:
+            self._take_ready(child)
+        child.process = None
+        now = time.monotonic()
+        stable = now - child.started > STABLE_S
+        child.delay_s = 0.0 if stable else min(MAX_RESTART_DELAY_S, child.delay_s * 2 or 0.1)
+        child.restart_at = now + child.delay_s
+        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+        log.error(
+            "shard %d (pid %d) died: %s; its blocks are gone and count as misses; restarting in %.1f s",
+            child.number,
+            process.pid,
+            cause,
+            child.delay_s,
+        )
+
+    def _stop(self) -> None:
+        """Let the shards finish, then see that they are gone."""
+        running = [child.process for child in self._children if child.process is not None]
+        for child in self._children:
+            child.listener.close()
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + DRAIN_S + 5.0
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.error("shard process %d did not stop; killed", process.pid)
+                process.kill()
+                process.wait()

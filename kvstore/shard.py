@@ -1,0 +1,360 @@
+"""One shard: one process, one event loop, one index, one arena, one port.
+
+A level-triggered epoll loop over the listening socket and its peers. Everything the shard does happens between two
+polls, in this thread; bytes move inside system calls with the GIL released. The loop's state is three sets: all
+peers, the peers that may have something to send, and the streams parked on a block being written.
+
+A shard is started by the supervisor (`kvstore.server`) with an inherited listening socket, its configuration as JSON
+on standard input, and a pipe on which it says that it is ready. It dies with its supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore import __version__, wire
+from kvstore.config import ShardConfig
+from kvstore.logs import configure as configure_logs
+from kvstore.memory.store import NamespaceStore, Store
+from kvstore.peer import Peer, Write
+from kvstore.stream import Stream
+from kvstore.wire import ErrorCode, WireError
+
+log = logging.getLogger("kvstore.shard")
+
+MAX_CONNECTIONS: Final = 2048
+MAX_BUFFERED_BYTES: Final = 64 << 20  # headers, keys and checksums of all peers together
+SMALL_BUFFER_BYTES: Final = 8 << 10  # a frame this small is always taken
+HOUSEKEEPING_S: Final = 0.1
+MAX_PINNED_SHARE: Final = 0.5
+DEAD_PEER_MS: Final = 30_000
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Shard:
+    """The event loop and what it serves."""
+
+    def __init__(self, config: ShardConfig, listener: socket.socket) -> None:
+        self.config = config
+        self.now = self._started = time.monotonic()
+        self.store = Store(config.memory_bytes, config.segment_bytes)
+        self.to_flush: set[Peer] = set()
+        self.buffered_bytes = 0
+        self.bytes_in = self.bytes_out = self.errors = 0
+        self._sets = self._gets = self._lookups = 0
+        self._peers: dict[int, Peer] = {}
+        self._listener = listener
+        self._poll = select.epoll()
+        self._drain_until: float | None = None
+
+    # ---- the loop --------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until drained."""
+        listener, poll = self._listener, self._poll
+        poll.register(listener.fileno(), select.EPOLLIN)
+        housekeeping = 0.0
+        while not self._drained():
+            events = poll.poll(HOUSEKEEPING_S)
+            self.now = now = time.monotonic()
+            for fd, event in events:
+                if fd == listener.fileno():
+                    self._accept()
+                    continue
+                peer = self._peers.get(fd)
+                if peer is None:
+                    continue
+                if event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+                    peer.on_readable(now)
+                if event & select.EPOLLOUT:
+                    self.to_flush.add(peer)
+            while self.to_flush:
+                self._flush(self.to_flush.pop(), now)
+            if now >= housekeeping:
+                housekeeping = now + HOUSEKEEPING_S
+                self._enforce_deadlines(now)
+        for peer in list(self._peers.values()):
+            peer.close("the server is shutting down")
+        self.store.arena.close()
+
+    def drain(self) -> None:
+        """Finish what has begun, take nothing new; safe to call from a signal handler."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + self.config.drain_s
+
+    def _drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        if time.monotonic() > self._drain_until:
+            return True
+        return all(peer.idle for peer in self._peers.values())
+
+    def _accept(self) -> None:
+        for _ in range(64):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # the client left already, or no descriptor is free: the others go on
+                log.warning("accept failed: %s", error)
+                return
+            if len(self._peers) >= MAX_CONNECTIONS or self._drain_until is not None:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
+            peer = Peer(self, sock, f"{address[0]}:{address[1]}", self.now)
+            self._peers[sock.fileno()] = peer
+            peer.events = select.EPOLLIN
+            self._poll.register(sock.fileno(), peer.events)
+            self.to_flush.add(peer)
+
+    def _flush(self, peer: Peer, now: float) -> None:
+        if peer.closed:
+            return
+        more = peer.flush(now)
+        if peer.closed:
+            return
+        events = select.EPOLLOUT if more else 0
+        if not (peer.closing or peer.backed_up):
+            events |= select.EPOLLIN
+        if events != peer.events:
+            peer.events = events
+            self._poll.modify(peer.sock.fileno(), events)
+
+    def forget(self, peer: Peer) -> None:
+        """The peer is closing: its socket is about to be closed."""
+        self._peers.pop(peer.sock.fileno(), None)
+        with contextlib.suppress(OSError):
+            self._poll.unregister(peer.sock.fileno())
+
+    def _enforce_deadlines(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if now > peer.message_deadline:
+                self.errors += 1
+                peer.close("a message or handshake was not finished by its deadline")
+                continue
+            if peer.stalled(now):
+                peer.close("the client takes nothing of its replies")
+                continue
+            for stream in list(peer.streams.values()):
+                if now > stream.deadline + 2.0:
+                    peer.close("a reply was not taken by its deadline")
+                    break
+                if now > stream.deadline:
+                    stream.give_up_waiting()
+                    peer.resume(stream)
+        while self.to_flush:
+            self._flush(self.to_flush.pop(), now)
+
+    # ---- bounds ----------------------------------------------------------------------------------------------
+
+    def check_buffer_room(self, size: int) -> None:
+        """Raise `WireError` when the frames being collected would take more memory than a shard allows itself."""
+        if size > SMALL_BUFFER_BYTES and self.buffered_bytes + size > MAX_BUFFERED_BYTES:
+            raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again")
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def handle(self, peer: Peer, request: wire.Request) -> None:
+        """A request of one frame."""
+        if isinstance(request, wire.Hello):
+            self._hello(peer, request)
+        elif isinstance(request, wire.Credit):
+            stream = peer.streams.get(request.id)
+            if stream is not None and request.bytes > 0:
+                stream.grant(request.bytes, self.now)
+                peer.resume(stream)
+        elif isinstance(request, wire.Cancel):
+            stream = peer.streams.get(request.id)
+            if stream is not None:
+                peer.end_stream(stream)
+        elif isinstance(request, wire.Ping):
+            peer.reply(wire.Pong(request.id))
+        elif isinstance(request, wire.Flush):  # every SET before it was placed as it arrived
+            peer.reply(wire.FlushReply(request.id))
+        elif isinstance(request, wire.Info):
+            peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
+
+    def _hello(self, peer: Peer, request: wire.Hello) -> None:
+        if request.protocol != wire.PROTOCOL_VERSION:
+            raise WireError(
+                ErrorCode.VERSION,
+                f"protocol version {request.protocol}: this server speaks {wire.PROTOCOL_VERSION}",
+                request.id,
+            )
+        block_bytes = 0
+        if request.namespace:
+            try:
+                block_bytes = self.store.check_namespace(request.namespace)
+            except WireError as error:
+                error.request_id = request.id
+                raise
+        peer.namespace = request.namespace
+        peer.client = request.client[:64]
+        config = self.config
+        peer.reply(
+            wire.Welcome(
+                id=request.id,
+                protocol=wire.PROTOCOL_VERSION,
+                version=__version__,
+                node=config.node,
+                shard=config.shard,
+                namespace_id=wire.namespace_id(request.namespace) if request.namespace else b"",
+                block_bytes=block_bytes,
+                max_keys=wire.MAX_KEYS,
+                max_frame_bytes=wire.MAX_BLOCK_BYTES,
+                shards=config.shards,
+                epoch=config.epoch,
+            )
+        )
+
+    def handle_keyed(self, peer: Peer, request: wire.KeyedRequest, keys: bytes) -> None:
+        """A request whose keys have arrived."""
+        namespace = self.store.find(peer.namespace, request.key_bytes)
+        if isinstance(request, wire.Get):
+            self._gets += 1
+            if self.buffered_bytes + len(keys) > MAX_BUFFERED_BYTES:
+                raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again")
+            stream = Stream(peer, self.store, namespace, request, keys, self.now)
+            peer.add_stream(stream)
+            self.buffered_bytes += stream.nbytes
+        elif isinstance(request, wire.Delete):
+            deleted = namespace.index.delete(keys) if namespace else 0
+            peer.reply(wire.DeleteReply(request.id, deleted))
+        else:
+            self._lookup(peer, request, namespace, keys)
+
+    def _lookup(
+        self,
+        peer: Peer,
+        request: wire.Contains | wire.MatchPrefix,
+        namespace: NamespaceStore | None,
+        keys: bytes,
+    ) -> None:
+        self._lookups += 1
+        matching = isinstance(request, wire.MatchPrefix)
+        if namespace is None:
+            reply = wire.MatchReply(request.id, 0) if matching else wire.ContainsReply(request.id, bytes(request.count))
+            peer.reply(reply)
+            return
+        pin_until = 0.0
+        if request.pin_s > 0 and self._may_pin(namespace, request.count):
+            pin_until = self.now + request.pin_s
+        tick = self.store.ticks(request.count) if request.refresh else 0
+        index = namespace.index
+        if matching:
+            length = index.match_prefix(keys, self.now, request.refresh, tick, pin_until)
+            peer.reply(wire.MatchReply(request.id, length))
+        else:
+            present = index.contains(keys, self.now, request.refresh, tick, pin_until)
+            peer.reply(wire.ContainsReply(request.id, present))
+
+    def _may_pin(self, namespace: NamespaceStore, count: int) -> bool:
+        """Pins never cover so much of a namespace that it could not take new blocks."""
+        index = namespace.index
+        return index.pinned(self.now) + count <= index.slots * MAX_PINNED_SHARE
+
+    def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
+        """Reserve a slot for every block that is wanted."""
+        self._sets += 1
+        if self._drain_until is not None:
+            raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        namespace = self.store.open(peer.namespace, request.key_bytes)
+        index = namespace.index
+        missing = index.missing(keys)
+        self.store.make_room(namespace, request.count if request.force else missing, self.now)
+        slots = index.reserve(keys, request.force, self.store.ticks(request.count))
+        return Write(request, namespace, slots, missing)
+
+    def commit(self, write: Write, sums: bytes) -> wire.SetReply:
+        """All blocks of a SET are in their slots: they are readable from here on."""
+        request, namespace, slots = write.request, write.namespace, write.slots
+        checksums = np.frombuffer(sums, dtype="<u8")
+        placed = namespace.index.commit(slots, checksums, self.store.ticks(request.count))
+        created = min(placed, write.missing)
+        namespace.created += placed
+        self.wake_parked(namespace)
+        return wire.SetReply(
+            id=request.id,
+            total=request.count,
+            created=created,
+            existed=int((slots == -1).sum()),
+            forced=placed - created,
+            duplicated=int((slots == -2).sum()),
+            error=int((slots == -3).sum()),
+        )
+
+    def wake_parked(self, namespace: NamespaceStore) -> None:
+        """A block that was being written is there, or is not coming."""
+        if namespace.parked:
+            parked, namespace.parked = namespace.parked, set()
+            for stream in parked:
+                stream.peer.resume(stream)
+
+    def stream_ended(self, stream: Stream) -> None:
+        """Its memory is free again."""
+        self.buffered_bytes -= stream.nbytes
+        if stream.namespace is not None:
+            stream.namespace.parked.discard(stream)
+
+    def info(self) -> wire.ShardInfo:
+        """This shard's state."""
+        config, arena = self.config, self.store.arena
+        with open("/proc/self/statm") as statm:
+            rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return wire.ShardInfo(
+            node=config.node,
+            shard=config.shard,
+            pid=os.getpid(),
+            version=__version__,
+            uptime_s=self.now - self._started,
+            memory_limit_bytes=config.memory_bytes,
+            memory_used_bytes=(arena.segments - arena.free) * arena.segment_bytes,
+            rss_bytes=rss_bytes,
+            segment_bytes=arena.segment_bytes,
+            segments_free=arena.free,
+            connections=len(self._peers),
+            streams=sum(len(peer.streams) for peer in self._peers.values()),
+            draining=self._drain_until is not None,
+            sets=self._sets,
+            gets=self._gets,
+            lookups=self._lookups,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            errors=self.errors,
+            namespaces=[namespace.info(self.now) for namespace in self.store],
+        )
+
+
+def main() -> None:
+    """Entry point of a shard process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ShardConfig)
+    configure_logs(config.log_level, f"shard={config.shard}")
+    listener = socket.socket(fileno=config.listen_fd)
+    listener.setblocking(False)
+    shard = Shard(config, listener)
+    signal.signal(signal.SIGTERM, lambda *_: shard.drain())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    os.write(config.ready_fd, b"1")
+    os.close(config.ready_fd)
+    shard.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""A GET in progress: the parts of its reply, made one at a time as the connection can take them.
+
+Nothing is held for a whole request: each part references its slots only from the moment it is made until the kernel
+has taken its bytes, so a reader that stops reading holds one part. A key that another client is writing is waited
+for, until it is there, gone, or the deadline passes. What is not there when its turn comes is a miss.
+
+Credit: a reader that asked for it is sent no more payload than it granted, so that other replies on its connection
+never queue behind blocks nobody takes. The deadline of such a stream starts anew with every grant: a slow consumer
+is no failure, a vanished one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.memory.store import NamespaceStore, Slots, Store
+from kvstore.wire import Get, Part, encode
+from kvstore.zmtp import frame, frame_head
+
+if TYPE_CHECKING:
+    from kvstore.peer import Peer
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """Bytes to send, and what to do once the kernel has them (or never will)."""
+
+    views: list[bytes | memoryview]
+    release: Callable[[], None] | None = None
+
+
+class Stream:
+    """The reply to one GET."""
+
+    __slots__ = (
+        "_count",
+        "_hit",
+        "_key_bytes",
+        "_keys",
+        "_limit_s",
+        "_miss",
+        "_next",
+        "_store",
+        "_waiting",
+        "credit",
+        "deadline",
+        "done",
+        "id",
+        "namespace",
+        "peer",
+    )
+
+    def __init__(
+        self,
+        peer: Peer,
+        store: Store,
+        namespace: NamespaceStore | None,
+        request: Get,
+        keys: bytes,
+        now: float,
+    ) -> None:
+        self.peer = peer
+        self.id = request.id
+        self.namespace = namespace
+        self.credit = request.credit if request.credit > 0 else None
+        self.done = False
+        self._store = store
+        self._keys = memoryview(keys)
+        self._key_bytes = request.key_bytes
+        self._count = request.count
+        self._next = 0
+        self._waiting: list[int] = []
+        self._hit = self._miss = 0
+        self._limit_s = request.deadline_ms / 1000
+        self.deadline = now + self._limit_s
+        if namespace is None:
+            self._next, self._miss = self._count, self._count
+        else:  # the chain is touched as one, whatever order its parts leave in
+            namespace.index.contains(keys, now, True, store.ticks(self._count))
+
+    @property
+    def nbytes(self) -> int:
+        """What this stream keeps in the server's memory."""
+        return len(self._keys)
+
+    def grant(self, credit: int, now: float) -> None:
+        """The reader took something."""
+        if self.credit is not None:
+            self.credit += credit
+            self.deadline = now + self._limit_s
+
+    def give_up_waiting(self) -> None:
+        """The deadline passed: what is still being written is a miss."""
+        self._miss += len(self._waiting) + self._count - self._next
+        self._waiting.clear()
+        self._next = self._count
+
+    def next_part(self, now: float) -> Outgoing | None:
+        """The next part, or None: nothing can be sent now (no credit, or all that is left is being written)."""
+        namespace = self.namespace
+        if namespace is None:
+            return self._end()
+        block_bytes = namespace.block_bytes
+        room = namespace.part_blocks
+        if self.credit is not None:
+            room = min(room, self.credit // block_bytes)
+            if room < 1 and (self._next < self._count or self._waiting):
+                return None
+        positions, slots = self._acquire(namespace, room, now)
+        last = self._next == self._count and not self._waiting
+        if not positions and not last:
+            namespace.parked.add(self)
+            return None
+        if last:
+            namespace.parked.discard(self)
+        return self._part(namespace, positions, slots, last)
+
+    def _acquire(self, namespace: NamespaceStore, room: int, now: float) -> tuple[list[int], list[int]]:
+        """Reference up to `room` blocks that are there, waiting ones first."""
+        index, size = namespace.index, self._key_bytes
+        positions: list[int] = []
+        slots: list[int] = []
+        waiting, self._waiting = self._waiting, []
+        for at, position in enumerate(waiting):
+            if len(positions) == room:
+                self._waiting.extend(waiting[at:])
+                break
+            key = self._keys[position * size : (position + 1) * size]
+            self._sort(position, int(index.acquire(key, now, 0, False)[0]), positions, slots)
+        while self._next < self._count and len(positions) < room:
+            first = self._next
+            self._next = min(self._count, first + room - len(positions))
+            found = index.acquire(self._keys[first * size : self._next * size], now, 0, False)
+            for position, slot in enumerate(found.tolist(), first):
+                self._sort(position, slot, positions, slots)
+        return positions, slots
+
+    def _sort(self, position: int, slot: int, positions: list[int], slots: list[int]) -> None:
+        if slot >= 0:
+            positions.append(position)
+            slots.append(slot)
+        elif slot == -2:
+            self._waiting.append(position)
+        else:
+            self._miss += 1
+
+    def _part(self, namespace: NamespaceStore, positions: list[int], slots: list[int], last: bool) -> Outgoing:
+        self._hit += len(positions)
+        self.done = last
+        slot_array: Slots = np.array(slots, dtype=np.int32)
+        sums = namespace.index.checksums(slot_array).tobytes()
+        header = encode(Part(self.id, np.array(positions, dtype="<u4").tobytes(), sums, last, self._hit, self._miss))
+        if last:
+            namespace.hits += self._hit
+            namespace.misses += self._miss
+        if not positions:
+            return Outgoing([frame(header, False)])
+        block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
+        if self.credit is not None:
+            self.credit -= len(positions) * block_bytes
+        views: list[bytes | memoryview] = []
+        head = frame(header, True)
+        for at in range(0, len(slots), per_frame):
+            of_frame = slot_array[at : at + per_frame]
+            views.append(head + frame_head(len(of_frame) * block_bytes, at + per_frame < len(slots)))
+            views.extend(namespace.views(of_frame))
+            head = b""
+        return Outgoing(views, lambda: self._release(namespace, slot_array))
+
+    @staticmethod
+    def _release(namespace: NamespaceStore, slots: Slots) -> None:
+        namespace.index.release(slots)
+
+    def _end(self) -> Outgoing:
+        self.done = True
+        return Outgoing([frame(encode(Part(self.id, b"", b"", True, self._hit, self._miss)), False)])

@@ -1,0 +1,414 @@
+"""The wire: message types, limits, errors. A pure codec: no sockets, no clocks, no threads.
+
+A message is a ZMTP multipart message between a DEALER (client) and a ROUTER (shard). Its first frame is a header:
+a msgpack array ``[tag, field, ...]`` described by one of the structs below. Keys, payload and checksums follow in
+frames of their own and never pass through msgpack. `docs/protocol.md` is normative; golden vectors test it.
+
+Safety property: nothing is allocated for a frame before its size was compared with a limit, and a header decodes
+into exactly one of the structs below or raises `WireError` with a code and a sentence for the sender.
+
+Compatibility: fields may be appended with a default; an old peer ignores what it does not know. Anything else is a
+new `PROTOCOL_VERSION`, refused in HELLO.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, TypeAlias
+
+import msgspec
+import xxhash
+
+PROTOCOL_VERSION: Final = 1
+NAMESPACE_VERSION: Final = 1
+
+MIN_KEY_BYTES: Final = 8
+MAX_KEY_BYTES: Final = 64
+MAX_HEADER_BYTES: Final = 64 * 1024
+MAX_KEYS: Final = 8192  # per request: a client splits longer batches
+MAX_NAMESPACE_BYTES: Final = 8 * 1024
+MAX_BLOCK_BYTES: Final = 64 << 20
+MAX_PIN_S: Final = 60.0
+MAX_DEADLINE_MS: Final = 600_000
+CHECKSUM_BYTES: Final = 8
+
+FRAME_BYTES: Final = 1 << 20  # what a payload frame of small blocks is filled up to
+MAX_FRAME_BLOCKS: Final = 512  # the kernel takes 1024 pieces in one call
+PART_BYTES: Final = 4 << 20  # what one PART of a reply is filled up to
+
+
+def frame_blocks(block_bytes: int) -> int:
+    """How many blocks a payload frame holds: as many as fit `FRAME_BYTES`, at least one."""
+    return max(1, min(MAX_FRAME_BLOCKS, FRAME_BYTES // block_bytes))
+
+
+def part_blocks(block_bytes: int) -> int:
+    """How many blocks one PART holds at most: whole frames up to `PART_BYTES`, at least one frame."""
+    per_frame = frame_blocks(block_bytes)
+    return min(MAX_FRAME_BLOCKS, per_frame * max(1, PART_BYTES // (per_frame * block_bytes)))
+
+
+class ErrorCode(enum.IntEnum):
+    """Why a request was refused. The number travels; the name is for people."""
+
+    PROTOCOL = 1  # malformed: frame, header, sizes, order
+    VERSION = 2  # protocol or namespace version this server does not speak
+    NO_NAMESPACE = 3  # a block request before a HELLO that names a namespace
+    BLOCK_SIZE = 4  # payload does not match the namespace's block_bytes
+    KEY_SIZE = 5  # key length out of range, or unlike the namespace's
+    LIMIT = 6  # over a limit that WELCOME announced
+    NOT_AUTHORIZED = 7
+    OUT_OF_MEMORY = 8  # a block of this size can never be placed here
+    TIMEOUT = 9  # the request's deadline passed on the server
+    SHUTTING_DOWN = 10
+    INTERNAL = 11
+
+
+class WireError(Exception):
+    """A message that cannot be accepted: the code and the sentence its sender is told."""
+
+    def __init__(self, code: ErrorCode, message: str, request_id: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.request_id = request_id  # 0: the receiver of the error knows which request it was handling
+
+
+class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    pass
+
+
+# ---- client -> shard -------------------------------------------------------------------------------------------
+
+
+class Hello(_Header, tag=1, frozen=True):
+    """The first message of a connection. An empty `namespace` allows PING, INFO and FLUSH only."""
+
+    id: int
+    protocol: int
+    namespace: bytes = b""  # canonical JSON
+    client: str = ""  # for logs
+    credentials: bytes = b""
+
+
+class Set(_Header, tag=2, frozen=True):
+    """Frames: header, keys, payload frames, checksums (`CHECKSUM_BYTES` little-endian a block)."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+    force: bool = False
+    deferred: bool = True
+
+
+class Get(_Header, tag=3, frozen=True):
+    """Frames: header, keys. Answered by PARTs. `credit` > 0: at most so many payload bytes ahead of CREDIT."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+    credit: int = 0
+
+
+class Contains(_Header, tag=4, frozen=True):
+    """Frames: header, keys. `pin_s` > 0 keeps what is found from eviction for so many seconds."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+    refresh: bool = False
+    pin_s: float = 0.0
+
+
+class MatchPrefix(_Header, tag=5, frozen=True):
+    """Frames: header, keys: a chain, head first."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+    refresh: bool = False
+    pin_s: float = 0.0
+
+
+class Delete(_Header, tag=6, frozen=True):
+    """Frames: header, keys."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+
+
+class Flush(_Header, tag=7, frozen=True):
+    """Answered when every SET this connection sent before it is readable."""
+
+    id: int
+    deadline_ms: int
+
+
+class Info(_Header, tag=8, frozen=True):
+    id: int
+    deadline_ms: int
+
+
+class Ping(_Header, tag=9, frozen=True):
+    id: int
+    deadline_ms: int
+
+
+class Credit(_Header, tag=10, frozen=True):
+    """`bytes` more payload may be sent for GET `id`. No reply."""
+
+    id: int
+    bytes: int
+
+
+class Cancel(_Header, tag=11, frozen=True):
+    """The reader of GET `id` is gone. No reply."""
+
+    id: int
+
+
+# ---- shard -> client -------------------------------------------------------------------------------------------
+
+
+class ShardAddress(msgspec.Struct, array_like=True, frozen=True):
+    """Where a shard listens. An empty `host` means: where you reached this node."""
+
+    name: str  # stable across restarts: what placement hashes
+    host: str
+    port: int
+    weight: float  # memory bytes
+
+
+class Welcome(_Header, tag=65, frozen=True):
+    id: int
+    protocol: int
+    version: str
+    node: str
+    shard: int
+    namespace_id: bytes
+    block_bytes: int
+    max_keys: int
+    max_frame_bytes: int
+    shards: list[ShardAddress]
+    epoch: int
+
+
+class SetReply(_Header, tag=66, frozen=True):
+    id: int
+    total: int
+    created: int
+    existed: int
+    forced: int
+    duplicated: int
+    error: int
+
+
+class Part(_Header, tag=67, frozen=True):
+    """Blocks of GET `id`. Frames: header, payload frames. `positions`: u32le into the request's keys, `sums`: u64le.
+
+    The PART with `last` ends the reply; hits and misses are then complete.
+    """
+
+    id: int
+    positions: bytes
+    sums: bytes
+    last: bool
+    hit: int = 0
+    miss: int = 0
+
+
+class ContainsReply(_Header, tag=68, frozen=True):
+    """`present`: one byte, 0 or 1, a key."""
+
+    id: int
+    present: bytes
+
+
+class MatchReply(_Header, tag=69, frozen=True):
+    id: int
+    length: int
+
+
+class DeleteReply(_Header, tag=70, frozen=True):
+    id: int
+    deleted: int
+
+
+class FlushReply(_Header, tag=71, frozen=True):
+    id: int
+
+
+class InfoReply(_Header, tag=72, frozen=True):
+    """`info`: a `ShardInfo` as msgpack."""
+
+    id: int
+    info: bytes
+
+
+class Pong(_Header, tag=73, frozen=True):
+    id: int
+
+
+class Error(_Header, tag=127, frozen=True):
+    """`id` 0: the message was too broken to tell which request it was."""
+
+    id: int
+    code: int
+    message: str
+
+
+KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete
+Request: TypeAlias = Hello | Set | KeyedRequest | Flush | Info | Ping | Credit | Cancel
+Reply: TypeAlias = (
+    Welcome | SetReply | Part | ContainsReply | MatchReply | DeleteReply | FlushReply | InfoReply | Pong | Error
+)
+
+# ---- what INFO carries -----------------------------------------------------------------------------------------
+
+
+class NamespaceInfo(msgspec.Struct, frozen=True):
+    id: str
+    namespace: str
+    block_bytes: int
+    blocks: int
+    writing: int
+    segments: int
+    slots: int
+    memory_bytes: int
+    pinned: int
+    hits: int
+    misses: int
+    created: int
+    evicted: int
+
+
+class ShardInfo(msgspec.Struct, frozen=True):
+    """One shard's state. Counters count since the shard started."""
+
+    node: str
+    shard: int
+    pid: int
+    version: str
+    uptime_s: float
+    memory_limit_bytes: int
+    memory_used_bytes: int
+    rss_bytes: int
+    segment_bytes: int
+    segments_free: int
+    connections: int
+    streams: int
+    draining: bool
+    sets: int
+    gets: int
+    lookups: int
+    bytes_in: int
+    bytes_out: int
+    errors: int
+    namespaces: list[NamespaceInfo]
+
+
+# ---- codec -----------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+encode = _encoder.encode
+
+
+def decode_request(header: bytes | bytearray | memoryview) -> Request:
+    """The request a header frame holds, with its numbers inside the protocol's limits; `WireError` otherwise."""
+    try:
+        request = _request_decoder.decode(header)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(
+            ErrorCode.PROTOCOL,
+            f"the header is no request of protocol {PROTOCOL_VERSION}: {error}",
+            _request_id(header),
+        ) from None
+    if not 0 <= request.id < 1 << 63:
+        raise WireError(ErrorCode.PROTOCOL, f"request id {request.id} is outside 0 .. 2**63-1")
+    if isinstance(request, Set | Get | Contains | MatchPrefix | Delete):
+        _check_keyed(request)
+    return request
+
+
+def _check_keyed(request: Set | KeyedRequest) -> None:
+    if not MIN_KEY_BYTES <= request.key_bytes <= MAX_KEY_BYTES:
+        raise WireError(
+            ErrorCode.KEY_SIZE,
+            f"keys of {request.key_bytes} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}",
+            request.id,
+        )
+    if not 0 <= request.count <= MAX_KEYS:
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"{request.count} keys in one request: expected 0 to {MAX_KEYS}; split the batch",
+            request.id,
+        )
+    if not 0 < request.deadline_ms <= MAX_DEADLINE_MS:
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"a deadline of {request.deadline_ms} ms: expected 1 to {MAX_DEADLINE_MS} ms",
+            request.id,
+        )
+    if isinstance(request, Contains | MatchPrefix) and not 0.0 <= request.pin_s <= MAX_PIN_S:
+        raise WireError(ErrorCode.LIMIT, f"a pin of {request.pin_s} s: expected 0 to {MAX_PIN_S:g} s", request.id)
+    if isinstance(request, Get) and request.credit < 0:
+        raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more", request.id)
+
+
+def _request_id(header: bytes | bytearray | memoryview) -> int:
+    """The id of a header that may be broken otherwise, so that its sender learns which request failed; else 0."""
+    try:
+        fields = msgspec.msgpack.decode(header, type=list[msgspec.Raw])
+        value = msgspec.msgpack.decode(fields[1], type=int)
+    except (msgspec.DecodeError, IndexError, RecursionError):
+        return 0
+    return value if 0 <= value < 1 << 63 else 0
+
+
+def decode_reply(header: bytes | bytearray | memoryview) -> Reply:
+    """The reply a header frame holds; `WireError` when it is none."""
+    try:
+        return _reply_decoder.decode(header)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(ErrorCode.PROTOCOL, f"the header is no reply of protocol {PROTOCOL_VERSION}: {error}") from None
+
+
+class NamespaceHeader(msgspec.Struct, frozen=True):
+    """What a server reads of a namespace's canonical JSON; the rest only has to be equal for bytes to be shared."""
+
+    version: int
+    block_bytes: int
+    model: str
+
+
+def decode_namespace(canonical: bytes) -> NamespaceHeader:
+    """Check a namespace as a client sent it. `WireError` names what was given and what is expected."""
+    if len(canonical) > MAX_NAMESPACE_BYTES:
+        raise WireError(
+            ErrorCode.LIMIT, f"a namespace of {len(canonical)} bytes: expected at most {MAX_NAMESPACE_BYTES}"
+        )
+    try:
+        header = msgspec.json.decode(canonical, type=NamespaceHeader)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
+    if header.version != NAMESPACE_VERSION:
+        raise WireError(
+            ErrorCode.VERSION,
+            f"namespace version {header.version}: this server knows version {NAMESPACE_VERSION}",
+        )
+    if not 1 <= header.block_bytes <= MAX_BLOCK_BYTES:
+        raise WireError(ErrorCode.BLOCK_SIZE, f"blocks of {header.block_bytes} bytes: expected 1 to {MAX_BLOCK_BYTES}")
+    return header
+
+
+def namespace_id(canonical: bytes) -> bytes:
+    """xxh3-128 of a namespace's canonical JSON: 16 bytes."""
+    return xxhash.xxh3_128_digest(canonical)

@@ -1,0 +1,150 @@
+"""`AsyncKVStoreClient`: the same calls for asyncio.
+
+The core blocks in system calls that release the GIL, so each call runs on a thread of a pool of its own and the event
+loop never waits for the network. At most `concurrency` calls are in flight; further ones queue. A cancelled call's
+task ends at once; its request runs on, unseen, to its deadline at the latest, so memory given to a cancelled
+`get_into` or `set` must not be used again before `timeout_s` has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Final, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+
+from kvstore_client.client import DEFAULT_TIMEOUT_S, KVStoreClient
+from kvstore_client.keys import Keys, Namespace
+from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+DEFAULT_CONCURRENCY: Final = 16
+
+
+class AsyncKVStoreClient:
+    """`KVStoreClient` with `await`. Connects on `async with` or `await client.connect()`; same options and errors."""
+
+    def __init__(
+        self,
+        endpoint: str | Sequence[str],
+        namespace: Namespace,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        fail_open: bool = False,
+        checksum: bool = True,
+        replicas: int = 1,
+        concurrency: int = DEFAULT_CONCURRENCY,
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency={concurrency}: expected at least 1")
+        self.namespace = namespace
+        self._make = functools.partial(
+            KVStoreClient,
+            endpoint,
+            namespace,
+            timeout_s=timeout_s,
+            fail_open=fail_open,
+            checksum=checksum,
+            replicas=replicas,
+        )
+        self._client: KVStoreClient | None = None
+        self._connecting = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvstore-aio")
+
+    async def __aenter__(self) -> AsyncKVStoreClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        """Connect, if that was not done yet; every call does so."""
+        await self._connected()
+
+    async def _connected(self) -> KVStoreClient:
+        if self._client is None:
+            async with self._connecting:
+                if self._client is None:
+                    self._client = await self._run(self._make)
+        return self._client
+
+    async def _run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+
+    async def close(self) -> None:
+        """Disconnect and end the threads."""
+        if self._client is not None:
+            await self._run(self._client.close)
+        self._threads.shutdown(wait=False)
+
+    @property
+    def stats(self) -> ClientStats:
+        """Counters since the client connected."""
+        return self._client.stats if self._client is not None else ClientStats()
+
+    async def set(self, keys: Keys, blocks: Any, force: bool = False, deferred: bool = True) -> SetResult:
+        """See `KVStoreClient.set`."""
+        client = await self._connected()
+        return await self._run(client.set, keys, blocks, force, deferred)
+
+    async def contains(self, keys: Keys, refresh: bool = False, pin_s: float = 0.0) -> npt.NDArray[np.bool_]:
+        """See `KVStoreClient.contains`."""
+        client = await self._connected()
+        return await self._run(client.contains, keys, refresh, pin_s)
+
+    async def match_prefix(self, keys: Keys, refresh: bool = False, pin_s: float = 0.0) -> int:
+        """See `KVStoreClient.match_prefix`."""
+        client = await self._connected()
+        return await self._run(client.match_prefix, keys, refresh, pin_s)
+
+    async def get(self, keys: Keys) -> GetResult:
+        """See `KVStoreClient.get`."""
+        client = await self._connected()
+        return await self._run(client.get, keys)
+
+    async def get_into(self, keys: Keys, out: Any, slots: Sequence[int] | None = None) -> npt.NDArray[np.bool_]:
+        """See `KVStoreClient.get_into`."""
+        client = await self._connected()
+        return await self._run(client.get_into, keys, out, slots)
+
+    async def stream_get(self, keys: Keys) -> AsyncIterator[tuple[int, memoryview]]:
+        """See `KVStoreClient.stream_get`."""
+        client = await self._connected()
+        blocks = client.stream_get(keys)
+        try:
+            while (item := await self._run(next, blocks, None)) is not None:
+                yield item
+        finally:
+            await self._run(blocks.close)
+
+    async def delete(self, keys: Keys) -> int:
+        """See `KVStoreClient.delete`."""
+        client = await self._connected()
+        return await self._run(client.delete, keys)
+
+    async def flush(self) -> None:
+        """See `KVStoreClient.flush`."""
+        client = await self._connected()
+        await self._run(client.flush)
+
+    async def ping(self) -> float:
+        """See `KVStoreClient.ping`."""
+        client = await self._connected()
+        return await self._run(client.ping)
+
+    async def info(self) -> StoreInfo:
+        """See `KVStoreClient.info`."""
+        client = await self._connected()
+        return await self._run(client.info)

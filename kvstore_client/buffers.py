@@ -1,0 +1,125 @@
+"""The caller's memory as rows of bytes, without copying: NumPy arrays, CPU torch tensors, anything with a buffer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.errors import BlockSizeMismatch
+
+Rows: TypeAlias = "npt.NDArray[np.uint8]"
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # never imported here: a tensor exists only where torch is loaded
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _tensor_bytes(tensor: Any, what: str) -> npt.NDArray[np.uint8]:
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{what}: a tensor on {tensor.device}: expected one in CPU memory")
+    return cast("npt.NDArray[np.uint8]", tensor.detach().view(torch.uint8).numpy())
+
+
+def as_array(value: Any, what: str) -> npt.NDArray[Any]:
+    """`value` as a NumPy array over the same memory. `TypeError` when it has none."""
+    if _is_tensor(value):
+        return _tensor_bytes(value, what)
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        return np.frombuffer(value, dtype=np.uint8)
+    except (TypeError, ValueError, BufferError, AttributeError) as error:
+        raise TypeError(
+            f"{what}: {type(value).__name__}: expected an array, a CPU tensor or a buffer: {error}"
+        ) from None
+
+
+def as_rows(value: Any, block_bytes: int, what: str) -> Rows:
+    """`value` as `(n, block_bytes)` uint8 over the same memory; rows are contiguous, their stride is free.
+
+    Raises `BlockSizeMismatch` when a row has another size, `ValueError` when rows are not contiguous inside.
+    """
+    array = as_array(value, what)
+    if array.ndim == 0:
+        raise ValueError(f"{what}: a scalar: expected (n, {block_bytes}) bytes")
+    if array.ndim == 1:
+        data = _flat_bytes(array, what)
+        if data.size % block_bytes:
+            raise BlockSizeMismatch(f"{what}: {data.size} bytes: expected a multiple of block_bytes={block_bytes}")
+        return data.reshape(-1, block_bytes)
+    row_bytes = array.nbytes // len(array) if len(array) else block_bytes
+    if row_bytes != block_bytes:
+        raise BlockSizeMismatch(f"{what}: rows of {row_bytes} bytes: expected block_bytes={block_bytes}")
+    if not len(array):
+        return np.empty((0, block_bytes), dtype=np.uint8)
+    if not array[0].flags.c_contiguous:
+        raise ValueError(f"{what}: rows are not contiguous inside (strides {array.strides}); gather them first")
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def _flat_bytes(array: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint8]:
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{what}: not contiguous (strides {array.strides}); copy it first")
+    return array.view(np.uint8)
+
+
+def writable_rows(value: Any, block_bytes: int) -> Rows:
+    """`as_rows` of memory that blocks may be written to."""
+    rows = as_rows(value, block_bytes, "out")
+    if not rows.flags.writeable:
+        raise ValueError("out: read-only memory: expected writable memory for the blocks")
+    return rows
+
+
+class BlockSource:
+    """The blocks of a SET in the caller's memory. `views(i, n)`: blocks i … i+n-1, neighbours merged."""
+
+    def __init__(self, blocks: Any, block_bytes: int) -> None:
+        self._flat: memoryview | None = None
+        self._views: Sequence[memoryview] = ()
+        self.block_bytes = block_bytes
+        if _is_tensor(blocks) or isinstance(blocks, np.ndarray):
+            rows = as_rows(blocks, block_bytes, "blocks")
+            self.count = len(rows)
+            if rows.flags.c_contiguous:
+                self._flat = memoryview(rows.reshape(-1))
+            else:
+                self._views = [memoryview(row) for row in rows]
+            return
+        if isinstance(blocks, bytes | bytearray | memoryview | str) or not isinstance(blocks, Iterable):
+            raise TypeError(f"blocks: a single {type(blocks).__name__}: expected a sequence of buffers or an array")
+        self._views = [self._one(number, block) for number, block in enumerate(blocks)]
+        self.count = len(self._views)
+
+    def _one(self, number: int, block: Any) -> memoryview:
+        if isinstance(block, bytes | bytearray):
+            view = memoryview(block)
+        else:
+            view = memoryview(
+                _flat_bytes(np.atleast_1d(as_array(block, f"block {number}")), f"block {number}").reshape(-1)
+            )
+        if len(view) != self.block_bytes:
+            raise BlockSizeMismatch(
+                f"block {number}: {len(view)} bytes: expected block_bytes={self.block_bytes} of the namespace"
+            )
+        return view
+
+    def view(self, number: int) -> memoryview:
+        """One block."""
+        if self._flat is None:
+            return self._views[number]
+        return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+    def views(self, numbers: Sequence[int]) -> list[memoryview]:
+        """These blocks in this order; one view when they are neighbours in one array."""
+        if self._flat is not None and numbers[-1] - numbers[0] == len(numbers) - 1:
+            first, block_bytes = numbers[0], self.block_bytes
+            if list(numbers) == list(range(first, first + len(numbers))):
+                return [self._flat[first * block_bytes : (first + len(numbers)) * block_bytes]]
+        return [self.view(number) for number in numbers]

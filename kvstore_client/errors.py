@@ -1,0 +1,50 @@
+"""Everything the client raises, in one tree."""
+
+from __future__ import annotations
+
+from kvstore.wire import ErrorCode
+
+
+class KVStoreError(Exception):
+    """Base of all errors of kvstore."""
+
+
+class ConnectionLost(KVStoreError):
+    """The server cannot be reached, or went away during the call."""
+
+
+class Timeout(KVStoreError):
+    """The call's deadline passed."""
+
+
+class BlockSizeMismatch(KVStoreError, ValueError):
+    """A block's size is not the namespace's `block_bytes`."""
+
+
+class NotAuthorized(KVStoreError):
+    """The server refuses these credentials."""
+
+
+class OutOfMemory(KVStoreError):
+    """The server can never place a block of this size."""
+
+
+class ProtocolError(KVStoreError):
+    """The two sides do not understand each other, or a request breaks a rule of the protocol."""
+
+
+_BY_CODE: dict[int, type[KVStoreError]] = {
+    ErrorCode.BLOCK_SIZE: BlockSizeMismatch,
+    ErrorCode.NOT_AUTHORIZED: NotAuthorized,
+    ErrorCode.OUT_OF_MEMORY: OutOfMemory,
+    ErrorCode.TIMEOUT: Timeout,
+    ErrorCode.SHUTTING_DOWN: ConnectionLost,
+}
+
+
+def from_wire(code: int, message: str) -> KVStoreError:
+    """The exception for an ERROR reply."""
+    return _BY_CODE.get(code, ProtocolError)(message)
+
+
+TRANSPORT_ERRORS = (ConnectionLost, Timeout)

@@ -1,0 +1,258 @@
+"""One connection to one shard.
+
+States: *down* (not connected, a call may connect), *up*, *broken* (connecting failed or the shard went silent; calls
+fail at once until the prober in `core` gets through). Any thread may send, one message at a time under `send_lock`;
+frames are read under `receive_lock` by whoever leads. A link that loses its place in the byte stream (a message half
+sent, a deadline in the middle of a frame that cannot be diverted) is dropped, never repaired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvstore import wire, zmtp
+from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout
+from kvstore_client.operations import Operation
+
+_SCRATCH = memoryview(bytearray(256 * 1024))
+_IOV: Final = 512
+MAX_REPLY_HEADER_BYTES: Final = 4 << 20
+
+
+def discard_views(size: int) -> list[memoryview]:
+    """Views of `size` bytes into memory nobody reads."""
+    whole, rest = divmod(size, len(_SCRATCH))
+    return [_SCRATCH] * whole + ([_SCRATCH[:rest]] if rest else [])
+
+
+class Link:
+    """A shard as seen by one client. Implements `zmtp.FrameSink`."""
+
+    def __init__(self, name: str, host: str, port: int, hello: Callable[[int], bytes]) -> None:
+        self.name = name
+        self.host = host
+        self.port = port
+        self.sock: socket.socket | None = None
+        self.broken: KVStoreError | None = None
+        self.pending: dict[int, Operation] = {}
+        self.last_received = 0.0
+        self.connections = 0
+        self.weight = 1.0
+        self.reset_locks()
+        self._hello = hello
+        self._receiver: zmtp.Receiver | None = None
+        self._ready = False
+        self._frame = 0
+        self._operation: Operation | None = None  # whose reply is being read
+
+    def __repr__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def reset_locks(self) -> None:
+        """After a fork the parent's threads may hold them for ever."""
+        self.send_lock = threading.Lock()
+        self.receive_lock = threading.Lock()
+        self.connect_lock = threading.Lock()
+
+    # ---- connecting ------------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float) -> wire.Welcome:
+        """Connect, greet, say HELLO. Raises `ConnectionLost`, `Timeout`, or what the server answers."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            sock = socket.create_connection((self.host, self.port), max(0.001, timeout_s))
+        except TimeoutError:
+            raise Timeout(f"{self}: no connection within {timeout_s:.3g} s") from None
+        except OSError as error:
+            raise ConnectionLost(f"{self}: {error.strerror or error}") from None
+        try:
+            return self._handshake(sock, deadline, timeout_s)
+        except BaseException as error:
+            self.close()
+            sock.close()
+            if isinstance(error, zmtp.ZMTPError):
+                raise ProtocolError(f"{self} is no kvstore server: {error}") from None
+            if isinstance(error, OSError):
+                raise ConnectionLost(f"{self}: {error.strerror or error}") from None
+            raise
+
+    def _handshake(self, sock: socket.socket, deadline: float, timeout_s: float) -> wire.Welcome:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setblocking(False)
+        os.set_inheritable(sock.fileno(), False)
+        operation = Operation(0)
+        self.pending = {0: operation}
+        self._ready, self._frame, self._operation = False, 0, None
+        sock.sendall(zmtp.greeting() + zmtp.ready(b"DEALER") + zmtp.frame(self._hello(0), False))
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        greeting = b""
+        receiver = zmtp.Receiver(sock, self)
+        while not operation.done:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                raise Timeout(f"{self}: no answer to HELLO within {timeout_s:.3g} s")
+            if len(greeting) < zmtp.GREETING_BYTES:
+                data = sock.recv(zmtp.GREETING_BYTES - len(greeting))
+                if not data:
+                    raise ConnectionLost(f"{self}: closed during the handshake")
+                greeting += data
+                if greeting[0] != zmtp.SIGNATURE[0]:
+                    raise zmtp.ZMTPError(f"it greets with {greeting[:10].hex()}")
+                if len(greeting) == zmtp.GREETING_BYTES:
+                    zmtp.check_greeting(greeting)
+            elif not receiver.receive(1 << 16):
+                raise ConnectionLost(f"{self}: closed during the handshake")
+        if operation.error is not None:
+            raise operation.error
+        welcome = operation.reply
+        if not isinstance(welcome, wire.Welcome):
+            raise ProtocolError(f"{self}: answered HELLO with {type(welcome).__name__}")
+        self._receiver = receiver
+        self.pending = {}
+        self.last_received = time.monotonic()
+        self.broken = None
+        self.connections += 1
+        self.sock = sock
+        return welcome
+
+    def close(self) -> None:
+        """Forget the connection; operations in flight are not told."""
+        sock, self.sock, self._receiver = self.sock, None, None
+        if sock is not None:
+            sock.close()
+
+    def drop(self, error: KVStoreError) -> None:
+        """The connection is of no more use: fail what is in flight. Takes `receive_lock`."""
+        with self.receive_lock:
+            self.drop_locked(error)
+
+    def drop_locked(self, error: KVStoreError) -> None:
+        """`drop` for who holds `receive_lock`."""
+        with contextlib.suppress(OSError):
+            if self.sock is not None:
+                self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits to send
+        self.close()
+        self._operation = None
+        pending, self.pending = self.pending, {}
+        for operation in pending.values():
+            operation.fail(error)
+
+    # ---- sending ---------------------------------------------------------------------------------------------
+
+    def start(self, operation: Operation, message: Iterable[list[memoryview | bytes]], deadline: float) -> None:
+        """Send a request, piece by piece as `message` makes them. Raises `ConnectionLost` or `Timeout`.
+
+        A piece is sent before the next is asked for, so work done while making one (checksums) finds its bytes in
+        the cache when the kernel copies them.
+        """
+        with self.send_lock:
+            sock = self.sock
+            if sock is None:
+                raise ConnectionLost(f"{self}: not connected")
+            self.pending[operation.id] = operation
+            try:
+                for views in message:
+                    self._send(sock, views, deadline)
+            except OSError as error:
+                lost = ConnectionLost(f"{self}: {error.strerror or error}")
+                self.drop(lost)
+                raise lost from None
+            except BaseException as error:
+                self.drop(ConnectionLost(f"{self}: a message was not sent whole: {error}"))
+                raise
+
+    def post(self, header: bytes, timeout_s: float) -> None:
+        """Send a message that has no reply, best effort: CREDIT, CANCEL."""
+        with self.send_lock:
+            if self.sock is not None:
+                try:
+                    self._send(self.sock, [zmtp.frame(header, False)], time.monotonic() + timeout_s)
+                except (OSError, Timeout) as error:
+                    self.drop(ConnectionLost(f"{self}: {error}"))
+
+    def _send(self, sock: socket.socket, views: list[memoryview | bytes], deadline: float) -> None:
+        while views:
+            try:
+                sent = sock.sendmsg(views[:_IOV])
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                poll = select.poll()
+                poll.register(sock, select.POLLOUT)
+                if left <= 0 or not poll.poll(left * 1000):
+                    raise Timeout(f"{self}: the server did not take the request by its deadline") from None
+                continue
+            views = zmtp.advance(views, sent)
+
+    # ---- receiving: `zmtp.FrameSink` -------------------------------------------------------------------------
+
+    def receive(self, budget: int) -> None:
+        """Read what has arrived. On any failure the link is dropped and its operations fail."""
+        with self.receive_lock:
+            receiver = self._receiver
+            if receiver is None:
+                return
+            try:
+                if receiver.receive(budget):
+                    self.last_received = time.monotonic()
+                else:
+                    self.drop_locked(ConnectionLost(f"{self}: the server closed the connection"))
+            except OSError as error:
+                self.drop_locked(ConnectionLost(f"{self}: {error.strerror or error}"))
+            except (zmtp.ZMTPError, wire.WireError, ProtocolError) as error:
+                self.drop_locked(ProtocolError(f"{self}: {error}"))
+
+    def abandon(self, operation: Operation) -> None:
+        """The caller stops waiting: after this no byte of the reply is written to its memory."""
+        with self.receive_lock:
+            self.pending.pop(operation.id, None)
+            if self._operation is operation:
+                self._operation = None
+                if self._receiver is not None:
+                    self._receiver.divert(discard_views)
+
+    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+        if not self._ready:
+            raise zmtp.ZMTPError("a frame before READY")
+        if self._frame == 0:
+            if size > MAX_REPLY_HEADER_BYTES:
+                raise ProtocolError(f"a reply header of {size} bytes: expected at most {MAX_REPLY_HEADER_BYTES}")
+            return None
+        if size > wire.MAX_BLOCK_BYTES:
+            raise ProtocolError(f"a frame of {size} bytes: expected at most {wire.MAX_BLOCK_BYTES}")
+        if self._operation is None:
+            return discard_views(size)
+        return self._operation.begin_payload(size)
+
+    def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
+        if self._frame == 0:
+            reply = wire.decode_reply(data or b"")
+            self._operation = self.pending.get(reply.id)
+            if self._operation is not None:
+                self._operation.header(reply)
+            elif isinstance(reply, wire.Error) and reply.id == 0:
+                raise ProtocolError(f"the server refuses a message: {reply.message}")
+        elif self._operation is not None:
+            self._operation.end_payload()
+        self._frame += 1
+        if not more:
+            self._frame = 0
+            operation, self._operation = self._operation, None
+            if operation is not None:
+                operation.end_message()
+                if operation.done:
+                    self.pending.pop(operation.id, None)
+
+    def command(self, name: bytes, body: bytes) -> None:
+        if name == b"READY":
+            self._ready = True
+        elif name == b"ERROR":
+            raise zmtp.ZMTPError(f"the server reports {body[1:]!r}")

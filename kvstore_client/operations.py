@@ -1,0 +1,199 @@
+"""Requests in flight: what a reply means to the call that waits for it.
+
+An operation is made by the calling thread, filled in by whichever thread reads the connection (see `core`), and read
+by the caller once `done`. `begin_payload` names the memory a frame goes to before any of it is read: for `get_into`
+that is the caller's own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore._cext import checksum_into
+from kvstore_client.buffers import Rows
+from kvstore_client.errors import KVStoreError, ProtocolError, from_wire
+
+
+class Operation:
+    """One request and the state of its reply."""
+
+    __slots__ = ("done", "error", "id", "reply")
+
+    def __init__(self, request_id: int) -> None:
+        self.id = request_id
+        self.done = False
+        self.error: KVStoreError | None = None
+        self.reply: wire.Reply | None = None
+
+    def header(self, reply: wire.Reply) -> None:
+        """The first frame of a reply to this request."""
+        if isinstance(reply, wire.Error):
+            self.fail(from_wire(reply.code, reply.message))
+        else:
+            self.reply = reply
+
+    def begin_payload(self, size: int) -> list[memoryview]:
+        """Where the next payload frame goes."""
+        raise ProtocolError(f"a payload frame of {size} bytes in a reply that has none")
+
+    def end_payload(self) -> None:
+        """The frame is there."""
+
+    def end_message(self) -> None:
+        """The message is complete; for most replies that is all."""
+        self.done = True
+
+    def fail(self, error: KVStoreError) -> None:
+        """No (more) reply will come."""
+        if not self.done:
+            self.error = error
+            self.done = True
+
+
+class GetOperation(Operation):
+    """A GET: places the blocks of its parts. `positions[i]` is the caller's position of the request's key i."""
+
+    __slots__ = ("_arrived", "_frame", "_part", "_part_positions", "_sums", "hit", "positions", "target")
+
+    def __init__(self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget) -> None:
+        super().__init__(request_id)
+        self.positions = positions
+        self.target = target
+        self.hit = 0
+        self._part: wire.Part | None = None
+        self._part_positions: npt.NDArray[np.intp] = positions[:0]
+        self._sums: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        self._arrived = 0
+        self._frame = 0
+
+    def header(self, reply: wire.Reply) -> None:
+        if not isinstance(reply, wire.Part):
+            super().header(reply)
+            return
+        local = np.frombuffer(reply.positions, dtype="<u4")
+        self._sums = np.frombuffer(reply.sums, dtype="<u8")
+        if len(local) != len(self._sums) or (len(local) and int(local.max()) >= len(self.positions)):
+            raise ProtocolError(f"a PART of {len(local)} positions, {len(self._sums)} checksums: they do not fit")
+        self._part_positions = self.positions[local]
+        self._part = reply
+        self._arrived = 0
+
+    def begin_payload(self, size: int) -> list[memoryview]:
+        block_bytes = self.target.block_bytes
+        count = min(wire.frame_blocks(block_bytes), len(self._part_positions) - self._arrived)
+        if size != count * block_bytes or not count:
+            raise ProtocolError(f"a payload frame of {size} bytes: expected {count} blocks of {block_bytes} bytes")
+        self._frame = count
+        return self.target.views(self._part_positions[self._arrived : self._arrived + count].tolist())
+
+    def end_payload(self) -> None:
+        start, end = self._arrived, self._arrived + self._frame
+        self.hit += self.target.placed(self._part_positions[start:end].tolist(), self._sums[start:end])
+        self._arrived = end
+
+    def end_message(self) -> None:
+        part = self._part
+        if part is None:
+            self.done = True
+            return
+        if self._arrived != len(self._part_positions):
+            raise ProtocolError(f"a PART of {len(self._part_positions)} blocks brought {self._arrived}")
+        if part.last:
+            self.done = True
+
+
+class BlockTarget:
+    """Where the blocks of one call go. `bad`: positions whose bytes do not match their checksum."""
+
+    def __init__(self, block_bytes: int, verify: bool) -> None:
+        self.block_bytes = block_bytes
+        self.verify = verify
+        self.bad: list[int] = []
+
+    def views(self, positions: list[int]) -> list[memoryview]:
+        """Writable memory for these blocks, in this order."""
+        raise NotImplementedError
+
+    def placed(self, positions: list[int], sums: npt.NDArray[np.uint64]) -> int:
+        """Their bytes are there. -> how many are right."""
+        raise NotImplementedError
+
+    def _check(self, views: Sequence[memoryview], positions: list[int], sums: npt.NDArray[np.uint64]) -> list[bool]:
+        if not self.verify:
+            return [True] * len(positions)
+        found = np.empty(len(positions), dtype=np.uint64)
+        checksum_into(views, found)
+        good = found == sums
+        if not good.all():
+            self.bad.extend(position for position, ok in zip(positions, good.tolist(), strict=True) if not ok)
+        result: list[bool] = good.tolist()
+        return result
+
+
+class IntoTarget(BlockTarget):
+    """The caller's own rows: block of position i goes to `rows[slots[i]]` (`rows[i]` without slots)."""
+
+    def __init__(self, rows: Rows, slots: Sequence[int] | None, count: int, verify: bool) -> None:
+        super().__init__(rows.shape[1], verify)
+        self._rows = rows
+        self._flat = memoryview(rows.reshape(-1)) if rows.flags.c_contiguous else None
+        self._slots = slots
+        self.present = np.zeros(count, dtype=np.bool_)
+
+    def row(self, position: int) -> memoryview:
+        """One block's place."""
+        number = position if self._slots is None else self._slots[position]
+        if self._flat is None:
+            return memoryview(self._rows[number])
+        return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+    def views(self, positions: list[int]) -> list[memoryview]:
+        count, first = len(positions), positions[0]
+        if self._slots is None and self._flat is not None and positions == list(range(first, first + count)):
+            return [self._flat[first * self.block_bytes : (first + count) * self.block_bytes]]
+        return [self.row(position) for position in positions]
+
+    def placed(self, positions: list[int], sums: npt.NDArray[np.uint64]) -> int:
+        good = self._check([self.row(position) for position in positions], positions, sums)
+        self.present[positions] = good
+        return sum(good)
+
+
+class QueueTarget(BlockTarget):
+    """Buffers of our own, handed out in order of arrival; one is used again only when nobody looks at it any more."""
+
+    def __init__(self, block_bytes: int, verify: bool) -> None:
+        super().__init__(block_bytes, verify)
+        self.ready: deque[tuple[int, memoryview]] = deque()
+        self._buffers: list[bytearray] = []
+        self._filling: memoryview | None = None
+
+    def views(self, positions: list[int]) -> list[memoryview]:
+        self._filling = memoryview(self._free_buffer())[: len(positions) * self.block_bytes]
+        return [self._filling]
+
+    def _free_buffer(self) -> bytearray:
+        for buffer in self._buffers:
+            try:
+                buffer.append(0)  # refused while any view of it exists: then its reader still needs it
+            except BufferError:
+                continue
+            buffer.pop()
+            return buffer
+        buffer = bytearray(wire.frame_blocks(self.block_bytes) * self.block_bytes)
+        self._buffers.append(buffer)
+        return buffer
+
+    def placed(self, positions: list[int], sums: npt.NDArray[np.uint64]) -> int:
+        filled, self._filling = self._filling, None
+        assert filled is not None
+        size = self.block_bytes
+        views = [filled[at : at + size].toreadonly() for at in range(0, len(positions) * size, size)]
+        good = self._check(views, positions, sums)
+        self.ready.extend(item for item, ok in zip(zip(positions, views, strict=True), good, strict=True) if ok)
+        return sum(good)

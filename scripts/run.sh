@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# run.sh full|test COMMAND...: runs a command on this checkout, inside the shared environment of that kind.
+#
+# The extension is built in place (kvstore/_cext*.so) and the checkout is put on PYTHONPATH, so the sources are used as
+# they stand. kvstore's console scripts are not installed there: use `python -m kvstore.cli`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$(scripts/environment.sh "$1")
+shift
+
+export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 # the engine makes its own models and reports to nobody
+flock setup.py python setup.py -q build_ext --inplace >&2
+exec "$@"
