@@ -89,7 +89,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `ConfigError` where settings do not fit each other."""
         if self.log_level not in LEVELS:
             raise ConfigError(f"log_level {self.log_level!r}: expected one of {', '.join(LEVELS)}")
-        if not MIN_SEGMENT_BYTES <= self.segment_bytes or self.segment_bytes % 4096:
+        if not self.segment_bytes >= MIN_SEGMENT_BYTES or self.segment_bytes % 4096:
             raise ConfigError(
                 f"segment {self.segment!r}: expected at least {format_size(MIN_SEGMENT_BYTES)}, a multiple of 4 KiB"
             )

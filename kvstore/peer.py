@@ -17,8 +17,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvstore import wire, zmtp
 from kvstore.memory.store import NamespaceStore, Slots
 from kvstore.stream import Outgoing, Stream
@@ -61,6 +59,7 @@ class Write:
     request: wire.Set
     namespace: NamespaceStore
     slots: Slots
+    keys: bytes
     missing: int  # keys that were not there before
     arrived: int = 0  # blocks
 

@@ -279,7 +279,7 @@ class Shard:
         missing = index.missing(keys)
         self.store.make_room(namespace, request.count if request.force else missing, self.now)
         slots = index.reserve(keys, request.force, self.store.ticks(request.count))
-        return Write(request, namespace, slots, missing)
+        return Write(request, namespace, slots, keys, missing)
 
     def commit(self, write: Write, sums: bytes) -> wire.SetReply:
         """All blocks of a SET are in their slots: they are readable from here on."""
@@ -288,12 +288,15 @@ class Shard:
         placed = namespace.index.commit(slots, checksums, self.store.ticks(request.count))
         created = min(placed, write.missing)
         namespace.created += placed
+        existed = int((slots == -1).sum())
+        if existed:  # the chain's new tail must not outlive the head it hangs on
+            namespace.index.contains(write.keys, self.now, True, self.store.ticks(request.count))
         self.wake_parked(namespace)
         return wire.SetReply(
             id=request.id,
             total=request.count,
             created=created,
-            existed=int((slots == -1).sum()),
+            existed=existed,
             forced=placed - created,
             duplicated=int((slots == -2).sum()),
             error=int((slots == -3).sum()),

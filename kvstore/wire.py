@@ -325,7 +325,7 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
     """The request a header frame holds, with its numbers inside the protocol's limits; `WireError` otherwise."""
     try:
         request = _request_decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(
             ErrorCode.PROTOCOL,
             f"the header is no request of protocol {PROTOCOL_VERSION}: {error}",
@@ -368,7 +368,7 @@ def _request_id(header: bytes | bytearray | memoryview) -> int:
     try:
         fields = msgspec.msgpack.decode(header, type=list[msgspec.Raw])
         value = msgspec.msgpack.decode(fields[1], type=int)
-    except (msgspec.DecodeError, IndexError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError):
         return 0
     return value if 0 <= value < 1 << 63 else 0
 
@@ -377,7 +377,7 @@ def decode_reply(header: bytes | bytearray | memoryview) -> Reply:
     """The reply a header frame holds; `WireError` when it is none."""
     try:
         return _reply_decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(ErrorCode.PROTOCOL, f"the header is no reply of protocol {PROTOCOL_VERSION}: {error}") from None
 
 
@@ -396,8 +396,9 @@ def decode_namespace(canonical: bytes) -> NamespaceHeader:
             ErrorCode.LIMIT, f"a namespace of {len(canonical)} bytes: expected at most {MAX_NAMESPACE_BYTES}"
         )
     try:
+        canonical.decode()  # the decoder does not look into fields it skips
         header = msgspec.json.decode(canonical, type=NamespaceHeader)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
     if header.version != NAMESPACE_VERSION:
         raise WireError(

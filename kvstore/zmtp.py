@@ -30,7 +30,7 @@ MAX_COMMAND_BYTES: Final = 4096
 _BUFFER_BYTES: Final = 16 * 1024
 _READ_AHEAD_BYTES: Final = 512  # behind a large frame: enough for the next header, little to copy
 _DIRECT_BYTES: Final = 8 * 1024  # a remainder larger than this is read in place
-_LOW_WATER_BYTES: Final = 256 * 1024  # how much must have arrived before the reader of a large frame is woken
+_LOW_WATER_BYTES: Final = 1024 * 1024  # how much must have arrived before the reader of a large frame is woken
 
 
 class ZMTPError(Exception):

@@ -18,7 +18,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-
 from kvstore_client.client import DEFAULT_TIMEOUT_S, KVStoreClient
 from kvstore_client.keys import Keys, Namespace
 from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo

@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -24,11 +24,12 @@ from kvstore._cext import checksum_into
 from kvstore.zmtp import frame, frame_head
 from kvstore_client.buffers import BlockSource, writable_rows
 from kvstore_client.core import Core, protocol_error
-from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError
+from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, Timeout
 from kvstore_client.keys import KeyArray, Keys, Namespace, pack_keys
 from kvstore_client.link import Link
 from kvstore_client.operations import GetOperation, IntoTarget, Operation, QueueTarget
 from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
+from kvstore_client.sending import Message, Sending, send_all
 
 _T = TypeVar("_T", bound=wire.Reply)
 
@@ -111,7 +112,7 @@ class KVStoreClient:
             raise ValueError(f"{len(packed)} keys and {source.count} blocks: expected as many blocks as keys")
         per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // self.namespace.block_bytes))
 
-        def message(operation: Operation, part: KeyArray, positions: npt.NDArray[np.intp]) -> _Message:
+        def message(operation: Operation, part: KeyArray, positions: npt.NDArray[np.intp]) -> Message:
             return _set_message(operation.id, part, positions, source, self._deadline_ms, force, deferred)
 
         done = self._exchange(packed, per_request, message)
@@ -136,7 +137,7 @@ class KVStoreClient:
         packed = pack_keys(keys)
         present = np.zeros(len(packed), dtype=np.bool_)
 
-        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> _Message:
+        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
             request = wire.Contains(operation.id, self._deadline_ms, len(part), part.shape[1], refresh, pin_s)
             return _keyed_message(request, part)
 
@@ -153,7 +154,7 @@ class KVStoreClient:
             absent = np.flatnonzero(~self.contains(packed, refresh, pin_s))
             return int(absent[0]) if len(absent) else len(packed)
 
-        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> _Message:
+        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
             request = wire.MatchPrefix(operation.id, self._deadline_ms, len(part), part.shape[1], refresh, pin_s)
             return _keyed_message(request, part)
 
@@ -222,7 +223,7 @@ class KVStoreClient:
         """Remove blocks. -> how many were there."""
         packed = pack_keys(keys)
 
-        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> _Message:
+        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
             return _keyed_message(wire.Delete(operation.id, self._deadline_ms, len(part), part.shape[1]), part)
 
         calls = self._exchange(packed, wire.MAX_KEYS, message)
@@ -284,39 +285,47 @@ class KVStoreClient:
         if not len(packed):
             return []
         calls = [
-            _Call(link, Operation(self._core.next_id()), some)
+            _Call(
+                link,
+                Operation(self._core.next_id()),
+                some,
+                lambda call: message(call.operation, _take(packed, call.positions), call.positions),
+            )
             for link, positions in self._split(packed, None)
             for some in _chunks(positions, per_request)
         ]
-        self._run(calls, lambda call: message(call.operation, _take(packed, call.positions), call.positions))
+        self._run(calls)
         return calls
 
-    def _run(self, calls: Sequence[_Call], message: Callable[[_Call], _Message]) -> None:
+    def _run(self, calls: Sequence[_Call]) -> None:
         """Send all, wait for all; whatever happens, every operation is done afterwards."""
         deadline = time.monotonic() + self._core.timeout_s
-        self._send_all(calls, message, deadline)
+        self._send(calls, deadline)
         self._await(calls, deadline)
         again = [call for call in calls if call.retry]
         if again:  # the connection had died unnoticed: once more, on a new one
             for call in again:
                 call.renew(self._core.next_id())
-            self._send_all(again, message, deadline)
+            self._send(again, deadline)
             self._await(again, deadline)
 
-    def _send_all(self, calls: Sequence[_Call], message: Callable[[_Call], _Message], deadline: float) -> None:
+    def _send(self, calls: Sequence[_Call], deadline: float) -> None:
         by_link: dict[Link, list[_Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
-        for turn in itertools.zip_longest(*by_link.values()):  # a request to each shard in turn
-            for call in turn:
-                if call is None:
-                    continue
-                try:
-                    self._core.ensure_up(call.link, deadline)
-                    call.connection = call.link.connections
-                    call.link.start(call.operation, message(call), deadline)
-                except KVStoreError as error:
+        sendings = []
+        for link, some in by_link.items():
+            try:
+                self._core.ensure_up(link, deadline)
+            except KVStoreError as error:
+                for call in some:
                     call.operation.fail(error)
+                continue
+            for call in some:
+                call.connection = link.connections
+            sendings.append(Sending(link, some))
+        for sending in send_all(sendings, deadline):
+            self._core.break_link(sending.link, Timeout(f"{sending.link}: it takes no requests"))
 
     def _await(self, calls: Sequence[_Call], deadline: float) -> None:
         operations = [call.operation for call in calls]
@@ -340,23 +349,31 @@ class KVStoreClient:
         raise error
 
     def _ask_all(self, request: Callable[[int], wire.Request]) -> list[_Call]:
-        calls = [_Call(link, Operation(self._core.next_id()), np.empty(0, dtype=np.intp)) for link in self._core.links]
-        self._run(calls, lambda call: [[frame(wire.encode(request(call.operation.id)), False)]])
+        calls = [
+            _Call(
+                link,
+                Operation(self._core.next_id()),
+                np.empty(0, dtype=np.intp),
+                lambda call: [[frame(wire.encode(request(call.operation.id)), False)]],
+            )
+            for link in self._core.links
+        ]
+        self._run(calls)
         return calls
 
     def _get_calls(
-        self, packed: KeyArray, unique: npt.NDArray[np.intp], target: IntoTarget | QueueTarget
+        self, packed: KeyArray, unique: npt.NDArray[np.intp], target: IntoTarget | QueueTarget, credit: int = 0
     ) -> list[_Call]:
+        def message(call: _Call) -> Message:
+            keys = _take(packed, call.positions)
+            request = wire.Get(call.operation.id, self._deadline_ms, len(keys), keys.shape[1], credit)
+            return _keyed_message(request, keys)
+
         return [
-            _Call(link, GetOperation(self._core.next_id(), some, target), some)
+            _Call(link, GetOperation(self._core.next_id(), some, target), some, message)
             for link, positions in self._split(packed, unique)
             for some in _chunks(positions, wire.MAX_KEYS)
         ]
-
-    def _get_message(self, call: _Call, packed: KeyArray, credit: int = 0) -> _Message:
-        keys = _take(packed, call.positions)
-        request = wire.Get(call.operation.id, self._deadline_ms, len(keys), keys.shape[1], credit)
-        return _keyed_message(request, keys)
 
     def _get_into(
         self,
@@ -370,7 +387,7 @@ class KVStoreClient:
             return np.zeros(0, dtype=np.bool_)
         target = IntoTarget(rows, slots, len(packed), self._checksum)
         calls = self._get_calls(packed, unique, target)
-        self._run(calls, lambda call: self._get_message(call, packed))
+        self._run(calls)
         self._settle_get(calls, packed, target)
         present: npt.NDArray[np.bool_] = target.present[first]
         self.stats.hits += int(present.sum())
@@ -397,11 +414,11 @@ class KVStoreClient:
             return
         core = self._core
         target = QueueTarget(self.namespace.block_bytes, self._checksum)
-        calls = self._get_calls(packed, unique, target)
         block_bytes = self.namespace.block_bytes
         credit = max(STREAM_CREDIT_BYTES, 2 * block_bytes)
         step = credit // 2
-        self._send_all(calls, lambda call: self._get_message(call, packed, credit), time.monotonic() + core.timeout_s)
+        calls = self._get_calls(packed, unique, target, credit)
+        self._send(calls, time.monotonic() + core.timeout_s)
         granted = [0] * len(calls)
         hits = 0
         try:
@@ -440,20 +457,29 @@ class KVStoreClient:
 
 # ---- requests ------------------------------------------------------------------------------------------------------
 
-_Message = Iterable[list["memoryview | bytes"]]
-_MakeMessage = Callable[[Operation, KeyArray, "npt.NDArray[np.intp]"], _Message]
+_MakeMessage = Callable[[Operation, KeyArray, "npt.NDArray[np.intp]"], Message]
 
 
 class _Call:
-    """An operation, where it went, and for which of the caller's positions."""
+    """An operation, where it goes, for which of the caller's positions, and what is sent. A `sending.Request`."""
 
-    __slots__ = ("connection", "link", "operation", "positions")
+    __slots__ = ("_make_message", "connection", "link", "operation", "positions")
 
-    def __init__(self, link: Link, operation: Operation, positions: npt.NDArray[np.intp]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        operation: Operation,
+        positions: npt.NDArray[np.intp],
+        make_message: Callable[[_Call], Message],
+    ) -> None:
         self.link = link
         self.operation = operation
         self.positions = positions
         self.connection = 0
+        self._make_message = make_message
+
+    def message(self) -> Message:
+        return self._make_message(self)
 
     @property
     def count(self) -> int:
@@ -495,7 +521,7 @@ def _first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDAr
     return first, np.flatnonzero(first == everything)
 
 
-def _keyed_message(request: wire.Request, keys: KeyArray) -> _Message:
+def _keyed_message(request: wire.Request, keys: KeyArray) -> Message:
     data = keys.tobytes()
     yield [frame(wire.encode(request), True) + frame_head(len(data), False) + data]
 
@@ -508,7 +534,7 @@ def _set_message(
     deadline_ms: int,
     force: bool,
     deferred: bool,
-) -> _Message:
+) -> Message:
     """Header and keys, the payload frame by frame, each hashed just before it is sent, the checksums."""
     block_bytes = source.block_bytes
     numbers = positions.tolist()

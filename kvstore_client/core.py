@@ -123,7 +123,7 @@ class Core:
                     raise
                 node.links = [link]
                 self._remap()
-                self._break(link, error)
+                self.break_link(link, error)
 
     def _adopt(self, node: Node, first: Link, welcome: wire.Welcome) -> None:
         """The node told its shards: have a link for each."""
@@ -168,7 +168,7 @@ class Core:
             try:
                 self._connect_again(link, max(0.001, deadline - time.monotonic()))
             except KVStoreError as error:
-                self._break(link, error)
+                self.break_link(link, error)
                 raise
 
     def _connect_again(self, link: Link, timeout_s: float) -> None:
@@ -180,7 +180,8 @@ class Core:
             self.stats.reconnects += 1
             log.info("%s: connected again", link)
 
-    def _break(self, link: Link, error: KVStoreError) -> None:
+    def break_link(self, link: Link, error: KVStoreError) -> None:
+        """Let calls to this shard fail at once from now on, and have it probed in the background."""
         if link.broken is None:
             log.warning("%s; its blocks are misses until it is back", error)
         link.broken = error
@@ -230,7 +231,7 @@ class Core:
         error = Timeout(f"{link}: no reply within {self.timeout_s:g} s")
         operation.fail(error)
         if link.sock is not None and time.monotonic() - link.last_received > self.timeout_s * 0.9:
-            self._break(link, error)
+            self.break_link(link, error)
             link.drop(error)
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:

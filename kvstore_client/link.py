@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from kvstore import wire, zmtp
@@ -22,7 +22,6 @@ from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, T
 from kvstore_client.operations import Operation
 
 _SCRATCH = memoryview(bytearray(256 * 1024))
-_IOV: Final = 512
 MAX_REPLY_HEADER_BYTES: Final = 4 << 20
 
 
@@ -148,49 +147,25 @@ class Link:
 
     # ---- sending ---------------------------------------------------------------------------------------------
 
-    def start(self, operation: Operation, message: Iterable[list[memoryview | bytes]], deadline: float) -> None:
-        """Send a request, piece by piece as `message` makes them. Raises `ConnectionLost` or `Timeout`.
-
-        A piece is sent before the next is asked for, so work done while making one (checksums) finds its bytes in
-        the cache when the kernel copies them.
-        """
-        with self.send_lock:
-            sock = self.sock
-            if sock is None:
-                raise ConnectionLost(f"{self}: not connected")
-            self.pending[operation.id] = operation
-            try:
-                for views in message:
-                    self._send(sock, views, deadline)
-            except OSError as error:
-                lost = ConnectionLost(f"{self}: {error.strerror or error}")
-                self.drop(lost)
-                raise lost from None
-            except BaseException as error:
-                self.drop(ConnectionLost(f"{self}: a message was not sent whole: {error}"))
-                raise
-
     def post(self, header: bytes, timeout_s: float) -> None:
         """Send a message that has no reply, best effort: CREDIT, CANCEL."""
         with self.send_lock:
             if self.sock is not None:
                 try:
-                    self._send(self.sock, [zmtp.frame(header, False)], time.monotonic() + timeout_s)
+                    self._send(self.sock, zmtp.frame(header, False), time.monotonic() + timeout_s)
                 except (OSError, Timeout) as error:
                     self.drop(ConnectionLost(f"{self}: {error}"))
 
-    def _send(self, sock: socket.socket, views: list[memoryview | bytes], deadline: float) -> None:
-        while views:
+    def _send(self, sock: socket.socket, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
             try:
-                sent = sock.sendmsg(views[:_IOV])
+                view = view[sock.send(view) :]
             except BlockingIOError:
-                left = deadline - time.monotonic()
                 poll = select.poll()
                 poll.register(sock, select.POLLOUT)
-                if left <= 0 or not poll.poll(left * 1000):
-                    raise Timeout(f"{self}: the server did not take the request by its deadline") from None
-                continue
-            views = zmtp.advance(views, sent)
+                if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    raise Timeout(f"{self}: it did not take a message by its deadline") from None
 
     # ---- receiving: `zmtp.FrameSink` -------------------------------------------------------------------------
 
