@@ -172,10 +172,9 @@ class Supervisor:
                 child = key.data
                 if child is None:
                     os.read(self._wake_r, 64)
-                elif key.fd == child.ready_fd:
-                    if not self._take_ready(child):
-                        log.error("shard %d did not start; its own message is above", child.number)
-                        return False
+                elif key.fd == child.ready_fd and not self._take_ready(child):
+                    log.error("shard %d did not start; its own message is above", child.number)
+                    return False
             if self._stopping:
                 return False
             if time.monotonic() > deadline:

@@ -105,7 +105,7 @@ class Stream:
         if namespace is None:
             return self._end()
         block_bytes = namespace.block_bytes
-        room = namespace.part_blocks
+        room = namespace.frame_blocks
         if self.credit is not None:
             room = min(room, self.credit // block_bytes)
             if room < 1 and (self._next < self._count or self._waiting):
@@ -159,16 +159,11 @@ class Stream:
             namespace.misses += self._miss
         if not positions:
             return Outgoing([frame(header, False)])
-        block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
+        payload_bytes = len(positions) * namespace.block_bytes
         if self.credit is not None:
-            self.credit -= len(positions) * block_bytes
-        views: list[bytes | memoryview] = []
-        head = frame(header, True)
-        for at in range(0, len(slots), per_frame):
-            of_frame = slot_array[at : at + per_frame]
-            views.append(head + frame_head(len(of_frame) * block_bytes, at + per_frame < len(slots)))
-            views.extend(namespace.views(of_frame))
-            head = b""
+            self.credit -= payload_bytes
+        head = frame(header, True) + frame_head(payload_bytes, False)
+        views: list[bytes | memoryview] = [head, *namespace.views(slot_array)]
         return Outgoing(views, lambda: self._release(namespace, slot_array))
 
     @staticmethod

@@ -58,7 +58,7 @@ class Operation:
 class GetOperation(Operation):
     """A GET: places the blocks of its parts. `positions[i]` is the caller's position of the request's key i."""
 
-    __slots__ = ("_arrived", "_frame", "_part", "_part_positions", "_sums", "hit", "positions", "target")
+    __slots__ = ("_expected", "_part", "_part_positions", "_sums", "hit", "positions", "target")
 
     def __init__(self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget) -> None:
         super().__init__(request_id)
@@ -66,10 +66,9 @@ class GetOperation(Operation):
         self.target = target
         self.hit = 0
         self._part: wire.Part | None = None
-        self._part_positions: npt.NDArray[np.intp] = positions[:0]
+        self._part_positions: list[int] = []
         self._sums: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
-        self._arrived = 0
-        self._frame = 0
+        self._expected = 0  # payload bytes of the current part still to be announced
 
     def header(self, reply: wire.Reply) -> None:
         if not isinstance(reply, wire.Part):
@@ -79,31 +78,23 @@ class GetOperation(Operation):
         self._sums = np.frombuffer(reply.sums, dtype="<u8")
         if len(local) != len(self._sums) or (len(local) and int(local.max()) >= len(self.positions)):
             raise ProtocolError(f"a PART of {len(local)} positions, {len(self._sums)} checksums: they do not fit")
-        self._part_positions = self.positions[local]
+        self._part_positions = self.positions[local].tolist()
+        self._expected = len(local) * self.target.block_bytes
         self._part = reply
-        self._arrived = 0
 
     def begin_payload(self, size: int) -> list[memoryview]:
-        block_bytes = self.target.block_bytes
-        count = min(wire.frame_blocks(block_bytes), len(self._part_positions) - self._arrived)
-        if size != count * block_bytes or not count:
-            raise ProtocolError(f"a payload frame of {size} bytes: expected {count} blocks of {block_bytes} bytes")
-        self._frame = count
-        return self.target.views(self._part_positions[self._arrived : self._arrived + count].tolist())
+        if size != self._expected or not size:
+            raise ProtocolError(f"a payload frame of {size} bytes: expected {self._expected}")
+        self._expected = 0
+        return self.target.views(self._part_positions)
 
     def end_payload(self) -> None:
-        start, end = self._arrived, self._arrived + self._frame
-        self.hit += self.target.placed(self._part_positions[start:end].tolist(), self._sums[start:end])
-        self._arrived = end
+        self.hit += self.target.placed(self._part_positions, self._sums)
 
     def end_message(self) -> None:
-        part = self._part
-        if part is None:
-            self.done = True
-            return
-        if self._arrived != len(self._part_positions):
-            raise ProtocolError(f"a PART of {len(self._part_positions)} blocks brought {self._arrived}")
-        if part.last:
+        if self._expected:
+            raise ProtocolError(f"a PART without its payload of {self._expected} bytes")
+        if self._part is None or self._part.last:
             self.done = True
 
 

@@ -25,7 +25,6 @@ from kvstore.wire import (
     decode_namespace,
     frame_blocks,
     namespace_id,
-    part_blocks,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class NamespaceStore:
     arena: Arena
     index: BlockIndex
     frame_blocks: int
-    part_blocks: int
     segments: dict[int, int] = field(default_factory=dict)  # index ordinal -> arena segment
     parked: set[Stream] = field(default_factory=set)  # streams that wait for a block being written
     hits: int = 0
@@ -168,7 +166,6 @@ class Store:
             arena=self.arena,
             index=BlockIndex(key_bytes, self.arena.segment_bytes // block_bytes),
             frame_blocks=frame_blocks(block_bytes),
-            part_blocks=part_blocks(block_bytes),
         )
         self._namespaces[canonical] = namespace
         return namespace
