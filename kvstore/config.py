@@ -45,7 +45,7 @@ class ConfigError(Exception):
 
 def parse_size(text: str) -> int:
     """Bytes of ``4GiB``, ``512 MiB``, ``1.5GB`` or ``1048576``; `ConfigError` otherwise."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"a size of {text!r}: expected a number with a unit such as 512MiB or 4GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -87,6 +87,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise `ConfigError` where settings do not fit each other."""
+        for name in ("memory", "segment"):
+            try:
+                parse_size(getattr(self, name))
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
         if self.log_level not in LEVELS:
             raise ConfigError(f"log_level {self.log_level!r}: expected one of {', '.join(LEVELS)}")
         if not self.segment_bytes >= MIN_SEGMENT_BYTES or self.segment_bytes % 4096:
@@ -123,10 +128,13 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         settings.update(_from_file(file))
     settings.update(_from_environment(environment))
     settings.update({name: value for name, value in flags.items() if value is not None})
-    try:
-        config = msgspec.convert(settings, ServerConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from None
+    for name, value in settings.items():
+        try:
+            msgspec.convert({name: value}, ServerConfig)
+        except msgspec.ValidationError as error:
+            expected = str(error).partition(" - at ")[0]
+            raise ConfigError(f"{name}={value!r}: {expected[:1].lower()}{expected[1:]}") from None
+    config = msgspec.convert(settings, ServerConfig)
     config.check()
     return config
 

@@ -79,20 +79,20 @@ def print_bench(report: BenchReport) -> None:
     """One row an operation."""
     table = Table(
         title=f"{report.blocks} blocks of {format_size(report.block_bytes)}, {report.batch} a call, "
-        f"median of {report.rounds} rounds"
+        f"median of {report.rounds} rounds; latencies of calls"
     )
     table.add_column("operation")
-    for name in ("GB/s", "min … max", "blocks/s", "call p50", "p90", "p99"):
+    for name in ("GB/s", "min … max", "blocks/s", "p50 ms", "p90 ms", "p99 ms"):
         table.add_column(name, justify="right")
     for row in report.operations:
         moved = row.gb_s > 0
         table.add_row(
             row.operation,
             f"{row.gb_s:.2f}" if moved else "",
-            f"{row.gb_s_min:.2f} … {row.gb_s_max:.2f}" if moved else "",
+            f"{row.gb_s_min:.1f} … {row.gb_s_max:.1f}" if moved else "",
             f"{row.blocks_s:,.0f}",
-            f"{row.p50_ms:.2f} ms",
-            f"{row.p90_ms:.2f} ms",
-            f"{row.p99_ms:.2f} ms",
+            f"{row.p50_ms:.2f}",
+            f"{row.p90_ms:.2f}",
+            f"{row.p99_ms:.2f}",
         )
     Console().print(table)
