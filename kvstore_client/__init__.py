@@ -1,6 +1,9 @@
 """The kvstore client: `KVStoreClient`, `AsyncKVStoreClient`, and what they take and return."""
 
-from kvstore_client.aio import AsyncKVStoreClient
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from kvstore_client.client import KVStoreClient
 from kvstore_client.errors import (
     BlockSizeMismatch,
@@ -13,6 +16,9 @@ from kvstore_client.errors import (
 )
 from kvstore_client.keys import Namespace, prefix_keys
 from kvstore_client.results import GetResult, SetResult, StoreInfo
+
+if TYPE_CHECKING:
+    from kvstore_client.aio import AsyncKVStoreClient
 
 __all__ = [
     "AsyncKVStoreClient",
@@ -30,3 +36,11 @@ __all__ = [
     "Timeout",
     "prefix_keys",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "AsyncKVStoreClient":  # asyncio is a third of the import time, and most users have no use for it
+        from kvstore_client.aio import AsyncKVStoreClient
+
+        return AsyncKVStoreClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
