@@ -351,7 +351,10 @@ def main() -> None:
     configure_logs(config.log_level, f"shard={config.shard}")
     listener = socket.socket(fileno=config.listen_fd)
     listener.setblocking(False)
-    shard = Shard(config, listener)
+    try:
+        shard = Shard(config, listener)
+    except (OSError, OverflowError) as error:
+        sys.exit(f"error: a shard's memory of {config.memory_bytes} bytes cannot be reserved: {error}; lower --memory")
     signal.signal(signal.SIGTERM, lambda *_: shard.drain())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     os.write(config.ready_fd, b"1")

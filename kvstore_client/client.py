@@ -20,18 +20,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import checksum_into
-from kvstore.zmtp import frame, frame_head
+from kvstore.zmtp import frame
 from kvstore_client.buffers import BlockSource, writable_rows
 from kvstore_client.core import Core, protocol_error
-from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, Timeout
+from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
 from kvstore_client.keys import KeyArray, Keys, Namespace, pack_keys
 from kvstore_client.link import Link
 from kvstore_client.operations import GetOperation, IntoTarget, Operation, QueueTarget
+from kvstore_client.requests import Call, chunks, first_occurrences, keyed_message, set_message, take
 from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
 from kvstore_client.sending import Message, Sending, send_all
 
 _T = TypeVar("_T", bound=wire.Reply)
+_MakeMessage = Callable[[Operation, KeyArray, "npt.NDArray[np.intp]"], Message]
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 SET_BYTES: Final = 16 << 20  # payload of one SET: longer batches are several
@@ -113,7 +114,7 @@ class KVStoreClient:
         per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // self.namespace.block_bytes))
 
         def message(operation: Operation, part: KeyArray, positions: npt.NDArray[np.intp]) -> Message:
-            return _set_message(operation.id, part, positions, source, self._deadline_ms, force, deferred)
+            return set_message(operation.id, part, positions, source, self._deadline_ms, force, deferred)
 
         done = self._exchange(packed, per_request, message)
         results = [self._outcome(call, wire.SetReply) for call in done]
@@ -139,7 +140,7 @@ class KVStoreClient:
 
         def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
             request = wire.Contains(operation.id, self._deadline_ms, len(part), part.shape[1], refresh, pin_s)
-            return _keyed_message(request, part)
+            return keyed_message(request, part)
 
         for call in self._exchange(packed, wire.MAX_KEYS, message):
             reply = self._outcome(call, wire.ContainsReply)
@@ -156,7 +157,7 @@ class KVStoreClient:
 
         def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
             request = wire.MatchPrefix(operation.id, self._deadline_ms, len(part), part.shape[1], refresh, pin_s)
-            return _keyed_message(request, part)
+            return keyed_message(request, part)
 
         length = 0
         for call in self._exchange(packed, wire.MAX_KEYS, message):
@@ -171,7 +172,7 @@ class KVStoreClient:
         packed = pack_keys(keys)
         block_bytes = self.namespace.block_bytes
         rows = np.empty((len(packed), block_bytes), dtype=np.uint8)
-        first, unique = _first_occurrences(packed)
+        first, unique = first_occurrences(packed)
         present = self._get_into(packed, rows, None, first, unique)
         flat = memoryview(rows.reshape(-1)).toreadonly()
         blocks = [
@@ -198,7 +199,7 @@ class KVStoreClient:
             raise IndexError(f"slot {wrong}: out has {len(rows)} rows")
         if slots is not None and len(set(places)) != len(places):
             raise ValueError("slots: one is named twice: expected a row of its own for each block")
-        first, unique = _first_occurrences(packed)
+        first, unique = first_occurrences(packed)
         present = self._get_into(packed, rows, None if slots is None else places, first, unique)
         if len(unique) < len(packed):
             for position, origin in enumerate(first.tolist()):
@@ -212,7 +213,7 @@ class KVStoreClient:
         A buffer stays valid as long as it is referenced. Each block may take `timeout_s`. Breaking off is fine.
         """
         packed = pack_keys(keys)
-        first, unique = _first_occurrences(packed)
+        first, unique = first_occurrences(packed)
         repeats: dict[int, list[int]] = {}
         if len(unique) < len(packed):
             for position, origin in enumerate(first.tolist()):
@@ -224,7 +225,7 @@ class KVStoreClient:
         packed = pack_keys(keys)
 
         def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
-            return _keyed_message(wire.Delete(operation.id, self._deadline_ms, len(part), part.shape[1]), part)
+            return keyed_message(wire.Delete(operation.id, self._deadline_ms, len(part), part.shape[1]), part)
 
         calls = self._exchange(packed, wire.MAX_KEYS, message)
         replies = [self._outcome(call, wire.DeleteReply) for call in calls]
@@ -280,37 +281,40 @@ class KVStoreClient:
             if start < end
         ]
 
-    def _exchange(self, packed: KeyArray, per_request: int, message: _MakeMessage) -> list[_Call]:
+    def _exchange(self, packed: KeyArray, per_request: int, message: _MakeMessage) -> list[Call]:
         """One request for at most `per_request` keys each; all sent, then all awaited."""
         if not len(packed):
             return []
         calls = [
-            _Call(
+            Call(
                 link,
                 Operation(self._core.next_id()),
                 some,
-                lambda call: message(call.operation, _take(packed, call.positions), call.positions),
+                lambda call: message(call.operation, take(packed, call.positions), call.positions),
             )
             for link, positions in self._split(packed, None)
-            for some in _chunks(positions, per_request)
+            for some in chunks(positions, per_request)
         ]
         self._run(calls)
         return calls
 
-    def _run(self, calls: Sequence[_Call]) -> None:
+    def _run(self, calls: Sequence[Call]) -> None:
         """Send all, wait for all; whatever happens, every operation is done afterwards."""
         deadline = time.monotonic() + self._core.timeout_s
         self._send(calls, deadline)
         self._await(calls, deadline)
         again = [call for call in calls if call.retry]
-        if again:  # the connection had died unnoticed: once more, on a new one
-            for call in again:
-                call.renew(self._core.next_id())
-            self._send(again, deadline)
+        if again:
+            self._send_again(again, deadline)
             self._await(again, deadline)
 
-    def _send(self, calls: Sequence[_Call], deadline: float) -> None:
-        by_link: dict[Link, list[_Call]] = {}
+    def _send_again(self, calls: Sequence[Call], deadline: float) -> None:
+        for call in calls:
+            call.renew(self._core.next_id())
+        self._send(calls, deadline)
+
+    def _send(self, calls: Sequence[Call], deadline: float) -> None:
+        by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
         sendings = []
@@ -327,7 +331,7 @@ class KVStoreClient:
         for sending in send_all(sendings, deadline):
             self._core.break_link(sending.link, Timeout(f"{sending.link}: it takes no requests"))
 
-    def _await(self, calls: Sequence[_Call], deadline: float) -> None:
+    def _await(self, calls: Sequence[Call], deadline: float) -> None:
         operations = [call.operation for call in calls]
         if len(operations) == 1:
             only = operations[0]
@@ -338,7 +342,7 @@ class KVStoreClient:
             if not call.operation.done:
                 self._core.lost(call.link, call.operation)
 
-    def _outcome(self, call: _Call, expected: type[_T]) -> _T | None:
+    def _outcome(self, call: Call, expected: type[_T]) -> _T | None:
         """The reply; None for a transport failure under `fail_open`; raises otherwise."""
         operation = call.operation
         if operation.error is None and isinstance(operation.reply, expected):
@@ -348,9 +352,9 @@ class KVStoreClient:
             return None
         raise error
 
-    def _ask_all(self, request: Callable[[int], wire.Request]) -> list[_Call]:
+    def _ask_all(self, request: Callable[[int], wire.Request]) -> list[Call]:
         calls = [
-            _Call(
+            Call(
                 link,
                 Operation(self._core.next_id()),
                 np.empty(0, dtype=np.intp),
@@ -363,16 +367,16 @@ class KVStoreClient:
 
     def _get_calls(
         self, packed: KeyArray, unique: npt.NDArray[np.intp], target: IntoTarget | QueueTarget, credit: int = 0
-    ) -> list[_Call]:
-        def message(call: _Call) -> Message:
-            keys = _take(packed, call.positions)
+    ) -> list[Call]:
+        def message(call: Call) -> Message:
+            keys = take(packed, call.positions)
             request = wire.Get(call.operation.id, self._deadline_ms, len(keys), keys.shape[1], credit)
-            return _keyed_message(request, keys)
+            return keyed_message(request, keys)
 
         return [
-            _Call(link, GetOperation(self._core.next_id(), some, target), some, message)
+            Call(link, GetOperation(self._core.next_id(), some, target), some, message)
             for link, positions in self._split(packed, unique)
-            for some in _chunks(positions, wire.MAX_KEYS)
+            for some in chunks(positions, wire.MAX_KEYS)
         ]
 
     def _get_into(
@@ -394,7 +398,7 @@ class KVStoreClient:
         self.stats.misses += int((~present).sum())
         return present
 
-    def _settle_get(self, calls: Sequence[_Call], packed: KeyArray, target: IntoTarget | QueueTarget) -> None:
+    def _settle_get(self, calls: Sequence[Call], packed: KeyArray, target: IntoTarget | QueueTarget) -> None:
         """Raise what must be raised; drop blocks whose bytes were wrong."""
         for call in calls:
             error = call.operation.error
@@ -426,7 +430,10 @@ class KVStoreClient:
                 deadline = time.monotonic() + core.timeout_s
                 core.wait(lambda: bool(target.ready) or all(call.operation.done for call in calls), deadline)
                 if not target.ready:
-                    break
+                    again = [call for call in calls if call.retry and not hits]
+                    if not again:
+                        break
+                    self._send_again(again, deadline)
                 while target.ready:
                     position, block = target.ready.popleft()
                     for repeat in repeats.get(position, (position,)):
@@ -453,99 +460,3 @@ class KVStoreClient:
                     call.link.post(wire.encode(wire.Cancel(call.operation.id)), core.timeout_s)
             self.stats.hits += hits
             self.stats.misses += len(packed) - hits
-
-
-# ---- requests ------------------------------------------------------------------------------------------------------
-
-_MakeMessage = Callable[[Operation, KeyArray, "npt.NDArray[np.intp]"], Message]
-
-
-class _Call:
-    """An operation, where it goes, for which of the caller's positions, and what is sent. A `sending.Request`."""
-
-    __slots__ = ("_make_message", "connection", "link", "operation", "positions")
-
-    def __init__(
-        self,
-        link: Link,
-        operation: Operation,
-        positions: npt.NDArray[np.intp],
-        make_message: Callable[[_Call], Message],
-    ) -> None:
-        self.link = link
-        self.operation = operation
-        self.positions = positions
-        self.connection = 0
-        self._make_message = make_message
-
-    def message(self) -> Message:
-        return self._make_message(self)
-
-    @property
-    def count(self) -> int:
-        return len(self.positions)
-
-    @property
-    def retry(self) -> bool:
-        """It failed because the connection was lost, and nobody found the link broken since."""
-        return isinstance(self.operation.error, ConnectionLost) and self.link.broken is None and self.connection > 0
-
-    def renew(self, request_id: int) -> None:
-        old = self.operation
-        if isinstance(old, GetOperation):
-            self.operation = GetOperation(request_id, old.positions, old.target)
-        else:
-            self.operation = Operation(request_id)
-
-
-def _chunks(positions: npt.NDArray[np.intp], size: int) -> list[npt.NDArray[np.intp]]:
-    return [positions[start : start + size] for start in range(0, len(positions), size)]
-
-
-def _take(packed: KeyArray, positions: npt.NDArray[np.intp]) -> KeyArray:
-    if len(positions) == len(packed):
-        return packed
-    return packed[positions]
-
-
-def _first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """For each key the position of its first occurrence, and the positions that are a first occurrence."""
-    count = len(packed)
-    everything = np.arange(count)
-    data, size = packed.tobytes(), packed.shape[1]
-    names = [data[at : at + size] for at in range(0, len(data), size)]
-    if len(set(names)) == count:
-        return everything, everything
-    seen: dict[bytes, int] = {}
-    first = np.array([seen.setdefault(name, position) for position, name in enumerate(names)], dtype=np.intp)
-    return first, np.flatnonzero(first == everything)
-
-
-def _keyed_message(request: wire.Request, keys: KeyArray) -> Message:
-    data = keys.tobytes()
-    yield [frame(wire.encode(request), True) + frame_head(len(data), False) + data]
-
-
-def _set_message(
-    request_id: int,
-    keys: KeyArray,
-    positions: npt.NDArray[np.intp],
-    source: BlockSource,
-    deadline_ms: int,
-    force: bool,
-    deferred: bool,
-) -> Message:
-    """Header and keys, the payload frame by frame, each hashed just before it is sent, the checksums."""
-    block_bytes = source.block_bytes
-    numbers = positions.tolist()
-    request = wire.Set(request_id, deadline_ms, len(numbers), keys.shape[1], force, deferred)
-    data = keys.tobytes()
-    head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
-    per_frame = wire.frame_blocks(block_bytes)
-    sums = np.empty(len(numbers), dtype="<u8")
-    for start in range(0, len(numbers), per_frame):
-        some = numbers[start : start + per_frame]
-        checksum_into([source.view(number) for number in some], sums[start : start + len(some)])
-        yield [head + frame_head(len(some) * block_bytes, True), *source.views(some)]
-        head = b""
-    yield [frame(sums.tobytes(), False)]

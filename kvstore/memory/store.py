@@ -133,7 +133,7 @@ class Store:
             raise WireError(
                 ErrorCode.OUT_OF_MEMORY,
                 f"blocks of {block_bytes} bytes do not fit a segment of {self.arena.segment_bytes} bytes; "
-                "start the server with a larger memory.segment",
+                "start the server with a larger --segment",
             )
         return block_bytes
 
