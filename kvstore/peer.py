@@ -15,16 +15,13 @@ import logging
 import socket
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from kvstore import wire, zmtp
 from kvstore.memory.store import NamespaceStore, Slots
 from kvstore.stream import Outgoing, Stream
 from kvstore.wire import ErrorCode, WireError
 from kvstore.zmtp import ZMTPError
-
-if TYPE_CHECKING:
-    from kvstore.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +61,42 @@ class Write:
     arrived: int = 0  # blocks
 
 
+class Loop(Protocol):
+    """What a peer asks of the shard it belongs to."""
+
+    now: float  # monotonic seconds, read once a turn
+    bytes_in: int
+    bytes_out: int
+    errors: int
+    buffered_bytes: int  # in frames being collected and keys of GETs in progress
+    to_flush: set[Peer]  # who may have something to send
+
+    def check_buffer_room(self, size: int) -> None:
+        """Raise `WireError` when a frame of `size` bytes must not be collected."""
+
+    def handle(self, peer: Peer, request: wire.Request) -> None:
+        """A request of one frame."""
+
+    def handle_keyed(self, peer: Peer, request: wire.KeyedRequest, keys: bytes) -> None:
+        """A request whose keys have arrived."""
+
+    def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
+        """Reserve slots for a SET whose payload follows."""
+
+    def commit(self, write: Write, sums: bytes) -> wire.SetReply:
+        """The payload of a SET is in its slots."""
+
+    def stream_ended(self, stream: Stream) -> None:
+        """A GET is over."""
+
+    def forget(self, peer: Peer) -> None:
+        """The peer is closing."""
+
+
 class Peer:
     """A connection. Implements `zmtp.FrameSink`; used by the shard's loop only."""
 
-    def __init__(self, shard: Shard, sock: socket.socket, address: str, now: float) -> None:
+    def __init__(self, shard: Loop, sock: socket.socket, address: str, now: float) -> None:
         self.shard = shard
         self.sock = sock
         self.address = address
@@ -116,6 +145,10 @@ class Peer:
             self.close(str(error))
         except OSError as error:
             self.close(f"connection lost: {error}")
+        except Exception:  # a defect of ours must cost one client its connection, not everybody the cache
+            log.exception("client %s: internal error", self.address)
+            self.shard.errors += 1
+            self.close("internal error")
 
     def _read_greeting(self) -> bool:
         data = self.sock.recv(zmtp.GREETING_BYTES - len(self._greeting))
@@ -284,7 +317,7 @@ class Peer:
         if self.write is not None:
             write, self.write = self.write, None
             write.namespace.index.abort(write.slots)
-            self.shard.wake_parked(write.namespace)
+            write.namespace.wake_parked()
 
     # ---- writing ---------------------------------------------------------------------------------------------
 
@@ -354,6 +387,11 @@ class Peer:
             return True
         except OSError as error:
             self.close(f"connection lost: {error}")
+            return False
+        except Exception:  # see `on_readable`
+            log.exception("client %s: internal error", self.address)
+            self.shard.errors += 1
+            self.close("internal error")
             return False
         return True
 

@@ -230,7 +230,7 @@ class Shard:
             self._gets += 1
             if self.buffered_bytes + len(keys) > MAX_BUFFERED_BYTES:
                 raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again")
-            stream = Stream(peer, self.store, namespace, request, keys, self.now)
+            stream = Stream(self.store, namespace, request, keys, self.now, peer.resume)
             peer.add_stream(stream)
             self.buffered_bytes += stream.nbytes
         elif isinstance(request, wire.Delete):
@@ -291,7 +291,7 @@ class Shard:
         existed = int((slots == -1).sum())
         if existed:  # the chain's new tail must not outlive the head it hangs on
             namespace.index.contains(write.keys, self.now, True, self.store.ticks(request.count))
-        self.wake_parked(namespace)
+        namespace.wake_parked()
         return wire.SetReply(
             id=request.id,
             total=request.count,
@@ -301,13 +301,6 @@ class Shard:
             duplicated=int((slots == -2).sum()),
             error=int((slots == -3).sum()),
         )
-
-    def wake_parked(self, namespace: NamespaceStore) -> None:
-        """A block that was being written is there, or is not coming."""
-        if namespace.parked:
-            parked, namespace.parked = namespace.parked, set()
-            for stream in parked:
-                stream.peer.resume(stream)
 
     def stream_ended(self, stream: Stream) -> None:
         """Its memory is free again."""

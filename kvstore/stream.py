@@ -13,16 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.memory.store import NamespaceStore, Slots, Store
 from kvstore.wire import Get, Part, encode
 from kvstore.zmtp import frame, frame_head
-
-if TYPE_CHECKING:
-    from kvstore.peer import Peer
 
 
 @dataclass(eq=False)
@@ -44,31 +40,29 @@ class Stream:
         "_limit_s",
         "_miss",
         "_next",
-        "_store",
+        "_resume",
         "_waiting",
         "credit",
         "deadline",
         "done",
         "id",
         "namespace",
-        "peer",
     )
 
     def __init__(
         self,
-        peer: Peer,
         store: Store,
         namespace: NamespaceStore | None,
         request: Get,
         keys: bytes,
         now: float,
+        resume: Callable[[Stream], None],
     ) -> None:
-        self.peer = peer
         self.id = request.id
         self.namespace = namespace
         self.credit = request.credit if request.credit > 0 else None
         self.done = False
-        self._store = store
+        self._resume = resume  # called when there may be something to send again
         self._keys = memoryview(keys)
         self._key_bytes = request.key_bytes
         self._count = request.count
@@ -92,6 +86,10 @@ class Stream:
         if self.credit is not None:
             self.credit += credit
             self.deadline = now + self._limit_s
+
+    def wake(self) -> None:
+        """A block that was being written is there, or is not coming."""
+        self._resume(self)
 
     def give_up_waiting(self) -> None:
         """The deadline passed: what is still being written is a miss."""

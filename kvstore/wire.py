@@ -204,7 +204,9 @@ class SetReply(_Header, tag=66, frozen=True):
 
 
 class Part(_Header, tag=67, frozen=True):
-    """Blocks of GET `id`. Frames: header and, unless it brings no block, one payload frame. `positions`: u32le into the request's keys, `sums`: u64le.
+    """Blocks of GET `id`. Frames: header and, unless it brings no block, one payload frame.
+
+    `positions`: u32le into the request's keys, `sums`: u64le, one each a block.
 
     The PART with `last` ends the reply; hits and misses are then complete.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,17 @@ from kvstore.wire import (
     namespace_id,
 )
 
-if TYPE_CHECKING:
-    from kvstore.stream import Stream
-
 Slots = npt.NDArray[np.int32]
 
 MAX_NAMESPACES: Final = 1024
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
+
+
+class Parked(Protocol):
+    """Who waits for a block that is being written."""
+
+    def wake(self) -> None:
+        """A block that was being written is there, or is not coming."""
 
 
 @dataclass(eq=False)
@@ -47,7 +51,7 @@ class NamespaceStore:
     index: BlockIndex
     frame_blocks: int
     segments: dict[int, int] = field(default_factory=dict)  # index ordinal -> arena segment
-    parked: set[Stream] = field(default_factory=set)  # streams that wait for a block being written
+    parked: set[Parked] = field(default_factory=set)
     hits: int = 0
     misses: int = 0
     created: int = 0
@@ -58,6 +62,13 @@ class NamespaceStore:
         """Nothing in it and nobody at it."""
         index = self.index
         return not (index.ready or index.writing or index.gone or self.parked)
+
+    def wake_parked(self) -> None:
+        """A write ended: whoever waits for one looks again."""
+        if self.parked:
+            parked, self.parked = self.parked, set()
+            for waiter in parked:
+                waiter.wake()
 
     def attach(self, segment: int) -> None:
         """Cut a segment of the arena into slots."""

@@ -1,0 +1,63 @@
+"""Fixtures for every test: servers that are always ended, and namespaces that no other test uses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import Server, make_namespace
+
+from kvstore_client import Namespace
+
+StartServer = Callable[..., Server]
+MakeNamespace = Callable[..., Namespace]
+
+_numbers = itertools.count()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: its length is KVSTORE_SOAK_S seconds")
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers: `start_server("--shards", "3", memory="64MiB", segment="4MiB")`."""
+    servers: list[Server] = []
+
+    def start(*arguments: str, memory: str = "64MiB", segment: str = "4MiB", **extra_environment: str) -> Server:
+        log = tmp_path / f"server-{len(servers)}.log"
+        server = Server(log, "--memory", memory, "--segment", segment, *arguments, **extra_environment)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for a module. Tests use `server`."""
+    server = Server(tmp_path_factory.mktemp("server") / "server.log", "--memory", "256MiB", "--segment", "8MiB")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Iterator[Server]:
+    """A server of one shard, shared by a module's tests: none of them may harm it."""
+    shards = shared_server.shards()
+    yield shared_server
+    shared_server.assert_healthy(shards)
+
+
+@pytest.fixture
+def new_namespace(request: pytest.FixtureRequest) -> MakeNamespace:
+    """`new_namespace(block_bytes)`: a namespace that no other test uses."""
+
+    def make(block_bytes: int = 4096, **fields: object) -> Namespace:
+        return make_namespace(block_bytes, f"{request.node.name}-{next(_numbers)}", **fields)
+
+    return make

@@ -1,0 +1,239 @@
+"""Arena and store: segments change hands, the least recently used gives way, and the index counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from harness import make_keys
+
+from kvstore import wire
+from kvstore.memory import store as store_module
+from kvstore.memory.arena import Arena
+from kvstore.memory.store import MAX_NAMESPACES, NamespaceStore, Store
+from kvstore.wire import ErrorCode, WireError
+from kvstore_client import Namespace
+
+SEGMENT = 1 << 20
+BLOCK = 1 << 18  # four a segment
+
+
+def canonical(model: str, block_bytes: int = BLOCK) -> bytes:
+    return Namespace(model=model, dtype="uint8", block_tokens=16, block_bytes=block_bytes).canonical()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(4 * SEGMENT, SEGMENT)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store(4 * SEGMENT, SEGMENT)
+    yield store
+    store.arena.close()
+
+
+def put(store: Store, namespace: NamespaceStore, keys: Sequence[bytes], now: float = 0.0) -> np.ndarray:
+    """What a SET does to a store. -> slots."""
+    joined = b"".join(keys)
+    store.make_room(namespace, namespace.index.missing(joined), now)
+    slots = namespace.index.reserve(joined, False, store.ticks(len(keys)))
+    namespace.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), store.ticks(len(keys)))
+    return slots
+
+
+def present(namespace: NamespaceStore, keys: Sequence[bytes]) -> list[bool]:
+    return [bool(flag) for flag in namespace.index.contains(b"".join(keys), 0.0, False, 0)]
+
+
+# ---- arena ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_arena_hands_out_each_segment_once(arena: Arena) -> None:
+    segments = [arena.take() for _ in range(5)]
+    assert segments == [0, 1, 2, 3, None]
+    assert arena.free == 0
+    arena.give_back(2)
+    assert arena.free == 1 and arena.take() == 2
+
+
+def test_segments_do_not_overlap(arena: Arena) -> None:
+    for segment in range(4):
+        arena.view(segment)[:] = bytes([segment + 1]) * SEGMENT
+    for segment in range(4):
+        assert bytes(arena.view(segment)) == bytes([segment + 1]) * SEGMENT
+
+
+def test_what_is_left_of_the_limit_is_not_used() -> None:
+    arena = Arena(3 * SEGMENT + SEGMENT // 2, SEGMENT)
+    assert arena.segments == 3 and len(arena.memory) == 3 * SEGMENT
+    arena.close()
+
+
+def test_pages_touched_ahead_keep_what_a_block_wrote(arena: Arena) -> None:
+    """The pre-faulting thread may come late: a segment that was taken meanwhile keeps its bytes."""
+    for segment in range(4):
+        assert arena.take() == segment
+        arena.view(segment)[:] = bytes([segment + 1]) * SEGMENT
+    arena.close()
+    assert all(bytes(arena.view(segment)) == bytes([segment + 1]) * SEGMENT for segment in range(4))
+
+
+def test_a_limit_below_one_segment_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"{SEGMENT - 1} bytes hold no segment of {SEGMENT}"):
+        Arena(SEGMENT - 1, SEGMENT)
+
+
+# ---- namespaces ----------------------------------------------------------------------------------------------------
+
+
+def test_a_namespace_grows_by_segments(store: Store) -> None:
+    namespace = store.open(canonical("a"), 16)
+    for count, segments in ((1, 1), (3, 1), (1, 2), (8, 4)):
+        put(store, namespace, make_keys(count, first=100 * segments + count))
+        assert len(namespace.segments) == segments
+    assert store.arena.free == 0 and namespace.index.ready == 13
+
+
+def test_slots_of_one_segment_are_one_view(store: Store) -> None:
+    namespace = store.open(canonical("a"), 16)
+    slots = put(store, namespace, make_keys(4))
+    (view,) = namespace.views(slots)
+    assert len(view) == SEGMENT
+    first, second = namespace.views(slots[[0, 2]])
+    first[:] = b"a" * BLOCK
+    second[:] = b"c" * BLOCK
+    assert bytes(view) == b"a" * BLOCK + bytes(BLOCK) + b"c" * BLOCK + bytes(BLOCK)
+
+
+def test_a_full_namespace_evicts_its_own_least_recently_used(store: Store) -> None:
+    namespace = store.open(canonical("a"), 16)
+    keys = make_keys(20)
+    for key in keys:
+        put(store, namespace, [key])
+    assert present(namespace, keys) == [False] * 4 + [True] * 16
+    assert namespace.evicted == 4 and len(namespace.segments) == 4
+
+
+def test_the_tail_of_a_chain_goes_first(store: Store) -> None:
+    namespace = store.open(canonical("a"), 16)
+    chain = make_keys(16)
+    put(store, namespace, chain)
+    put(store, namespace, make_keys(3, first=100))
+    assert present(namespace, chain) == [True] * 13 + [False] * 3
+
+
+def test_a_growing_namespace_takes_the_segment_that_was_used_least(store: Store) -> None:
+    old, grows = store.open(canonical("old"), 16), store.open(canonical("new"), 16)
+    groups = [make_keys(4, first=10 * number) for number in range(4)]
+    for keys in groups:
+        put(store, old, keys)
+    old.index.contains(b"".join(groups[0]), 0.0, True, store.ticks(4))  # its first segment is in use again
+    put(store, grows, make_keys(1, first=900))
+    assert len(grows.segments) == 1 and len(old.segments) == 3
+    assert [all(present(old, keys)) for keys in groups] == [True, False, True, True]
+    assert old.evicted == 4 and old.index.ready == 12
+
+
+def test_a_namespace_older_than_the_growing_one_gives_way_and_a_younger_does_not(store: Store) -> None:
+    first, second = store.open(canonical("first"), 16), store.open(canonical("second"), 16)
+    put(store, first, make_keys(8))
+    put(store, second, make_keys(8, first=100))
+    put(store, second, make_keys(1, first=200))
+    assert (len(first.segments), len(second.segments)) == (1, 3)
+    second_keys = second.index.ready
+    put(store, first, make_keys(4, first=300))  # its own blocks are the oldest of the shard
+    assert (len(first.segments), len(second.segments)) == (1, 3) and second.index.ready == second_keys
+
+
+def test_an_empty_namespace_gives_its_segments_first(store: Store) -> None:
+    empty, full, grows = (store.open(canonical(name), 16) for name in ("empty", "full", "grows"))
+    put(store, full, make_keys(8))
+    keys = make_keys(8, first=100)
+    put(store, empty, keys)
+    empty.index.delete(b"".join(keys))
+    put(store, grows, make_keys(4, first=200))
+    assert len(full.segments) == 2 and len(empty.segments) == 1 and full.index.ready == 8
+
+
+def test_what_is_pinned_or_being_read_stays(store: Store) -> None:
+    old, grows = store.open(canonical("old"), 16), store.open(canonical("new"), 16)
+    groups = [make_keys(4, first=10 * number) for number in range(4)]
+    for keys in groups:
+        put(store, old, keys)
+    old.index.contains(groups[0][0], 0.0, False, 0, 50.0)
+    held = old.index.acquire(groups[1][1], 0.0, 0, False)
+    put(store, grows, make_keys(1, first=900), now=1.0)
+    assert present(old, [groups[0][0], groups[1][1]]) == [True, True]
+    assert not any(present(old, groups[2]))
+    old.index.release(held)
+    put(store, grows, make_keys(12, first=910), now=60.0)  # the pin has expired, the reader is gone
+    assert len(old.segments) == 0
+
+
+def test_nothing_is_evicted_when_all_is_in_use(store: Store) -> None:
+    namespace = store.open(canonical("a"), 16)
+    keys = make_keys(16)
+    put(store, namespace, keys)
+    namespace.index.contains(b"".join(keys), 0.0, False, 0, 50.0)
+    slots = put(store, namespace, make_keys(2, first=100), now=1.0)
+    assert slots.tolist() == [-3, -3] and all(present(namespace, keys))
+
+
+def test_the_memory_of_the_index_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One-byte blocks: the index takes many times their memory, so the arena is not filled with them."""
+    monkeypatch.setattr(store_module, "INDEX_OVERHEAD_BYTES", 0)
+    namespace = store.open(canonical("tiny", block_bytes=64), 16)
+    put(store, namespace, make_keys(100))
+    per_segment = namespace.index.nbytes
+    assert per_segment > SEGMENT // 2
+    for first in range(0, 60_000, 4096):
+        put(store, namespace, make_keys(4096, first=1000 + first))
+    used = (store.arena.segments - store.arena.free) * SEGMENT + namespace.index.nbytes
+    assert used <= store.limit_bytes + per_segment
+    assert store.arena.free > 0 and namespace.evicted > 0
+
+
+def test_a_namespace_with_one_key_length_refuses_another(store: Store) -> None:
+    name = canonical("a")
+    namespace = store.open(name, 16)
+    put(store, namespace, make_keys(2))
+    for ask in (store.find, store.open):
+        with pytest.raises(WireError) as caught:
+            ask(name, 32)
+        assert caught.value.code is ErrorCode.KEY_SIZE
+        assert "32 bytes" in str(caught.value) and "16 bytes" in str(caught.value)
+    namespace.index.delete(b"".join(make_keys(2)))
+    assert store.find(name, 32) is None
+    assert store.open(name, 32).index.key_bytes == 32
+    assert len(list(store)) == 1 and store.arena.free == 4
+
+
+def test_a_block_larger_than_a_segment_is_refused(store: Store) -> None:
+    with pytest.raises(WireError) as caught:
+        store.check_namespace(canonical("a", SEGMENT + 1))
+    assert caught.value.code is ErrorCode.OUT_OF_MEMORY
+    assert str(SEGMENT + 1) in str(caught.value) and str(SEGMENT) in str(caught.value)
+    assert store.check_namespace(canonical("a", SEGMENT)) == SEGMENT
+
+
+def test_namespaces_are_bounded_and_empty_ones_forgotten(store: Store) -> None:
+    kept = store.open(canonical("kept"), 16)
+    put(store, kept, make_keys(1))
+    for number in range(MAX_NAMESPACES + 5):
+        store.open(canonical(f"empty {number}"), 16)
+    assert len(list(store)) == MAX_NAMESPACES and store.find(canonical("kept"), 16) is kept
+
+
+def test_info_tells_what_a_namespace_holds(store: Store) -> None:
+    namespace = store.open(canonical("a"), 16)
+    put(store, namespace, make_keys(5))
+    namespace.index.contains(make_keys(1)[0], 0.0, False, 0, 5.0)
+    info = namespace.info(1.0)
+    assert info.id == wire.namespace_id(canonical("a")).hex() and info.namespace == canonical("a").decode()
+    assert (info.blocks, info.writing, info.segments, info.slots) == (5, 0, 2, 8)
+    assert (info.memory_bytes, info.pinned, info.block_bytes) == (2 * SEGMENT, 1, BLOCK)

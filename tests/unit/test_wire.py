@@ -1,0 +1,408 @@
+"""The codec against golden vectors, against any bytes, and at its limits.
+
+A vector is a file of hexadecimal digits in `wire/`; what follows a `#` explains. The files are the authority: a test
+that fails here means that the wire changed, and then `PROTOCOL_VERSION` must, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import example, given
+
+from kvstore import wire, zmtp
+from kvstore._cext import checksum
+from kvstore.wire import ErrorCode, WireError
+from kvstore_client import Namespace
+
+VECTORS = Path(__file__).with_name("wire")
+
+NAMESPACE = Namespace(model="m/7B", dtype="bfloat16", block_tokens=16, block_bytes=917_504, extra={"lora": "é"})
+CANONICAL = NAMESPACE.canonical()
+SHARD_INFO = wire.ShardInfo(
+    node="host:7070",
+    shard=1,
+    pid=4242,
+    version="0.1.0",
+    uptime_s=2.5,
+    memory_limit_bytes=4 << 30,
+    memory_used_bytes=32 << 20,
+    rss_bytes=80 << 20,
+    segment_bytes=32 << 20,
+    segments_free=127,
+    connections=2,
+    streams=1,
+    draining=False,
+    sets=3,
+    gets=4,
+    lookups=5,
+    bytes_in=6,
+    bytes_out=7,
+    errors=8,
+    namespaces=[
+        wire.NamespaceInfo(
+            id=NAMESPACE.id,
+            namespace=CANONICAL.decode(),
+            block_bytes=917_504,
+            blocks=30,
+            writing=1,
+            segments=1,
+            slots=36,
+            memory_bytes=32 << 20,
+            pinned=2,
+            hits=9,
+            misses=10,
+            created=31,
+            evicted=0,
+        )
+    ],
+)
+
+REQUESTS: dict[str, wire.Request] = {
+    "hello": wire.Hello(1, 1, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret"),
+    "hello_empty": wire.Hello(0, 1),
+    "set": wire.Set(2, 10_000, 40, 16, True, False),
+    "get": wire.Get(3, 10_000, 8192, 32, 8 << 20),
+    "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
+    "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
+    "delete": wire.Delete(6, 250, 0, 16),
+    "flush": wire.Flush(7, 10_000),
+    "info": wire.Info(8, 10_000),
+    "ping": wire.Ping(2**63 - 1, 10_000),
+    "credit": wire.Credit(3, 4 << 20),
+    "cancel": wire.Cancel(3),
+}
+REPLIES: dict[str, wire.Reply] = {
+    "welcome": wire.Welcome(
+        id=1,
+        protocol=1,
+        version="0.1.0",
+        node="host:7070",
+        shard=1,
+        namespace_id=bytes.fromhex(NAMESPACE.id),
+        block_bytes=917_504,
+        max_keys=8192,
+        max_frame_bytes=64 << 20,
+        shards=[
+            wire.ShardAddress("host:7070/0", "", 7070, 2147483648.0),
+            wire.ShardAddress("host:7070/1", "10.0.0.2", 7071, 2147483648.0),
+        ],
+        epoch=1,
+    ),
+    "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1),
+    "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5),
+    "part_last": wire.Part(3, b"", b"", True, 9, 8183),
+    "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
+    "match_reply": wire.MatchReply(5, 200),
+    "delete_reply": wire.DeleteReply(6, 0),
+    "flush_reply": wire.FlushReply(7),
+    "info_reply": wire.InfoReply(8, msgspec.msgpack.encode(SHARD_INFO)),
+    "pong": wire.Pong(2**63 - 1),
+    "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
+}
+FRAMES: dict[str, bytes] = {
+    "zmtp_greeting": zmtp.greeting(),
+    "zmtp_ready_dealer": zmtp.ready(b"DEALER"),
+    "zmtp_ready_router": zmtp.ready(b"ROUTER"),
+    "zmtp_pong": zmtp.command(b"PONG", b"context"),
+    "zmtp_command_long": zmtp.command(b"ERROR", bytes(250)),
+    "zmtp_frame": zmtp.frame(b"\x93\x09\x07\x01", False),
+    "zmtp_frame_more": zmtp.frame(b"\x93\x09\x07\x01", True),
+    "zmtp_frame_empty": zmtp.frame(b"", False),
+    "zmtp_frame_longest_short": zmtp.frame_head(255, True),
+    "zmtp_frame_shortest_long": zmtp.frame_head(256, False),
+    "zmtp_frame_block_more": zmtp.frame_head(917_504, True),
+}
+
+
+def vector(name: str) -> bytes:
+    lines = (VECTORS / f"{name}.hex").read_text(encoding="utf-8").splitlines()
+    return bytes.fromhex("".join(line.partition("#")[0] for line in lines))
+
+
+def test_every_vector_is_tested() -> None:
+    tested = {*REQUESTS, *REPLIES, *FRAMES, "namespace", "namespace_id", "message_set"}
+    assert {path.stem for path in VECTORS.iterdir()} == tested
+
+
+def test_every_message_has_a_vector() -> None:
+    messages = {type(message) for message in (*REQUESTS.values(), *REPLIES.values())}
+    assert messages == {*wire.Request.__args__, *wire.Reply.__args__}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_its_vector(name: str) -> None:
+    assert wire.encode(REQUESTS[name]).hex(" ") == vector(name).hex(" ")
+    assert wire.decode_request(vector(name)) == REQUESTS[name]
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_reply_is_its_vector(name: str) -> None:
+    assert wire.encode(REPLIES[name]).hex(" ") == vector(name).hex(" ")
+    assert wire.decode_reply(vector(name)) == REPLIES[name]
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_zmtp_frame_is_its_vector(name: str) -> None:
+    assert FRAMES[name].hex(" ") == vector(name).hex(" ")
+
+
+def test_the_canonical_namespace_and_its_id_are_their_vectors() -> None:
+    assert CANONICAL == vector("namespace")
+    assert wire.namespace_id(CANONICAL) == vector("namespace_id")
+
+
+def test_a_whole_set_is_its_vector() -> None:
+    """Two 8-byte blocks under 8-byte keys: header, keys, one payload frame, checksums."""
+    frames = [
+        wire.encode(wire.Set(9, 1000, 2, 8)),
+        b"key--001key--002",
+        b"block001block002",
+        checksum(b"block001").to_bytes(8, "little") + checksum(b"block002").to_bytes(8, "little"),
+    ]
+    message = b"".join(zmtp.frame(data, number < 3) for number, data in enumerate(frames))
+    assert message.hex(" ") == vector("message_set").hex(" ")
+
+
+def test_info_carries_the_shard() -> None:
+    reply = wire.decode_reply(vector("info_reply"))
+    assert isinstance(reply, wire.InfoReply)
+    assert msgspec.msgpack.decode(reply.info, type=wire.ShardInfo) == SHARD_INFO
+
+
+# ---- compatibility -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, *REPLIES])
+def test_fields_appended_by_a_newer_peer_are_ignored(name: str) -> None:
+    fields = msgspec.msgpack.decode(vector(name))
+    longer = msgspec.msgpack.encode([*fields, "new", {"field": 1}])
+    if name in REQUESTS:
+        assert wire.decode_request(longer) == REQUESTS[name]
+    else:
+        assert wire.decode_reply(longer) == REPLIES[name]
+
+
+def test_optional_fields_may_be_left_out() -> None:
+    assert wire.decode_request(msgspec.msgpack.encode([1, 5, 1])) == wire.Hello(5, 1)
+    assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8])) == wire.Set(5, 100, 1, 8, False, True)
+    assert wire.decode_request(msgspec.msgpack.encode([3, 5, 100, 1, 8])) == wire.Get(5, 100, 1, 8, 0)
+
+
+# ---- any bytes -----------------------------------------------------------------------------------------------------
+
+
+def refused(data: bytes) -> WireError:
+    with pytest.raises(WireError) as caught:
+        wire.decode_request(data)
+    return caught.value
+
+
+@given(st.binary(max_size=200))
+@example(b"\x95\x01\x01\x01\xc4\x00\xa1\xff")  # a HELLO whose client name is no UTF-8
+@example(b"\x91" * 5000)
+@example(b"\x92\x01" + b"\xcf" + b"\xff" * 8)
+def test_any_bytes_are_a_request_or_a_wire_error(data: bytes) -> None:
+    try:
+        request = wire.decode_request(data)
+    except WireError as error:
+        assert error.code in ErrorCode and str(error) and 0 <= error.request_id < 1 << 63
+    else:
+        assert 0 <= request.id < 1 << 63
+
+
+@given(st.binary(max_size=200))
+@example(b"\x94\x7f\x01\x01\xa1\xff")  # an ERROR whose text is no UTF-8
+def test_any_bytes_are_a_reply_or_a_wire_error(data: bytes) -> None:
+    try:
+        wire.decode_reply(data)
+    except WireError as error:
+        assert error.code is ErrorCode.PROTOCOL
+
+
+_scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+)
+_values = _scalars | st.lists(_scalars, max_size=3) | st.dictionaries(st.text(max_size=3), _scalars, max_size=2)
+
+
+@given(st.integers(0, 130), st.lists(_values, max_size=9))
+def test_any_fields_are_a_request_or_a_wire_error(tag: int, fields: list[Any]) -> None:
+    data = msgspec.msgpack.encode([tag, *fields])
+    try:
+        request = wire.decode_request(data)
+    except WireError:
+        return
+    if isinstance(request, wire.Set | wire.Get | wire.Contains | wire.MatchPrefix | wire.Delete):
+        assert wire.MIN_KEY_BYTES <= request.key_bytes <= wire.MAX_KEY_BYTES
+        assert 0 <= request.count <= wire.MAX_KEYS
+        assert 0 < request.deadline_ms <= wire.MAX_DEADLINE_MS
+    if isinstance(request, wire.Contains | wire.MatchPrefix):
+        assert 0 <= request.pin_s <= wire.MAX_PIN_S
+
+
+@given(st.sampled_from([*REQUESTS, *REPLIES]), st.data())
+def test_a_damaged_vector_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    damaged = bytearray(vector(name))
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    cut = damaged[: data.draw(st.integers(0, len(damaged)))]
+    for decode in (wire.decode_request, wire.decode_reply):
+        try:
+            decode(cut)
+        except WireError as error:
+            assert str(error)
+
+
+_ids = st.integers(0, 2**63 - 1)
+_keyed = (_ids, st.integers(1, wire.MAX_DEADLINE_MS), st.integers(0, wire.MAX_KEYS), st.integers(8, 64))
+_lookup = (*_keyed, st.booleans(), st.floats(0, wire.MAX_PIN_S))
+_asked = (_ids, st.integers(0, 2**63))
+_requests = st.one_of(
+    st.builds(wire.Hello, _ids, st.integers(-(2**63), 2**63), st.binary(), st.text(), st.binary()),
+    st.builds(wire.Set, *_keyed, st.booleans(), st.booleans()),
+    st.builds(wire.Get, *_keyed, st.integers(0, 2**63)),
+    st.builds(wire.Contains, *_lookup),
+    st.builds(wire.MatchPrefix, *_lookup),
+    st.builds(wire.Delete, *_keyed),
+    st.builds(wire.Flush, *_asked),
+    st.builds(wire.Info, *_asked),
+    st.builds(wire.Ping, *_asked),
+    st.builds(wire.Credit, *_asked),
+    st.builds(wire.Cancel, _ids),
+)
+_numbers = st.integers(0, 2**64 - 1)
+_shards = st.lists(st.builds(wire.ShardAddress, st.text(), st.text(), _numbers, st.floats(allow_nan=False)))
+_replies = st.one_of(
+    st.builds(
+        wire.Welcome,
+        _ids,
+        _numbers,
+        st.text(),
+        st.text(),
+        _numbers,
+        st.binary(),
+        _numbers,
+        _numbers,
+        _numbers,
+        _shards,
+        _numbers,
+    ),
+    st.builds(wire.SetReply, _ids, _numbers, _numbers, _numbers, _numbers, _numbers, _numbers),
+    st.builds(wire.Part, _ids, st.binary(), st.binary(), st.booleans(), _numbers, _numbers),
+    st.builds(wire.ContainsReply, _ids, st.binary()),
+    st.builds(wire.MatchReply, _ids, _numbers),
+    st.builds(wire.DeleteReply, _ids, _numbers),
+    st.builds(wire.FlushReply, _ids),
+    st.builds(wire.InfoReply, _ids, st.binary()),
+    st.builds(wire.Pong, _ids),
+    st.builds(wire.Error, _ids, _numbers, st.text()),
+)
+
+
+@given(_requests)
+def test_a_request_survives_the_wire(request: wire.Request) -> None:
+    assert wire.decode_request(wire.encode(request)) == request
+
+
+@given(_replies)
+def test_a_reply_survives_the_wire(reply: wire.Reply) -> None:
+    assert wire.decode_reply(wire.encode(reply)) == reply
+
+
+def test_a_request_decodes_from_any_buffer() -> None:
+    data = vector("get")
+    for buffer in (data, bytearray(data), memoryview(data)):
+        assert wire.decode_request(buffer) == REQUESTS["get"]
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "given_", "expected"),
+    [
+        (wire.Set(1, 1, 1, 7), ErrorCode.KEY_SIZE, "7", "8 to 64"),
+        (wire.Get(1, 1, 1, 65), ErrorCode.KEY_SIZE, "65", "8 to 64"),
+        (wire.Contains(1, 1, 8193, 8), ErrorCode.LIMIT, "8193", "8192"),
+        (wire.Delete(1, 1, -1, 8), ErrorCode.LIMIT, "-1", "0 to 8192"),
+        (wire.Set(1, 0, 1, 8), ErrorCode.LIMIT, "0 ms", "1 to 600000"),
+        (wire.Set(1, 600_001, 1, 8), ErrorCode.LIMIT, "600001", "1 to 600000"),
+        (wire.Contains(1, 1, 1, 8, False, 60.5), ErrorCode.LIMIT, "60.5", "0 to 60"),
+        (wire.MatchPrefix(1, 1, 1, 8, False, -1.0), ErrorCode.LIMIT, "-1", "0 to 60"),
+        (wire.MatchPrefix(1, 1, 1, 8, False, float("nan")), ErrorCode.LIMIT, "nan", "0 to 60"),
+        (wire.Get(1, 1, 1, 8, -1), ErrorCode.PROTOCOL, "-1", "0 or more"),
+    ],
+)
+def test_a_number_over_its_limit_is_named(
+    request_: wire.Request, code: ErrorCode, given_: str, expected: str
+) -> None:
+    error = refused(wire.encode(request_))
+    assert error.code is code and error.request_id == 1
+    assert given_ in str(error) and expected in str(error)
+
+
+@pytest.mark.parametrize("request_id", [-1, 2**63])
+def test_an_id_out_of_range_is_refused(request_id: int) -> None:
+    error = refused(msgspec.msgpack.encode([9, request_id, 1]))
+    assert error.code is ErrorCode.PROTOCOL and str(request_id) in str(error) and error.request_id == 0
+
+
+def test_a_broken_header_still_tells_which_request_it_was() -> None:
+    assert refused(msgspec.msgpack.encode([3, 77, "soon", 1, 8])).request_id == 77
+    assert refused(msgspec.msgpack.encode([3, "77", 1000, 1, 8])).request_id == 0
+    assert refused(b"").request_id == 0
+
+
+def test_an_unknown_tag_is_refused() -> None:
+    assert refused(msgspec.msgpack.encode([99, 1, 1])).code is ErrorCode.PROTOCOL
+    assert refused(msgspec.msgpack.encode([73, 1])).code is ErrorCode.PROTOCOL  # a reply is no request
+
+
+@pytest.mark.parametrize(
+    ("canonical", "code", "part"),
+    [
+        (b"", ErrorCode.PROTOCOL, "JSON"),
+        (b"[]", ErrorCode.PROTOCOL, "object"),
+        (b'{"version":1,"block_bytes":8}', ErrorCode.PROTOCOL, "model"),
+        (b'{"version":1,"block_bytes":"8","model":"m"}', ErrorCode.PROTOCOL, "block_bytes"),
+        (b'{"version":1,"block_bytes":8,"model":"\xff"}', ErrorCode.PROTOCOL, "utf-8"),
+        (b'{"version":1,"block_bytes":8,"model":"m","x":"\xff"}', ErrorCode.PROTOCOL, "utf-8"),
+        (b'{"version":2,"block_bytes":8,"model":"m"}', ErrorCode.VERSION, "version 2"),
+        (b'{"version":1,"block_bytes":0,"model":"m"}', ErrorCode.BLOCK_SIZE, "1 to 67108864"),
+        (b'{"version":1,"block_bytes":67108865,"model":"m"}', ErrorCode.BLOCK_SIZE, "67108865"),
+        (b" " * 8193, ErrorCode.LIMIT, "8193"),
+        (b"[" * 8192, ErrorCode.PROTOCOL, "JSON"),
+    ],
+)
+def test_a_bad_namespace_is_refused(canonical: bytes, code: ErrorCode, part: str) -> None:
+    with pytest.raises(WireError) as caught:
+        wire.decode_namespace(canonical)
+    assert caught.value.code is code and part in str(caught.value)
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_a_namespace_or_a_wire_error(data: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.decode_namespace(data)
+
+
+@given(st.integers(1, wire.MAX_BLOCK_BYTES))
+@example(1)
+@example(wire.MAX_BLOCK_BYTES)
+@example(wire.FRAME_BYTES)
+@example(wire.FRAME_BYTES + 1)
+def test_frames_stay_inside_their_limits(block_bytes: int) -> None:
+    per_frame = wire.frame_blocks(block_bytes)
+    assert 1 <= per_frame <= wire.MAX_FRAME_BLOCKS
+    assert per_frame == 1 or per_frame * block_bytes <= wire.FRAME_BYTES
+    assert per_frame * (wire.CHECKSUM_BYTES + 4) < wire.MAX_HEADER_BYTES

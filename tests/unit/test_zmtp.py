@@ -1,0 +1,261 @@
+"""The ZMTP receiver over a real socket pair: whatever the pieces, exactly the frames that were sent come out."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+
+from kvstore import zmtp
+from kvstore.zmtp import Receiver, ZMTPError
+
+BUDGET = 1 << 30
+
+
+class Sink:
+    """Collects frames; those of `direct_from` bytes and more are placed in views of its own, cut as `cuts` says."""
+
+    def __init__(self, direct_from: int = 1 << 60, cuts: int = 1) -> None:
+        self.direct_from = direct_from
+        self.cuts = cuts
+        self.frames: list[tuple[bytes, bool]] = []
+        self.commands: list[tuple[bytes, bytes]] = []
+        self.begun: list[tuple[int, bool]] = []
+        self._direct: bytearray | None = None
+
+    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+        self.begun.append((size, more))
+        if size < self.direct_from:
+            return None
+        self._direct = bytearray(size)
+        whole = memoryview(self._direct)
+        bounds = np.linspace(0, size, self.cuts + 1).astype(int).tolist()
+        return [whole[start:end] for start, end in zip(bounds, bounds[1:], strict=False) if start < end]
+
+    def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
+        if data is None:
+            assert self._direct is not None, "a frame that was to be collected came without its bytes"
+            data, self._direct = self._direct, None
+        self.frames.append((bytes(data), more))
+
+    def command(self, name: bytes, body: bytes) -> None:
+        self.commands.append((name, body))
+
+
+@contextmanager
+def connected(sink: Sink) -> Iterator[tuple[socket.socket, Receiver]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        yield theirs, Receiver(ours, sink)
+
+
+def feed(sender: socket.socket, receiver: Receiver, data: bytes, cuts: list[int], budget: int = BUDGET) -> None:
+    """Send `data` in the pieces that `cuts` make of it; receive after each."""
+    bounds = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        for at in range(start, end, 1 << 16):
+            sender.sendall(data[at : min(end, at + (1 << 16))])
+            before = -1
+            while receiver.received != before:
+                before = receiver.received
+                assert receiver.receive(budget)
+
+
+def payload(size: int, seed: int) -> bytes:
+    return np.random.Generator(np.random.SFC64(seed)).bytes(size)
+
+
+def encoded(frames: list[tuple[bytes, bool]]) -> bytes:
+    return b"".join(zmtp.frame_head(len(data), more) + data for data, more in frames)
+
+
+_sizes = (
+    st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([8191, 8192, 8193, 16_384, 100_000, 300_000])
+)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.tuples(_sizes, st.booleans()), max_size=12),
+    cuts=st.lists(st.integers(0, 1 << 22), max_size=20),
+    direct_from=st.sampled_from([0, 1, 256, 8193, 1 << 60]),
+    views=st.integers(1, 5),
+    budget=st.sampled_from([1, 1000, BUDGET]),
+)
+@example(sizes=[(300_000, False)] * 3, cuts=[], direct_from=1, views=4, budget=BUDGET)
+@example(sizes=[(0, True), (0, False)], cuts=[1, 2, 3], direct_from=0, views=1, budget=1)
+def test_frames_arrive_as_they_were_sent(
+    sizes: list[tuple[int, bool]], cuts: list[int], direct_from: int, views: int, budget: int
+) -> None:
+    frames = [(payload(size, number), more) for number, (size, more) in enumerate(sizes)]
+    sink = Sink(direct_from, views)
+    with connected(sink) as (sender, receiver):
+        feed(sender, receiver, encoded(frames), cuts, budget)
+        assert sink.frames == frames
+        assert sink.begun == [(len(data), more) for data, more in frames]
+        assert not receiver.mid_frame
+        sender.close()
+        assert not receiver.receive(BUDGET)
+
+
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 1 << 20), max_size=10), size=st.integers(0, 600))
+def test_commands_between_frames_are_told_apart(cuts: list[int], size: int) -> None:
+    data = (
+        zmtp.ready(b"DEALER")
+        + zmtp.frame(b"first", True)
+        + zmtp.command(b"PING", payload(size, 1))
+        + zmtp.frame(b"second", False)
+    )
+    sink = Sink()
+    with connected(sink) as (sender, receiver):
+        feed(sender, receiver, data, cuts)
+    assert sink.frames == [(b"first", True), (b"second", False)]
+    assert [name for name, _ in sink.commands] == [b"READY", b"PING"]
+    assert sink.commands[1][1] == payload(size, 1)
+    assert zmtp.socket_type(sink.commands[0][1]) == b"DEALER"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 4096, 9000, 149_999])
+def test_a_diverted_frame_leaves_its_first_memory_alone(cut: int) -> None:
+    frame = payload(150_000, 1)
+    sink = Sink(direct_from=1)
+    scratch = bytearray(150_000)
+    with connected(sink) as (sender, receiver):
+        head = zmtp.frame_head(len(frame), False)
+        sender.sendall(head + frame[:cut])
+        receiver.receive(BUDGET)
+        direct = sink._direct
+        if direct is None:
+            assert cut == 0
+            return
+        before = bytes(direct)
+        receiver.divert(lambda size: [memoryview(scratch)[:size]])
+        feed(sender, receiver, frame[cut:] + zmtp.frame(b"next", False), [70_000])
+    assert bytes(direct) == before
+    assert bytes(scratch[: len(frame) - cut]) == frame[cut:]
+    assert sink.frames[-1] == (b"next", False)
+
+
+def fails(data: bytes) -> str:
+    sink = Sink()
+    with connected(sink) as (sender, receiver):
+        sender.sendall(data)
+        with pytest.raises(ZMTPError) as caught:
+            receiver.receive(BUDGET)
+    assert not sink.begun, "the sink was asked for memory for a frame that is none"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [0x08, 0x10, 0x20, 0x40, 0x80, 0xFF])
+def test_reserved_bits_are_refused(flags: int) -> None:
+    assert f"{flags:#04x}" in fails(bytes([flags, 0]))
+
+
+def test_an_overlong_command_is_refused_before_it_is_read() -> None:
+    message = fails(b"\x06" + struct.pack(">Q", zmtp.MAX_COMMAND_BYTES + 1))
+    assert str(zmtp.MAX_COMMAND_BYTES + 1) in message and str(zmtp.MAX_COMMAND_BYTES) in message
+
+
+@pytest.mark.parametrize("body", [b"", b"\x05", b"\xffREADY"])
+def test_a_command_without_a_name_is_refused(body: bytes) -> None:
+    assert "no name" in fails(bytes([4, len(body)]) + body)
+
+
+def test_the_sink_may_refuse_a_frame_of_any_size() -> None:
+    class Refusing(Sink):
+        def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+            raise ZMTPError(f"no room for {size}")
+
+    with connected(Refusing()) as (sender, receiver):
+        sender.sendall(b"\x02" + struct.pack(">Q", 2**64 - 1))
+        with pytest.raises(ZMTPError, match=str(2**64 - 1)):
+            receiver.receive(BUDGET)
+
+
+# ---- greeting and READY --------------------------------------------------------------------------------------------
+
+
+def test_our_greeting_is_one_we_accept() -> None:
+    assert len(zmtp.greeting()) == zmtp.GREETING_BYTES
+    zmtp.check_greeting(zmtp.greeting())
+
+
+def changed(position: int, value: bytes) -> bytes:
+    greeting = bytearray(zmtp.greeting())
+    greeting[position : position + len(value)] = value
+    return bytes(greeting)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "part"),
+    [
+        (changed(0, b"\x00"), "no ZMTP greeting"),
+        (changed(9, b"\x00"), "no ZMTP greeting"),
+        (changed(10, b"\x02"), "version 2.1: expected 3.0"),
+        (changed(12, b"PLAIN"), "b'PLAIN': expected b'NULL'"),
+        (changed(12, b"NULLX"), "b'NULLX'"),
+    ],
+    ids=["signature", "end of signature", "version", "mechanism", "longer mechanism"],
+)
+def test_a_foreign_greeting_is_refused(greeting: bytes, part: str) -> None:
+    with pytest.raises(ZMTPError) as caught:
+        zmtp.check_greeting(greeting)
+    assert part in str(caught.value)
+
+
+def test_a_newer_minor_version_is_welcome() -> None:
+    zmtp.check_greeting(changed(10, b"\x03\x09"))
+    zmtp.check_greeting(changed(1, bytes(8)))  # libzmq fills the signature's padding as it likes
+
+
+@given(st.binary(min_size=64, max_size=64))
+def test_any_greeting_is_accepted_or_refused(data: bytes) -> None:
+    _no_other_error(lambda: zmtp.check_greeting(data))
+
+
+@given(st.binary(max_size=300))
+@example(b"\x0bSocket-Type\x00\x00\x00\xff")
+@example(b"\x0b")
+def test_any_ready_names_a_socket_type_or_none(body: bytes) -> None:
+    assert isinstance(zmtp.socket_type(body), bytes)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=2000))
+def test_any_bytes_are_frames_or_a_zmtp_error(data: bytes) -> None:
+    class Bounded(Sink):
+        def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+            if size > 10_000:
+                raise ZMTPError("too large")
+            return super().begin_frame(size, more)
+
+    with connected(Bounded(direct_from=100, cuts=2)) as (sender, receiver):
+        _no_other_error(lambda: feed(sender, receiver, data, [5, 50, 500]))
+
+
+def _no_other_error(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except ZMTPError as error:
+        assert str(error)
+
+
+# ---- sending -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=20), max_size=6), st.integers(0, 130))
+def test_advance_keeps_what_was_not_sent(views: list[bytes], sent: int) -> None:
+    whole = b"".join(views)
+    sent = min(sent, len(whole))
+    assert b"".join(zmtp.advance(views, sent)) == whole[sent:]
+    assert bool(b"".join(zmtp.advance(views, sent))) == (sent < len(whole))
