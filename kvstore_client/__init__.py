@@ -8,6 +8,7 @@ from kvstore_client.client import KVStoreClient
 from kvstore_client.errors import (
     BlockSizeMismatch,
     ConnectionLost,
+    KeySizeMismatch,
     KVStoreError,
     NotAuthorized,
     OutOfMemory,
@@ -27,6 +28,7 @@ __all__ = [
     "GetResult",
     "KVStoreClient",
     "KVStoreError",
+    "KeySizeMismatch",
     "Namespace",
     "NotAuthorized",
     "OutOfMemory",

@@ -21,6 +21,10 @@ class BlockSizeMismatch(KVStoreError, ValueError):
     """A block's size is not the namespace's `block_bytes`."""
 
 
+class KeySizeMismatch(KVStoreError, ValueError):
+    """A key's length is outside 8 to 64 bytes, or unlike the other keys of the batch or the namespace."""
+
+
 class NotAuthorized(KVStoreError):
     """The server refuses these credentials."""
 
@@ -35,6 +39,7 @@ class ProtocolError(KVStoreError):
 
 _BY_CODE: dict[int, type[KVStoreError]] = {
     ErrorCode.BLOCK_SIZE: BlockSizeMismatch,
+    ErrorCode.KEY_SIZE: KeySizeMismatch,
     ErrorCode.NOT_AUTHORIZED: NotAuthorized,
     ErrorCode.OUT_OF_MEMORY: OutOfMemory,
     ErrorCode.TIMEOUT: Timeout,

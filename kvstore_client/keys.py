@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvstore._cext import prefix_keys
 from kvstore.wire import MAX_BLOCK_BYTES, MAX_KEY_BYTES, MIN_KEY_BYTES, NAMESPACE_VERSION, namespace_id
+from kvstore_client.errors import KeySizeMismatch
 
 __all__ = ["KeyArray", "Keys", "Namespace", "pack_keys", "prefix_keys"]
 
@@ -64,7 +65,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def pack_keys(keys: Keys) -> KeyArray:
     """`keys` as one C-contiguous `(n, key_bytes)` uint8 array; no copy when it is one already.
 
-    Raises `ValueError` for keys of unequal length or outside 8 to 64 bytes, `TypeError` for anything but bytes.
+    Raises `KeySizeMismatch` for keys of unequal length or outside 8 to 64 bytes, `ValueError` for another array,
+    `TypeError` for anything but bytes.
     """
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2:
@@ -82,8 +84,8 @@ def pack_keys(keys: Keys) -> KeyArray:
             raise TypeError(f"keys: {error}: expected bytes objects") from None
         if len(joined) != key_bytes * len(keys) or set(map(len, keys)) != {key_bytes}:
             lengths = sorted(set(map(len, keys)))
-            raise ValueError(f"keys of {lengths} bytes: expected one length for all keys of a namespace")
+            raise KeySizeMismatch(f"keys of {lengths} bytes: expected one length for all keys of a namespace")
         packed = np.frombuffer(joined, dtype=np.uint8).reshape(len(keys), key_bytes)
     if len(packed) and not MIN_KEY_BYTES <= packed.shape[1] <= MAX_KEY_BYTES:
-        raise ValueError(f"keys of {packed.shape[1]} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
+        raise KeySizeMismatch(f"keys of {packed.shape[1]} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
     return packed
