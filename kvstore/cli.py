@@ -54,6 +54,9 @@ def serve(
         str | None, typer.Option(help="Unit in which memory goes to namespaces. [default: 32MiB]")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help=f"{', '.join(LEVELS)}. [default: info]")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve Prometheus metrics over HTTP there; 0 picks a free port. [default: off]")
+    ] = None,
     version: VersionOption = False,
 ) -> None:
     """Serve KV blocks over ZeroMQ TCP until SIGTERM or SIGINT.
@@ -69,6 +72,7 @@ def serve(
         "memory": memory,
         "segment": segment,
         "log_level": log_level,
+        "metrics_port": metrics_port,
     }
     try:
         settings = load(config, os.environ, flags)

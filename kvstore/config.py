@@ -69,6 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: str = "4GiB"
     segment: str = "32MiB"
     log_level: str = "info"
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -163,7 +164,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in given.items():
         field = name[len(ENVIRONMENT_PREFIX) :].lower()
-        if ServerConfig.__annotations__[field] in ("str", str):
+        if ServerConfig.__annotations__[field] == "str":
             settings[field] = value
         else:
             try:

@@ -90,6 +90,7 @@ class Supervisor:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self._stopping = False
+        self._restarts = 0
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -113,6 +114,7 @@ class Supervisor:
             self._stop()
             return 0 if self._stopping else 1
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        self._serve_metrics()
         print(
             f"kvstore-server ready tcp://{host}:{self.port} shards={self.config.shards} "
             f"memory={self.config.memory_bytes}",
@@ -122,6 +124,19 @@ class Supervisor:
             self._watch()
         self._stop()
         return 0
+
+    def _serve_metrics(self) -> None:
+        port = self.config.metrics_port
+        if port is None:
+            return
+        from kvstore.observe import metrics
+
+        addresses = [child.listener.getsockname()[:2] for child in self._children]
+        try:
+            metrics.serve(self.config.host, port, metrics.NodeCollector(addresses, lambda: self._restarts))
+        except OSError as error:
+            self._stop()
+            raise StartError(f"cannot serve metrics on {self.config.host}:{port}: {error.strerror}") from None
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if self._stopping:  # asked twice: now
@@ -205,6 +220,7 @@ class Supervisor:
         now = time.monotonic()
         for child in self._children:
             if child.process is None and child.restart_at <= now and not self._stopping:
+                self._restarts += 1
                 self._start(child)
 
     def _bury(self, child: _Child) -> None:

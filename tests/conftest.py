@@ -48,9 +48,8 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
     """A server of one shard, shared by a module's tests: none of them may harm it."""
-    shards = shared_server.shards()
-    yield shared_server
-    shared_server.assert_healthy(shards)
+    with shared_server.unharmed():
+        yield shared_server
 
 
 @pytest.fixture

@@ -87,6 +87,14 @@ def server_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvstore", *arguments]
 
 
+def alive(process: psutil.Process) -> bool:
+    """False also for one that nobody has waited for yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Server:
     """A real `kvstore-server`; its standard error goes to a file. `restart` starts another on the same port."""
 
@@ -156,7 +164,7 @@ class Server:
         if self.running:
             self.process.kill()
         self.process.wait(STOP_S)
-        psutil.wait_procs(shards, STOP_S)
+        wait_until(lambda: not any(alive(shard) for shard in shards), STOP_S, "the shards die with their supervisor")
         self._close()
 
     def _close(self) -> None:
@@ -180,11 +188,15 @@ class Server:
             for process in processes:
                 process.resume()
 
-    def assert_healthy(self, shards: Sequence[psutil.Process]) -> None:
-        """No shard of `shards` died, nothing unforeseen was logged."""
-        text = self.log_text()
+    @contextmanager
+    def unharmed(self) -> Iterator[None]:
+        """Afterwards, the shards are the same processes and have logged nothing unforeseen."""
+        shards = [shard.pid for shard in self.shards()]
+        before = len(self.log_text())
+        yield
+        text = self.log_text()[before:]
         assert "Traceback" not in text, text[-4000:]
-        assert [shard.pid for shard in self.shards()] == [shard.pid for shard in shards], text[-4000:]
+        assert [shard.pid for shard in self.shards()] == shards, text[-4000:]
 
 
 def rss_bytes(pid: int) -> int:

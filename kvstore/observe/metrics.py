@@ -1,0 +1,113 @@
+"""Prometheus metrics of a node: each scrape asks every shard for its state, so nothing is counted twice or late.
+
+Served by the supervisor on a thread of its own; a shard that does not answer is `kvstore_shard_up 0` and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.observe.ask import AskError, ask_info
+from kvstore.wire import NamespaceInfo, ShardInfo
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One metric: its name, what it means, and where its value is."""
+
+    name: str
+    help: str
+    counter: bool = False
+
+
+_SHARD: Final[dict[str, _Family]] = {
+    "uptime_s": _Family("kvstore_uptime_seconds", "Seconds since the shard process started."),
+    "memory_limit_bytes": _Family("kvstore_memory_limit_bytes", "Block memory the shard may use."),
+    "memory_used_bytes": _Family("kvstore_memory_used_bytes", "Segments that belong to a namespace, in bytes."),
+    "rss_bytes": _Family("kvstore_resident_bytes", "Resident memory of the shard process."),
+    "connections": _Family("kvstore_connections", "Open client connections."),
+    "streams": _Family("kvstore_streams", "GETs in progress."),
+    "sets": _Family("kvstore_set_requests", "SET requests.", True),
+    "gets": _Family("kvstore_get_requests", "GET requests.", True),
+    "lookups": _Family("kvstore_lookup_requests", "CONTAINS and MATCH_PREFIX requests.", True),
+    "bytes_in": _Family("kvstore_received_bytes", "Bytes received from clients.", True),
+    "bytes_out": _Family("kvstore_sent_bytes", "Bytes sent to clients.", True),
+    "errors": _Family("kvstore_errors", "Requests refused and connections closed for a fault of the client.", True),
+}
+_NAMESPACE: Final[dict[str, _Family]] = {
+    "blocks": _Family("kvstore_blocks", "Blocks that can be read."),
+    "memory_bytes": _Family("kvstore_namespace_memory_bytes", "Segments of the namespace, in bytes."),
+    "pinned": _Family("kvstore_pinned_blocks", "Blocks kept from eviction by a pin."),
+    "hits": _Family("kvstore_hit_blocks", "Blocks asked for by GET and sent.", True),
+    "misses": _Family("kvstore_missed_blocks", "Blocks asked for by GET and not there.", True),
+    "created": _Family("kvstore_created_blocks", "Blocks stored.", True),
+    "evicted": _Family("kvstore_evicted_blocks", "Blocks evicted to make room.", True),
+}
+
+
+class NodeCollector(Collector):
+    """Asks the shards at `addresses` whenever it is scraped. `restarts`: how often shards were restarted so far."""
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], restarts: Callable[[], int]) -> None:
+        self._addresses = addresses
+        self._restarts = restarts
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics, now."""
+        up = GaugeMetricFamily("kvstore_shard_up", "1 when the shard answers.", labels=["shard"])
+        shards: list[ShardInfo] = []
+        for number, address in enumerate(self._addresses):
+            try:
+                shards.append(ask_info(address, ASK_TIMEOUT_S))
+                up.add_metric([str(number)], 1)
+            except AskError as error:
+                log.warning("metrics: shard %d does not answer: %s", number, error)
+                up.add_metric([str(number)], 0)
+        yield up
+        restarts = CounterMetricFamily("kvstore_shard_restarts", "Shards that died and were started again.")
+        restarts.add_metric([], self._restarts())
+        yield restarts
+        yield from _families(_SHARD, ["shard"], [((str(shard.shard),), shard) for shard in shards])
+        of_namespaces = [
+            ((str(shard.shard), namespace.id, _model(namespace)), namespace)
+            for shard in shards
+            for namespace in shard.namespaces
+        ]
+        yield from _families(_NAMESPACE, ["shard", "namespace", "model"], of_namespaces)
+
+
+def _families(
+    families: dict[str, _Family], labels: list[str], rows: Sequence[tuple[tuple[str, ...], object]]
+) -> Iterable[Metric]:
+    for field, family in families.items():
+        kind = CounterMetricFamily if family.counter else GaugeMetricFamily
+        metric = kind(family.name, family.help, labels=labels)
+        for values, row in rows:
+            metric.add_metric(values, getattr(row, field))
+        yield metric
+
+
+def _model(namespace: NamespaceInfo) -> str:
+    return str(msgspec.json.decode(namespace.namespace).get("model", ""))
+
+
+def serve(host: str, port: int, collector: NodeCollector) -> int:
+    """Serve metrics over HTTP on a thread. -> the port. Raises `OSError`."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    server, _ = start_http_server(port, host, registry)
+    bound: int = server.server_port
+    log.info("metrics at http://%s:%d/metrics", host, bound)
+    return bound
