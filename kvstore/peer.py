@@ -115,6 +115,7 @@ class Peer:
         self._frame = 0  # index of the next frame in the current message
         self._request: wire.Set | wire.KeyedRequest | None = None
         self._skipping = False
+        self._refused = False  # once: one line of log a connection, whatever it goes on to send
         self._collecting = 0
         self._replies: deque[bytes] = deque([zmtp.greeting() + zmtp.ready(b"ROUTER")])
         self._replies_bytes = 0
@@ -167,7 +168,7 @@ class Peer:
         if name == b"READY":
             kind = zmtp.socket_type(body)
             if kind not in {b"DEALER", b"REQ", b"ROUTER"}:
-                raise ZMTPError(f"a {kind.decode(errors='replace')} socket: expected DEALER")
+                raise ZMTPError(f"a socket of type {kind!r}: expected b'DEALER'")
             self._ready = True
             self.message_deadline = float("inf")
         elif name == b"PING":
@@ -309,7 +310,8 @@ class Peer:
         self._skipping = True
         self.abort_write()
         self.shard.errors += 1
-        log.info("client %s: refused: %s", self.address, error)
+        log.log(logging.DEBUG if self._refused else logging.INFO, "client %s: refused: %s", self.address, error)
+        self._refused = True
         self._queue_reply(wire.Error(request_id, int(error.code), str(error)))
 
     def abort_write(self) -> None:
@@ -426,7 +428,7 @@ class Peer:
         if self.closed:
             return
         self.closed = True
-        log.debug("client %s %s: closed: %s", self.address, self.client, reason)
+        log.debug("client %s %r: closed: %s", self.address, self.client, reason)
         self.abort_write()
         self._release_sent()
         self.shard.buffered_bytes -= self._collecting

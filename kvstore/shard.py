@@ -228,9 +228,9 @@ class Shard:
         namespace = self.store.find(peer.namespace, request.key_bytes)
         if isinstance(request, wire.Get):
             self._gets += 1
-            if self.buffered_bytes + len(keys) > MAX_BUFFERED_BYTES:
-                raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again")
             stream = Stream(self.store, namespace, request, keys, self.now, peer.resume)
+            if self.buffered_bytes + stream.nbytes > MAX_BUFFERED_BYTES:
+                raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again")
             peer.add_stream(stream)
             self.buffered_bytes += stream.nbytes
         elif isinstance(request, wire.Delete):

@@ -11,6 +11,7 @@ is no failure, a vanished one is.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ class Stream:
         self._key_bytes = request.key_bytes
         self._count = request.count
         self._next = 0
-        self._waiting: list[int] = []
+        self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
         self._hit = self._miss = 0
         self._limit_s = request.deadline_ms / 1000
         self.deadline = now + self._limit_s
@@ -78,8 +79,8 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """What this stream keeps in the server's memory."""
-        return len(self._keys)
+        """What this stream keeps in the server's memory, at most."""
+        return len(self._keys) + self._count * self._waiting.itemsize
 
     def grant(self, credit: int, now: float) -> None:
         """The reader took something."""
@@ -94,7 +95,7 @@ class Stream:
     def give_up_waiting(self) -> None:
         """The deadline passed: what is still being written is a miss."""
         self._miss += len(self._waiting) + self._count - self._next
-        self._waiting.clear()
+        del self._waiting[:]
         self._next = self._count
 
     def next_part(self, now: float) -> Outgoing | None:
@@ -122,7 +123,7 @@ class Stream:
         index, size = namespace.index, self._key_bytes
         positions: list[int] = []
         slots: list[int] = []
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, array("I")
         for at, position in enumerate(waiting):
             if len(positions) == room:
                 self._waiting.extend(waiting[at:])

@@ -30,6 +30,7 @@ MAX_COMMAND_BYTES: Final = 4096
 _BUFFER_BYTES: Final = 16 * 1024
 _READ_AHEAD_BYTES: Final = 512  # behind a large frame: enough for the next header, little to copy
 _DIRECT_BYTES: Final = 8 * 1024  # a remainder larger than this is read in place
+_BUFFERED_COST: Final = 256  # of a turn's budget: a buffer of the smallest messages is as much work as a large frame
 _LOW_WATER_BYTES: Final = 1024 * 1024  # how much must have arrived before the reader of a large frame is woken
 
 
@@ -189,7 +190,7 @@ class Receiver:
             if got == 0:
                 return False
             self.received += got
-            budget -= got
+            budget -= got if direct else got * _BUFFERED_COST
             if direct:
                 placed = min(got, self._left)
                 self._advance(placed)

@@ -436,13 +436,15 @@ class KVStoreClient:
                     self._send_again(again, deadline)
                 while target.ready:
                     position, block = target.ready.popleft()
+                    if block is None:
+                        continue
                     for repeat in repeats.get(position, (position,)):
                         hits += 1
                         yield repeat, block
                     del block
                 for number, call in enumerate(calls):
                     assert isinstance(call.operation, GetOperation)
-                    taken = call.operation.hit * block_bytes
+                    taken = call.operation.arrived * block_bytes
                     if not call.operation.done and taken - granted[number] >= step:
                         call.link.post(
                             wire.encode(wire.Credit(call.operation.id, taken - granted[number])),

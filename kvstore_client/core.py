@@ -19,6 +19,7 @@ import random
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -80,6 +81,9 @@ class Core:
         self._pid = os.getpid()
         self._epoll = select.epoll()
         self._by_fd: dict[int, Link] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._lead = threading.Lock()
         self._hand_over = threading.Condition()
         self._waiters = 0
@@ -93,12 +97,18 @@ class Core:
         if self.closed:
             return
         self._epoll.close()
+        self._close_wake_fd()
         for link in self.links:
             link.reset_locks()
             link.close()
             link.pending = {}
             link.broken = None
         self._new_process_state()
+
+    def _wake(self) -> None:
+        """Have the leader look again: operations failed without a byte arriving (epoll forgets a closed socket)."""
+        if self._close_wake_fd.alive:
+            os.eventfd_write(self._wake_fd, 1)
 
     def next_id(self) -> int:
         """A request id no other request of this client has."""
@@ -114,7 +124,7 @@ class Core:
     def connect(self, fail_open: bool) -> None:
         """Reach every node. Unless `fail_open`, raises when one cannot be reached; refusals are always raised."""
         for node in self._nodes:
-            link = Link(f"{node.host}:{node.port}", node.host, node.port, self.hello)
+            link = Link(f"{node.host}:{node.port}", node.host, node.port, self.hello, self._wake)
             try:
                 self._adopt(node, link, link.connect(self.timeout_s))
             except TRANSPORT_ERRORS as error:
@@ -134,8 +144,8 @@ class Core:
             links = []
             for address in welcome.shards:
                 host = address.host or node.host
-                link = known.get(address.name) or Link(address.name, host, address.port, self.hello)
-                link.weight = address.weight
+                link = known.get(address.name) or Link(address.name, host, address.port, self.hello, self._wake)
+                link.host, link.port, link.weight = host, address.port, address.weight
                 links.append(link)
             node.links = links
         self._remap()
@@ -222,6 +232,9 @@ class Core:
             link.drop(ConnectionLost("this client is closed"))
         with self._hand_over:
             self._hand_over.notify_all()
+        with self._lead:  # whoever led has seen that it is over
+            self._epoll.close()
+            self._close_wake_fd()
 
     # ---- requests --------------------------------------------------------------------------------------------
 
@@ -238,7 +251,7 @@ class Core:
         """Until `ready()` or the deadline; reads links meanwhile. -> whether it is ready."""
         while not ready():
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self.closed:
                 return ready()
             if self._lead.acquire(blocking=False):
                 try:
@@ -263,6 +276,9 @@ class Core:
             if left <= 0 or self.closed:
                 return
             for fd, _ in epoll.poll(left, 64):
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                    continue
                 link = by_fd.get(fd)
                 if link is not None and link.sock is not None:
                     link.receive(READ_BUDGET_BYTES)

@@ -9,6 +9,7 @@ sent, a deadline in the middle of a frame that cannot be diverted) is dropped, n
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -34,7 +35,9 @@ def discard_views(size: int) -> list[memoryview]:
 class Link:
     """A shard as seen by one client. Implements `zmtp.FrameSink`."""
 
-    def __init__(self, name: str, host: str, port: int, hello: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, name: str, host: str, port: int, hello: Callable[[int], bytes], on_drop: Callable[[], None]
+    ) -> None:
         self.name = name
         self.host = host
         self.port = port
@@ -46,6 +49,7 @@ class Link:
         self.weight = 1.0
         self.reset_locks()
         self._hello = hello
+        self._on_drop = on_drop
         self._receiver: zmtp.Receiver | None = None
         self._ready = False
         self._frame = 0
@@ -76,7 +80,7 @@ class Link:
         except BaseException as error:
             self.close()
             sock.close()
-            if isinstance(error, zmtp.ZMTPError):
+            if isinstance(error, zmtp.ZMTPError | wire.WireError):
                 raise ProtocolError(f"{self} is no kvstore server: {error}") from None
             if isinstance(error, OSError):
                 raise ConnectionLost(f"{self}: {error.strerror or error}") from None
@@ -90,7 +94,8 @@ class Link:
         operation = Operation(0)
         self.pending = {0: operation}
         self._ready, self._frame, self._operation = False, 0, None
-        sock.sendall(zmtp.greeting() + zmtp.ready(b"DEALER") + zmtp.frame(self._hello(0), False))
+        sock.sendall(zmtp.greeting() + zmtp.ready(b"DEALER"))
+        greeted = False
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         greeting = b""
@@ -110,11 +115,19 @@ class Link:
                     zmtp.check_greeting(greeting)
             elif not receiver.receive(1 << 16):
                 raise ConnectionLost(f"{self}: closed during the handshake")
+            if self._ready and not greeted:  # not before: libzmq drops a peer that sends ahead of its READY
+                sock.sendall(zmtp.frame(self._hello(0), False))
+                greeted = True
         if operation.error is not None:
             raise operation.error
         welcome = operation.reply
         if not isinstance(welcome, wire.Welcome):
             raise ProtocolError(f"{self}: answered HELLO with {type(welcome).__name__}")
+        if not 0 <= welcome.shard < len(welcome.shards):
+            raise ProtocolError(f"{self}: says it is shard {welcome.shard} of {len(welcome.shards)}")
+        for address in welcome.shards:
+            if not (0 < address.port < 1 << 16 and 0 < address.weight < math.inf):
+                raise ProtocolError(f"{self}: names a shard that cannot be: {address}")
         self._receiver = receiver
         self.pending = {}
         self.last_received = time.monotonic()
@@ -138,12 +151,13 @@ class Link:
         """`drop` for who holds `receive_lock`."""
         with contextlib.suppress(OSError):
             if self.sock is not None:
-                self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits to send
+                self.sock.shutdown(socket.SHUT_RDWR)  # a thread that waits to send wakes
         self.close()
         self._operation = None
         pending, self.pending = self.pending, {}
         for operation in pending.values():
             operation.fail(error)
+        self._on_drop()
 
     # ---- sending ---------------------------------------------------------------------------------------------
 

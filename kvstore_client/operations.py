@@ -58,13 +58,13 @@ class Operation:
 class GetOperation(Operation):
     """A GET: places the blocks of its parts. `positions[i]` is the caller's position of the request's key i."""
 
-    __slots__ = ("_expected", "_part", "_part_positions", "_sums", "hit", "positions", "target")
+    __slots__ = ("_expected", "_part", "_part_positions", "_sums", "arrived", "hit", "positions", "target")
 
     def __init__(self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget) -> None:
         super().__init__(request_id)
         self.positions = positions
         self.target = target
-        self.hit = 0
+        self.arrived = self.hit = 0  # blocks, and those of them whose bytes are right
         self._part: wire.Part | None = None
         self._part_positions: list[int] = []
         self._sums: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
@@ -74,6 +74,10 @@ class GetOperation(Operation):
         if not isinstance(reply, wire.Part):
             super().header(reply)
             return
+        if len(reply.positions) % 4 or len(reply.sums) % wire.CHECKSUM_BYTES:
+            raise ProtocolError(
+                f"a PART with {len(reply.positions)} bytes of positions, {len(reply.sums)} of checksums"
+            )
         local = np.frombuffer(reply.positions, dtype="<u4")
         self._sums = np.frombuffer(reply.sums, dtype="<u8")
         if len(local) != len(self._sums) or (len(local) and int(local.max()) >= len(self.positions)):
@@ -89,6 +93,7 @@ class GetOperation(Operation):
         return self.target.views(self._part_positions)
 
     def end_payload(self) -> None:
+        self.arrived += len(self._part_positions)
         self.hit += self.target.placed(self._part_positions, self._sums)
 
     def end_message(self) -> None:
@@ -160,13 +165,14 @@ class QueueTarget(BlockTarget):
 
     def __init__(self, block_bytes: int, verify: bool) -> None:
         super().__init__(block_bytes, verify)
-        self.ready: deque[tuple[int, memoryview]] = deque()
+        self.ready: deque[tuple[int, memoryview | None]] = deque()  # None: its bytes were wrong
         self._buffers: list[bytearray] = []
-        self._filling: memoryview | None = None
+        self._filling: dict[int, memoryview] = {}  # by first position: several links may be in a frame at once
 
     def views(self, positions: list[int]) -> list[memoryview]:
-        self._filling = memoryview(self._free_buffer())[: len(positions) * self.block_bytes]
-        return [self._filling]
+        filling = memoryview(self._free_buffer())[: len(positions) * self.block_bytes]
+        self._filling[positions[0]] = filling
+        return [filling]
 
     def _free_buffer(self) -> bytearray:
         for buffer in self._buffers:
@@ -181,10 +187,11 @@ class QueueTarget(BlockTarget):
         return buffer
 
     def placed(self, positions: list[int], sums: npt.NDArray[np.uint64]) -> int:
-        filled, self._filling = self._filling, None
-        assert filled is not None
+        filled = self._filling.pop(positions[0])
         size = self.block_bytes
         views = [filled[at : at + size].toreadonly() for at in range(0, len(positions) * size, size)]
         good = self._check(views, positions, sums)
-        self.ready.extend(item for item, ok in zip(zip(positions, views, strict=True), good, strict=True) if ok)
+        self.ready.extend(
+            (position, view if ok else None) for position, view, ok in zip(positions, views, good, strict=True)
+        )
         return sum(good)

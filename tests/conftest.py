@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Server, make_namespace
+from harness import MakeNamespace, Server, StartServer, make_namespace
 
 from kvstore_client import Namespace
-
-StartServer = Callable[..., Server]
-MakeNamespace = Callable[..., Namespace]
 
 _numbers = itertools.count()
 

@@ -30,6 +30,7 @@ import xxhash
 from kvstore import wire
 from kvstore_client import KVStoreClient, Namespace
 
+OVERHEAD_BYTES = 256 << 20  # what a shard may take beyond its limit, whatever clients do
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 30.0
 STOP_S = 20.0
@@ -54,8 +55,7 @@ def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what:
 def make_keys(count: int, first: int = 0, key_bytes: int = 16) -> list[bytes]:
     """`count` distinct keys that look like hashes; the same numbers give the same keys."""
     return [
-        (xxhash.xxh3_128_digest(number.to_bytes(8, "little")) * 4)[:key_bytes]
-        for number in range(first, first + count)
+        (xxhash.xxh3_128_digest(number.to_bytes(8, "little")) * 4)[:key_bytes] for number in range(first, first + count)
     ]
 
 
@@ -208,6 +208,32 @@ def rss_bytes(pid: int) -> int:
     raise AssertionError(f"process {pid} has no VmRSS")
 
 
+class MemoryWatch:
+    """Samples the resident memory of a server's shards; fails at its end if one took more than it may."""
+
+    def __init__(self, server: Server, limit_bytes: int) -> None:
+        self.bound = limit_bytes + OVERHEAD_BYTES
+        self.highest = 0
+        self._pids = [shard.pid for shard in server.shards()]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.02):
+            for pid in self._pids:
+                if psutil.pid_exists(pid):
+                    self.highest = max(self.highest, rss_bytes(pid))
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert 0 < self.highest <= self.bound, f"{self.highest >> 20} MiB resident: at most {self.bound >> 20} MiB"
+
+
 def shard_info(client: KVStoreClient) -> wire.ShardInfo:
     """The state of the one shard of a server."""
     (shard,) = client.info().shards
@@ -219,6 +245,9 @@ def namespace_info(client: KVStoreClient) -> wire.NamespaceInfo:
     (found,) = (ns for ns in shard_info(client).namespaces if ns.id == client.namespace.id)
     return found
 
+
+StartServer = Callable[..., Server]
+MakeNamespace = Callable[..., Namespace]
 
 # ---- the wire, by hand -------------------------------------------------------------------------------------------
 
@@ -329,7 +358,9 @@ class RawClient:
             return False
 
 
-def set_frames(request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None) -> list[bytes]:
+def set_frames(
+    request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None
+) -> list[bytes]:
     """A SET of blocks that fit one payload frame."""
     header = pack(SET, request_id, 10_000, len(keys), len(keys[0]), False, True)
     return [header, b"".join(keys), b"".join(blocks), sums_of(blocks) if sums is None else sums]

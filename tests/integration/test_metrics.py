@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import urllib.request
 
-from conftest import MakeNamespace, StartServer
-from harness import blocks_of, make_keys, wait_until
+from harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_client import KVStoreClient

@@ -107,9 +107,7 @@ def test_large_calls_move_the_same_bytes_on_any_number_of_threads(threads, block
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_layers_with_keys_and_values_apart_are_packed_block_by_block(threads):
-    layers = [
-        np.random.default_rng(i).integers(0, 2**16, (2, 600, 16, 4, 64), dtype=np.uint16) for i in range(4)
-    ]
+    layers = [np.random.default_rng(i).integers(0, 2**16, (2, 600, 16, 4, 64), dtype=np.uint16) for i in range(4)]
     views = [layer.swapaxes(0, 1) for layer in layers]
     ids = np.random.default_rng(9).permutation(600)
     out = np.zeros((600, 4, 2, 16, 4, 64), np.uint16)

@@ -265,9 +265,7 @@ def test_repeated_blocks_do_not_repeat_keys():
 
 
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize(
-    ("dtype", "value"), [(np.int32, -1), (np.int64, -1), (np.int64, 2**32), (np.int64, -(2**63))]
-)
+@pytest.mark.parametrize(("dtype", "value"), [(np.int32, -1), (np.int64, -1), (np.int64, 2**32), (np.int64, -(2**63))])
 def test_the_first_token_that_does_not_fit_is_named(dtype, value, step):
     tokens = np.zeros(100, dtype)[::step]
     tokens[21] = value

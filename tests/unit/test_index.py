@@ -624,9 +624,7 @@ def test_empty_batches_do_nothing() -> None:
     assert (index.keys_of([]), index.checksums([]).dtype) == (b"", np.dtype(np.uint64))
 
 
-@pytest.mark.parametrize(
-    "buffer", [bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8).reshape(-1, 16)]
-)
+@pytest.mark.parametrize("buffer", [bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8).reshape(-1, 16)])
 def test_keys_are_any_contiguous_buffer(buffer: Callable[[bytes], Any]) -> None:
     store = Filled()
     store.set(1, 2)

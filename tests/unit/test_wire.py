@@ -152,7 +152,7 @@ def test_a_zmtp_frame_is_its_vector(name: str) -> None:
 
 
 def test_the_canonical_namespace_and_its_id_are_their_vectors() -> None:
-    assert CANONICAL == vector("namespace")
+    assert vector("namespace") == CANONICAL
     assert wire.namespace_id(CANONICAL) == vector("namespace_id")
 
 
@@ -343,9 +343,7 @@ def test_a_request_decodes_from_any_buffer() -> None:
         (wire.Get(1, 1, 1, 8, -1), ErrorCode.PROTOCOL, "-1", "0 or more"),
     ],
 )
-def test_a_number_over_its_limit_is_named(
-    request_: wire.Request, code: ErrorCode, given_: str, expected: str
-) -> None:
+def test_a_number_over_its_limit_is_named(request_: wire.Request, code: ErrorCode, given_: str, expected: str) -> None:
     error = refused(wire.encode(request_))
     assert error.code is code and error.request_id == 1
     assert given_ in str(error) and expected in str(error)

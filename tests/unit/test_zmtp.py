@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ class Sink:
         self._direct = bytearray(size)
         whole = memoryview(self._direct)
         bounds = np.linspace(0, size, self.cuts + 1).astype(int).tolist()
-        return [whole[start:end] for start, end in zip(bounds, bounds[1:], strict=False) if start < end]
+        return [whole[start:end] for start, end in itertools.pairwise(bounds) if start < end]
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if data is None:
@@ -61,7 +62,7 @@ def connected(sink: Sink) -> Iterator[tuple[socket.socket, Receiver]]:
 def feed(sender: socket.socket, receiver: Receiver, data: bytes, cuts: list[int], budget: int = BUDGET) -> None:
     """Send `data` in the pieces that `cuts` make of it; receive after each."""
     bounds = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         for at in range(start, end, 1 << 16):
             sender.sendall(data[at : min(end, at + (1 << 16))])
             before = -1
@@ -78,9 +79,7 @@ def encoded(frames: list[tuple[bytes, bool]]) -> bytes:
     return b"".join(zmtp.frame_head(len(data), more) + data for data, more in frames)
 
 
-_sizes = (
-    st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([8191, 8192, 8193, 16_384, 100_000, 300_000])
-)
+_sizes = st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([8191, 8192, 8193, 16_384, 100_000, 300_000])
 
 
 @settings(deadline=None)

@@ -1,0 +1,238 @@
+"""Two vLLM engines, one after the other, share a prompt's KV cache through a kvstore server.
+
+    python examples/demo.py [--prompt-tokens 8192] [--model-size mid|tiny] [--json]
+
+The first engine finds an empty store, computes the prompt and fills the store on the way. It is stopped. A second
+engine, a new process with nothing cached, gets the same prompt and loads it. The time to the first token is taken
+from the engine's own request metrics, after a short unrelated prompt has warmed the engine up, so neither engine's
+start counts. The model has random weights (nothing is downloaded); what matters is that both engines give the same
+tokens. Exit status 1 if they do not, or if the second engine loaded nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK_TOKENS = 32  # the CPU attention backend takes multiples of 32
+OUTPUT_TOKENS = 8
+WARM_UP_TOKENS = 200
+VOCABULARY = 8192
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "mid": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16},
+}
+
+progress = Console(stderr=True)
+
+
+# ---- the engine's process ------------------------------------------------------------------------------------
+
+
+def engine_main(spec: dict[str, Any]) -> None:
+    """Serve each prompt of the spec in turn and print one line of JSON for it; all else goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    engine = LLM(
+        model=spec["model"],
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        disable_log_stats=False,
+        block_size=BLOCK_TOKENS,
+        max_model_len=spec["max_model_len"],
+        gpu_memory_utilization=0.3,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVStoreConnector",
+            kv_connector_module_path="kvstore_client.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"endpoint": spec["endpoint"]},
+        ),
+    )
+    print(json.dumps("ready"), file=answers, flush=True)
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
+    for prompt in spec["prompts"]:
+        [output] = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        answer = {
+            "ttft_s": output.metrics.first_token_latency,
+            "cached_tokens": output.num_cached_tokens,
+            "token_ids": list(output.outputs[0].token_ids),
+        }
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+# ---- the demo ------------------------------------------------------------------------------------------------
+
+
+def make_model(size: str) -> Path:
+    """A Qwen2 with random weights from a fixed seed, kept for the next time."""
+    cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
+    folder = Path(cache).expanduser() / "models" / f"{size}-1"
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=65536,
+        initializer_range=0.1,  # spread enough that the output depends on the prompt
+        **MODELS[size],
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
+    try:
+        scratch.rename(folder)
+    except OSError:  # another demo was first
+        shutil.rmtree(scratch)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    return {**settings, **os.environ, "PYTHONPATH": path}
+
+
+def start_server(log: Path) -> tuple[subprocess.Popen[str], str]:
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "kvstore", "--port", "0", "--memory", "2GiB"],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env=environment(),
+        )
+    assert server.stdout is not None
+    ready = re.match(r"kvstore-server ready (tcp://\S+)", server.stdout.readline())
+    if ready is None:
+        server.kill()
+        raise SystemExit(f"kvstore-server did not start:\n{log.read_text()[-2000:]}")
+    return server, ready.group(1)
+
+
+def run_engine(name: str, spec: dict[str, Any], log: Path) -> dict[str, Any]:
+    """Start an engine, warm it up, give it the prompt, stop it; what it answered to the prompt."""
+    steps = ["starting", "warming up", f"prompt of {len(spec['prompts'][1])} tokens"]
+    answer: Any = None
+    command = [sys.executable, __file__, "--engine", json.dumps(spec)]
+    with (
+        log.open("wb") as file,
+        progress.status("") as status,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment()) as engine,
+    ):
+        assert engine.stdout is not None
+        for step in steps:
+            status.update(f"{name}: {step} …")
+            line = engine.stdout.readline()
+            if not line:
+                raise SystemExit(f"{name} failed while {step}; its log ends:\n{log.read_text()[-4000:]}")
+            answer = json.loads(line)
+        status.update(f"{name}: stopping …")
+    progress.print(f"{name}: first token after {answer['ttft_s']:.2f} s, {answer['cached_tokens']} tokens cached")
+    return dict(answer)
+
+
+def run_demo(prompt_tokens: int, model_size: str) -> dict[str, Any]:
+    chooser = random.Random(7)
+    warm_up, prompt = (
+        [chooser.randrange(VOCABULARY) for _ in range(count)] for count in (WARM_UP_TOKENS, prompt_tokens)
+    )
+    with progress.status(f"making the {model_size} model …"):
+        model = make_model(model_size)
+    with tempfile.TemporaryDirectory() as scratch:
+        logs = Path(scratch)
+        server, endpoint = start_server(logs / "server.log")
+        progress.print(f"kvstore-server is ready at {endpoint}")
+        try:
+            spec = {
+                "model": str(model),
+                "endpoint": endpoint,
+                "prompts": [warm_up, prompt],
+                "max_model_len": max(prompt_tokens, WARM_UP_TOKENS) + 2 * OUTPUT_TOKENS,
+            }
+            first = run_engine("first engine, empty store", spec, logs / "first.log")
+            # The second engine is warmed up by another prompt: its own, too, must not be in the store.
+            spec["prompts"] = [[token ^ 1 for token in warm_up], prompt]
+            second = run_engine("second engine, after the restart", spec, logs / "second.log")
+        finally:
+            server.terminate()
+            server.wait()
+            if server.stdout is not None:
+                server.stdout.close()
+    return {
+        "model_size": model_size,
+        "prompt_tokens": prompt_tokens,
+        "without_cache": first,
+        "remote_cache": second,
+        "ratio": first["ttft_s"] / second["ttft_s"],
+        "token_ids_equal": first["token_ids"] == second["token_ids"],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    title = f"{result['prompt_tokens']} prompt tokens, {result['model_size']} model, random weights"
+    table = Table("engine", title=title)
+    table.add_column("first token", justify="right")
+    table.add_column("cached tokens", justify="right")
+    rows = {"first, store empty": "without_cache", "second, restarted": "remote_cache"}
+    for name, key in rows.items():
+        run = result[key]
+        table.add_row(name, f"{run['ttft_s']:.3f} s", str(run["cached_tokens"]))
+    console = Console()
+    console.print(table)
+    token_ids = " ".join(map(str, result["remote_cache"]["token_ids"]))
+    same = f"the same tokens ({token_ids} …)" if result["token_ids_equal"] else "[red]DIFFERENT tokens[/red]"
+    console.print(f"{result['ratio']:.1f} times faster to the first token; {same}.")
+    console.print(
+        "Both engines were warmed up with another prompt, so their start is not counted. The first one's time "
+        "includes saving to the store. One request at a time, server on this machine, loopback TCP."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-tokens", type=int, default=8192)
+    parser.add_argument("--model-size", choices=sorted(MODELS), default="mid")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout, nothing else there")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        engine_main(json.loads(options.engine))
+        return 0
+    if options.prompt_tokens <= BLOCK_TOKENS:
+        parser.error(
+            f"--prompt-tokens is {options.prompt_tokens}: a prompt must be longer than one block, {BLOCK_TOKENS}"
+        )
+    result = run_demo(options.prompt_tokens, options.model_size)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+    return 0 if result["token_ids_equal"] and result["remote_cache"]["cached_tokens"] > 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

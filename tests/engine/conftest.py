@@ -1,0 +1,80 @@
+"""What the engine tests run on: real engines, servers they may harm, a model made once. Without vLLM every test here is
+skipped, except in CI, where it fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from engines import Engine, save_model
+from harness import Server
+
+HERE = Path(__file__).parent
+MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
+
+Expected: TypeAlias = Callable[..., list[list[int]]]
+StartEngine: TypeAlias = Callable[..., Engine]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if item.path.is_relative_to(HERE)]
+    for item in here:
+        item.add_marker(pytest.mark.engine)
+    if not MISSING or not here:
+        return
+    reason = f"the engine tests need {', '.join(MISSING)}, which cannot be imported"
+    if os.environ.get("CI") == "true":
+        raise pytest.UsageError(f"{reason}; with CI=true nothing may be missing")
+    print(f"\nskipped: {reason}")
+    for item in here:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture under the same folder name, with other weights."""
+    return save_model(tmp_path_factory.mktemp("other") / "tiny", seed=1)
+
+
+@pytest.fixture
+def server(start_server: Callable[..., Server]) -> Server:
+    """A server of this test's own, which it may harm."""
+    return start_server(memory="256MiB")
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
+    """``expected(prompt, ..., max_tokens=8)``: what an engine without any cache answers, each prompt by itself."""
+    log = tmp_path_factory.mktemp("expected") / "engine.log"
+    engine = Engine(model, log, connector=None, enable_prefix_caching=False)
+
+    def answer(*prompts: list[int], max_tokens: int = 8) -> list[list[int]]:
+        return [engine.generate(prompt, max_tokens=max_tokens)[0].token_ids for prompt in prompts]
+
+    yield answer
+    engine.stop()
+
+
+@pytest.fixture
+def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
+    """``start_engine(endpoint, options={...}, ...)``: an engine with the connector, which ends with the test."""
+    engines: list[Engine] = []
+
+    def start(endpoint: str, *, options: dict[str, Any] | None = None, model: Path = model, **arguments: Any) -> Engine:
+        log = tmp_path / f"engine{len(engines)}.log"
+        engine = Engine(model, log, connector={"endpoint": endpoint, **(options or {})}, **arguments)
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.stop()

@@ -1,0 +1,330 @@
+"""libzmq at the other end: a plain pyzmq DEALER against the server, and the client against a pyzmq ROUTER.
+
+Everything said here is in docs/protocol.md; nothing of `kvstore` is used to say it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+import zmq
+from harness import (
+    CONTAINS,
+    CONTAINS_REPLY,
+    DELETE,
+    DELETE_REPLY,
+    FLUSH,
+    FLUSH_REPLY,
+    GET,
+    HELLO,
+    INFO,
+    MATCH_PREFIX,
+    MATCH_REPLY,
+    PART,
+    PING,
+    PONG,
+    ROOT,
+    SET,
+    SET_REPLY,
+    WELCOME,
+    MakeNamespace,
+    Server,
+    blocks_of,
+    make_keys,
+    pack,
+    sums_of,
+)
+
+from kvstore import wire
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace, ProtocolError
+from kvstore_client.link import Link
+
+ANSWER_MS = 10_000
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def dealer(server: Server, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[bytes]]:
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.rcvtimeo = dealer.sndtimeo = ANSWER_MS
+        dealer.connect(server.endpoint)
+        yield dealer
+
+
+def ask(dealer: zmq.Socket[bytes], *frames: bytes) -> tuple[list[Any], list[bytes]]:
+    dealer.send_multipart(frames)
+    header, *rest = dealer.recv_multipart()
+    return msgspec.msgpack.decode(header), rest
+
+
+def hello(dealer: zmq.Socket[bytes], block_bytes: int, model: str) -> list[Any]:
+    fields = {"model": model, "dtype": "uint8", "block_tokens": 16, "block_bytes": block_bytes, "version": 1}
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    reply, _ = ask(dealer, pack(HELLO, 1, 1, canonical))
+    assert reply[6] == xxhash.xxh3_128_digest(canonical)
+    return reply
+
+
+def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -> None:
+    size, keys = 4096, make_keys(300)
+    blocks = blocks_of(keys, size)
+    joined = b"".join(keys)
+    tag, request_id, protocol, _, _, shard, _, block_bytes, max_keys, max_frame, shards, epoch = hello(
+        dealer, size, "pyzmq"
+    )
+    assert (tag, request_id, protocol, shard, block_bytes) == (WELCOME, 1, 1, 0, size)
+    assert (max_keys, max_frame, epoch) == (8192, 64 << 20, 1)
+    assert [address[1:3] for address in shards] == [["", server.port]]
+
+    payload = [b"".join(blocks[:256]), b"".join(blocks[256:])]  # as many as fit 1 MiB to a frame
+    reply, _ = ask(dealer, pack(SET, 2, 10_000, 300, 16, False, True), joined, *payload, sums_of(blocks))
+    assert reply == [SET_REPLY, 2, 300, 300, 0, 0, 0, 0]
+    assert ask(dealer, pack(FLUSH, 3, 10_000))[0] == [FLUSH_REPLY, 3]
+    present = ask(dealer, pack(CONTAINS, 4, 10_000, 301, 16), joined + bytes(16))[0]
+    assert present == [CONTAINS_REPLY, 4, b"\x01" * 300 + b"\x00"]
+    assert ask(dealer, pack(MATCH_PREFIX, 5, 10_000, 300, 16), joined)[0] == [MATCH_REPLY, 5, 300]
+
+    dealer.send_multipart([pack(GET, 6, 10_000, 300, 16), joined])
+    got: dict[int, bytes] = {}
+    last = False
+    while not last:
+        header, *payload = dealer.recv_multipart()
+        tag, request_id, positions, sums, last, hit, miss = msgspec.msgpack.decode(header)
+        assert (tag, request_id) == (PART, 6) and len(payload) == 1
+        of_part = [int.from_bytes(positions[at : at + 4], "little") for at in range(0, len(positions), 4)]
+        part = [payload[0][at : at + size] for at in range(0, len(payload[0]), size)]
+        assert sums == sums_of(part)
+        got.update(zip(of_part, part, strict=True))
+    assert got == dict(enumerate(blocks)) and (hit, miss) == (300, 0)
+
+    info = msgspec.msgpack.decode(ask(dealer, pack(INFO, 7, 10_000))[0][2])
+    assert info["shard"] == 0 and sum(ns["blocks"] for ns in info["namespaces"]) >= 300
+    assert ask(dealer, pack(DELETE, 8, 10_000, 300, 16), joined)[0] == [DELETE_REPLY, 8, 300]
+    assert ask(dealer, pack(PING, 9, 10_000))[0] == [PONG, 9]
+
+
+def test_what_one_client_sets_the_other_gets(server: Server, dealer: zmq.Socket[bytes]) -> None:
+    size, keys = 917_504, make_keys(6)
+    namespace = Namespace(model="both", dtype="uint8", block_tokens=16, block_bytes=size)
+    blocks = blocks_of(keys, size)
+    assert ask(dealer, pack(HELLO, 1, 1, namespace.canonical()))[0][0] == WELCOME
+    with KVStoreClient(server.endpoint, namespace) as client:
+        head = pack(SET, 2, 10_000, 3, 16, False, True)
+        reply, _ = ask(dealer, head, b"".join(keys[:3]), *blocks[:3], sums_of(blocks[:3]))
+        assert reply[3] == 3
+        client.set(keys[3:], blocks[3:])
+        assert client.get(keys).blocks == blocks
+        dealer.send_multipart([pack(GET, 3, 10_000, 3, 16), b"".join(keys[3:])])
+        received = [dealer.recv_multipart() for _ in range(3)]
+        assert [parts[1] for parts in received] == blocks[3:]
+        assert msgspec.msgpack.decode(received[-1][0])[4] is True
+
+
+def test_requests_in_flight_are_told_apart_by_their_ids(dealer: zmq.Socket[bytes]) -> None:
+    hello(dealer, 64, "in flight")
+    keys = make_keys(50)
+    for number, key in enumerate(keys):
+        block = blocks_of([key], 64)
+        dealer.send_multipart([pack(SET, 100 + number, 10_000, 1, 16), key, *block, sums_of(block)])
+        dealer.send_multipart([pack(CONTAINS, 200 + number, 10_000, 1, 16), key])
+    replies = [msgspec.msgpack.decode(dealer.recv_multipart()[0]) for _ in range(100)]
+    by_id = {reply[1]: reply for reply in replies}
+    assert all(by_id[100 + number][3] == 1 and by_id[200 + number][2] == b"\x01" for number in range(50))
+
+
+def test_heartbeats_of_libzmq_are_answered(server: Server, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.rcvtimeo = ANSWER_MS
+        dealer.heartbeat_ivl, dealer.heartbeat_timeout = 50, 400
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        dealer.connect(server.endpoint)
+        assert ask(dealer, pack(HELLO, 1, 1))[0][0] == WELCOME
+        assert not monitor.poll(1000), "libzmq gave the connection up: its PING was not answered"
+        assert ask(dealer, pack(PING, 2, 1000))[0] == [PONG, 2]
+        dealer.disable_monitor()
+        monitor.close()
+
+
+@pytest.mark.parametrize("kind", [zmq.PUSH, zmq.SUB, zmq.PAIR])
+def test_a_socket_of_another_type_is_turned_away(
+    server: Server, context: zmq.Context[zmq.Socket[bytes]], kind: int, dealer: zmq.Socket[bytes]
+) -> None:
+    with context.socket(kind) as stranger:
+        stranger.linger = 0
+        stranger.reconnect_ivl = -1
+        stranger.connect(server.endpoint)
+        assert not stranger.poll(300, zmq.POLLIN)
+    hello(dealer, 64, "after a stranger")
+
+
+# ---- our client, their server --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def router(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[bytes]]:
+    with context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.rcvtimeo = ANSWER_MS
+        yield router
+
+
+def link_to(router: zmq.Socket[bytes]) -> Link:
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    return Link("fake", "127.0.0.1", port, lambda request_id: pack(HELLO, request_id, 1, b"", "link"), lambda: None)
+
+
+def welcome(request_id: int, port: int = 1, block_bytes: int = 64, shard: int = 0) -> bytes:
+    return pack(
+        WELCOME, request_id, 1, "9.9", "fake", shard, b"", block_bytes, 8192, 64 << 20, [["fake/0", "", port, 1.0]], 1
+    )
+
+
+def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> None:
+    link = link_to(router)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(link.connect, 5.0)
+        peer, header = router.recv_multipart()
+        assert msgspec.msgpack.decode(header) == [HELLO, 0, 1, b"", "link"]
+        router.send_multipart([peer, welcome(0)])
+        reply = connecting.result(5)
+    assert (reply.version, reply.node, reply.block_bytes) == ("9.9", "fake", 64)
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [
+        (pack(127, 0, 2, "protocol version 1: this server speaks 7"), "this server speaks 7"),
+        (pack(PONG, 0), "answered HELLO with Pong"),
+        (b"\xc1 no msgpack", "no reply"),
+    ],
+)
+def test_a_router_that_answers_otherwise_is_no_server(router: zmq.Socket[bytes], answer: bytes, part: str) -> None:
+    link = link_to(router)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(link.connect, 5.0)
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, answer])
+        with pytest.raises(ProtocolError, match=part):
+            connecting.result(5)
+    assert link.sock is None
+
+
+class FakeShard(threading.Thread):
+    """A ROUTER that answers HELLO properly and everything else with what `answer` makes of the request's frames."""
+
+    def __init__(self, router: zmq.Socket[bytes], answer: Any) -> None:
+        super().__init__(daemon=True)
+        self.router = router
+        self.answer = answer
+        self.port = router.bind_to_random_port("tcp://127.0.0.1")
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        while not self.stop.is_set():
+            if not self.router.poll(50):
+                continue
+            peer, *frames = self.router.recv_multipart()
+            fields = msgspec.msgpack.decode(frames[0])
+            replies = [[welcome(fields[1], self.port, 64)]] if fields[0] == HELLO else self.answer(fields, frames)
+            for reply in replies:
+                self.router.send_multipart([peer, *reply])
+
+
+BLOCK = bytes(range(64))
+PART_OF_ONE = [b"\0\0\0\0", sums_of([BLOCK])]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [pack(PART, 0, b"\x05\0\0\0", sums_of([BLOCK]), True, 1, 0), BLOCK],
+        [pack(PART, 0, b"\0\0\0\0", b"", True, 1, 0), BLOCK],
+        [pack(PART, 0, b"\0\0\0", sums_of([BLOCK]), True, 1, 0), BLOCK],
+        [pack(PART, 0, *PART_OF_ONE, True, 1, 0)],
+        [pack(PART, 0, *PART_OF_ONE, True, 1, 0), BLOCK[:63]],
+        [pack(PART, 0, *PART_OF_ONE, True, 1, 0), BLOCK, BLOCK],
+        [pack(PONG, 0), BLOCK],
+        [pack(PONG, 0)],
+        [pack(200, 0)],
+        [b""],
+        [pack(127, 0, 99, "an error of 127.0.0.1 that this client does not know")],
+    ],
+)
+def test_a_lying_server_is_an_error_or_a_miss_and_never_wrong_bytes(
+    router: zmq.Socket[bytes], new_namespace: MakeNamespace, reply: list[bytes]
+) -> None:
+    def answer(fields: list[Any], _: list[bytes]) -> list[list[bytes]]:
+        if fields[0] != GET:
+            return [[pack(DELETE_REPLY, fields[1], 0)]]
+        try:
+            header = msgspec.msgpack.decode(reply[0])
+        except msgspec.DecodeError:
+            return [reply]
+        return [[pack(header[0], fields[1], *header[2:]), *reply[1:]]]
+
+    shard = FakeShard(router, answer)
+    shard.start()
+    try:
+        with KVStoreClient(f"tcp://127.0.0.1:{shard.port}", new_namespace(64), timeout_s=2.0) as client:
+            try:
+                assert client.get([bytes(16)]).miss == 1
+            except (ProtocolError, ConnectionLost) as error:
+                assert "127.0.0.1" in str(error)
+            assert client.delete([bytes(16)]) == 0, "the client connects again"
+    finally:
+        shard.stop.set()
+        shard.join()
+
+
+def test_a_server_that_names_a_shard_it_does_not_have_is_refused(
+    router: zmq.Socket[bytes], new_namespace: MakeNamespace
+) -> None:
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(KVStoreClient, f"tcp://127.0.0.1:{port}", new_namespace(64), timeout_s=2.0)
+        peer, header = router.recv_multipart()
+        router.send_multipart([peer, welcome(msgspec.msgpack.decode(header)[1], port, shard=3)])
+        with pytest.raises(ProtocolError, match="shard 3"):
+            connecting.result(5)
+
+
+def test_the_client_of_the_specification_works(server: Server) -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for said in ("created 300 existed 0\nhit 300 miss 0\n", "created 0 existed 300\nhit 300 miss 0\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", example, server.endpoint], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
+def test_the_specification_names_every_error_and_limit() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    for code in wire.ErrorCode:
+        assert f"| {int(code)} | {code.name} |" in text
+    for message in (*wire.Request.__args__, *wire.Reply.__args__):  # type: ignore[attr-defined]
+        fields = ", ".join(message.__struct_fields__[1:])
+        heading = re.search(rf"`\[{message.__struct_config__.tag}, id(.*?)\]`", text)
+        assert heading is not None, message
+        named = ", ".join(re.findall(r"(\w+):", heading[1]))
+        assert named == fields, message
+    for field in (*wire.ShardInfo.__struct_fields__, *wire.NamespaceInfo.__struct_fields__):
+        assert f"`{field}`" in text
