@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format demo bench build check-install clean clean-cache
+.PHONY: help serve test soak lint format demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -14,6 +14,9 @@ serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB
 
 test: ## style, types, a real install, all tests: PYTEST_ARGS="-k prefix" runs only the tests it selects
 	@exec scripts/run.sh full scripts/test.sh $(PYTEST_ARGS)
+
+soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=60 seconds each
+	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-60} scripts/run.sh full python -m pytest -m soak
 
 lint: ## ruff and mypy
 	@exec scripts/run.sh test scripts/lint.sh
