@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
 WRITE_BUDGET_BYTES: Final = 8 << 20
-MAX_QUEUED_REPLIES_BYTES: Final = 1 << 20
+MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond it nothing more is read from this peer
+_REPLY_COST_BYTES: Final = 64  # what a queued reply takes beside its bytes
 MAX_STREAMS: Final = 256
 HANDSHAKE_S: Final = 5.0
 MESSAGE_S: Final = 30.0  # for a message whose header has not come yet
@@ -292,6 +293,8 @@ class Peer:
             return
         if more:
             raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} is one frame: more came", request.id)
+        if self.backed_up and isinstance(request, wire.Hello | wire.Info):  # small requests with large replies
+            raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
         self.shard.handle(self, request)
 
     def _take_keys(self, request: wire.Set | wire.KeyedRequest, keys: bytes, more: bool) -> None:
@@ -325,7 +328,7 @@ class Peer:
 
     def _queue(self, data: bytes) -> None:
         self._replies.append(data)
-        self._replies_bytes += len(data)
+        self._replies_bytes += len(data) + _REPLY_COST_BYTES
         self.shard.to_flush.add(self)
 
     def _queue_reply(self, reply: wire.Reply) -> None:

@@ -41,6 +41,8 @@ HOUSEKEEPING_S: Final = 0.1
 MAX_PINNED_SHARE: Final = 0.5
 DEAD_PEER_MS: Final = 30_000
 _PR_SET_PDEATHSIG: Final = 1
+_M_MMAP_THRESHOLD: Final = -3
+_MMAP_THRESHOLD_BYTES: Final = 256 << 10
 
 
 class Shard:
@@ -339,7 +341,12 @@ class Shard:
 
 def main() -> None:
     """Entry point of a shard process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Otherwise glibc raises it after the first large free, and then a segment's index, freed, stays in the heap for
+    # ever, in pieces: measured, 1 MiB for each of 1 000 namespaces that came and went.
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ShardConfig)
     configure_logs(config.log_level, f"shard={config.shard}")
     listener = socket.socket(fileno=config.listen_fd)

@@ -23,7 +23,7 @@ from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, T
 from kvstore_client.operations import Operation
 
 _SCRATCH = memoryview(bytearray(256 * 1024))
-MAX_REPLY_HEADER_BYTES: Final = 4 << 20
+MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # INFO of as many namespaces as a shard keeps
 
 
 def discard_views(size: int) -> list[memoryview]:

@@ -28,6 +28,7 @@ from harness import (
     SET_REPLY,
     WELCOME,
     MakeNamespace,
+    MemoryWatch,
     RawClient,
     Server,
     StartServer,
@@ -238,6 +239,28 @@ def test_gets_in_progress_are_limited(raw: RawClient, client: KVStoreClient) -> 
     raw.send(pack(11, 0))
     raw.send(pack(GET, 1000, 10_000, 1, 16), K[0])
     assert raw.reply()[0][:2] == [67, 1000]
+
+
+def test_info_of_many_large_namespaces_reaches_a_client_and_floods_nobody(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    server = start_server(memory="64MiB", segment="1MiB")
+    with (
+        server.unharmed(),
+        KVStoreClient(server.endpoint, new_namespace(64)) as client,
+        MemoryWatch(server, 64 * MiB),
+        RawClient(server, receive_buffer=64 * KiB) as raw,
+    ):
+        for number in range(1500):
+            canonical = b'{"block_bytes":64,"model":"%d%s","version":1}' % (number, b"x" * 8000)
+            assert raw.hello(canonical)[0] == WELCOME
+            assert raw.ask(*set_frames(1, K[:1], [bytes(64)]))[0] in {SET_REPLY, ERROR}
+        assert len(shard_info(client).namespaces) == 1024
+        raw.sock.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            for _ in range(10):
+                raw.sock.sendall(zmtp_frame(pack(INFO, 1, 1000), 0) * 1000)
+        assert client.ping() < 5
 
 
 def test_a_connection_that_is_refused_again_and_again_does_not_fill_the_log(server: Server, raw: RawClient) -> None:

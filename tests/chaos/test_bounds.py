@@ -1,0 +1,442 @@
+"""Memory is a promise, bytes are right or a miss, and no frame ends the server: under clients that do their worst."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from harness import (
+    CANCEL,
+    CONTAINS,
+    CREDIT,
+    DELETE,
+    FLUSH,
+    GET,
+    HELLO,
+    INFO,
+    MATCH_PREFIX,
+    PING,
+    PONG,
+    SET,
+    Closed,
+    MakeNamespace,
+    MemoryWatch,
+    RawClient,
+    Server,
+    StartServer,
+    block_of,
+    blocks_of,
+    environment,
+    make_keys,
+    make_namespace,
+    namespace_info,
+    pack,
+    shard_info,
+    sums_of,
+    wait_until,
+    zmtp_frame,
+)
+
+from kvstore_client import KVStoreClient
+
+KiB, MiB = 1 << 10, 1 << 20
+SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "15"))
+MEMORY = 96 * MiB
+FRAMES = 100_000
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def write_much(server: Server, number: int, stop: threading.Event) -> None:
+    """One of eight writers, each of them with more blocks than the server has memory for."""
+    size = 512 * KiB
+    blocks = np.zeros((32, size), dtype=np.uint8)
+    with KVStoreClient(server.endpoint, make_namespace(size, f"writer {number % 3}"), timeout_s=30) as client:
+        first = 100_000 * number
+        while not stop.is_set():
+            keys = make_keys(32, first=first)
+            first += 32
+            result = client.set(keys, blocks)
+            assert result.created + result.error == 32
+            client.get(keys[:4])
+
+
+def read_slowly(server: Server, stop: threading.Event) -> None:
+    """Asks for much and takes it in sips."""
+    namespace = make_namespace(512 * KiB, "writer 0")
+    keys = make_keys(2000)
+    while not stop.is_set():
+        with RawClient(server, receive_buffer=16 * KiB) as raw, contextlib.suppress(Closed, OSError):
+            raw.hello(namespace.canonical())
+            for request_id in range(20):
+                raw.send(pack(GET, request_id, 60_000, 2000, 16), b"".join(keys))
+            for _ in range(20):
+                if stop.wait(0.05):
+                    return
+                raw.read(50_000)
+
+
+def never_read(server: Server, stop: threading.Event) -> None:
+    """Twenty connections that ask and ask, and read nothing."""
+    namespace = make_namespace(512 * KiB, "writer 1")
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            raw = stack.enter_context(RawClient(server, receive_buffer=16 * KiB))
+            raw.hello(namespace.canonical())
+            raw.sock.settimeout(0.1)
+            with contextlib.suppress(OSError):
+                for request_id in range(300):
+                    keys = b"".join(make_keys(500, first=request_id))
+                    raw.send(pack(GET, request_id, 60_000, 500, 16), keys)
+                    raw.send(pack(INFO, 1000 + request_id, 1000))
+        stop.wait()
+
+
+def flood(server: Server, stop: threading.Event) -> None:
+    """Multi-part messages without end, of large frames and of small ones, and SETs that are begun and left."""
+    namespace = make_namespace(8, "tiny")
+    keys = b"".join(make_keys(8192, key_bytes=8))
+    begun = pack(SET, 1, 60_000, 8192, 8)
+    rng = random.Random(1)
+    while not stop.is_set():
+        with contextlib.suppress(Closed, OSError), contextlib.ExitStack() as stack:
+            raws = [stack.enter_context(RawClient(server, receive_buffer=16 * KiB)) for _ in range(8)]
+            for raw in raws:
+                raw.hello(namespace.canonical())
+                raw.sock.settimeout(1.0)
+                kind = rng.randrange(4)
+                if kind == 0:
+                    raw.send(*[bytes(60_000)] * 200, more=True)
+                elif kind == 1:
+                    raw.sock.sendall(b"\x01\x00" * 100_000)
+                elif kind == 2:
+                    raw.send(begun, keys, more=True)
+                else:
+                    for request_id in range(100):
+                        raw.send(pack(GET, request_id, 60_000, 8192, 8), keys)
+            stop.wait(0.1)
+
+
+def test_a_shard_never_takes_more_memory_than_its_limit_and_a_fixed_overhead(start_server: StartServer) -> None:
+    server = start_server(memory=f"{MEMORY}", segment="4MiB")
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def guarded(function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    work: list[tuple[Any, ...]] = [(write_much, server, number, stop) for number in range(8)]
+    work += [(read_slowly, server, stop), (never_read, server, stop), (flood, server, stop)]
+    with server.unharmed():
+        with MemoryWatch(server, MEMORY) as watch:
+            threads = [threading.Thread(target=guarded, args=arguments) for arguments in work]
+            for thread in threads:
+                thread.start()
+            end = time.monotonic() + min(SOAK_S, 12)
+            while time.monotonic() < end and not failures:
+                time.sleep(0.1)
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+        assert not failures, failures
+        with KVStoreClient(server.endpoint, make_namespace(512 * KiB, "writer 0")) as client:
+            keys = make_keys(10, first=10**9)
+            assert client.set(keys, blocks_of(keys, 512 * KiB)).created == 10
+            assert client.get(keys).blocks == blocks_of(keys, 512 * KiB)
+            assert namespace_info(client).evicted > 100
+    assert watch.highest > MEMORY // 2, "the server was filled"
+
+
+def test_small_blocks_take_no_more_memory_than_large_ones(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    """The index of tiny blocks is many times as large as they are; it counts."""
+    server = start_server(memory="64MiB", segment="4MiB")
+    with (
+        server.unharmed(),
+        MemoryWatch(server, 64 * MiB),
+        KVStoreClient(server.endpoint, new_namespace(16)) as client,
+    ):
+        rng = np.random.Generator(np.random.SFC64(1))
+        blocks = np.zeros((100_000, 16), dtype=np.uint8)
+        for _ in range(20):
+            client.set(rng.integers(0, 256, (100_000, 64), dtype=np.uint8), blocks)
+        info = namespace_info(client)
+        assert info.created == 2_000_000 and info.blocks == info.created - info.evicted > 300_000
+
+
+def test_many_waiting_reads_take_bounded_memory(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """GETs for keys that somebody began to write and never does."""
+    server = start_server(memory="64MiB", segment="4MiB")
+    namespace = new_namespace(8)
+    joined = b"".join(make_keys(8192, key_bytes=8))
+    with (
+        server.unharmed(),
+        MemoryWatch(server, 64 * MiB),
+        KVStoreClient(server.endpoint, namespace) as client,
+        RawClient(server) as writer,
+        contextlib.ExitStack() as stack,
+    ):
+        writer.hello(namespace.canonical())
+        writer.send(pack(SET, 1, 60_000, 8192, 8), joined, more=True)
+        wait_until(lambda: namespace_info(client).writing == 8192)
+        refused = 0
+        for _ in range(6):
+            raw = stack.enter_context(RawClient(server))
+            raw.hello(namespace.canonical())
+            for request_id in range(200):
+                raw.send(pack(GET, request_id, 60_000, 8192, 8), joined)
+            raw.send(pack(PING, 1000, 1000))
+            while (reply := raw.reply()[0])[0] != 73:
+                assert reply[2] == 6, reply  # LIMIT
+                refused += 1
+        assert refused > 0 and shard_info(client).streams > 100
+        assert client.ping() < 5
+
+
+# ---- right bytes or a miss -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_S + 120)
+def test_processes_that_share_keys_under_eviction_read_right_bytes_or_a_miss(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """2 000 keys of 64 KiB in 64 MiB: half of them fit. Every key has three versions, any of which is right."""
+    server = start_server("--shards", "2", memory="64MiB", segment="4MiB")
+    worker = Path(__file__).with_name("worker.py")
+    with server.unharmed(), MemoryWatch(server, 32 * MiB):
+        logs = [tmp_path / f"worker-{number}.log" for number in range(8)]
+        processes = []
+        for number, log in enumerate(logs):
+            with log.open("wb") as stream:
+                command = [sys.executable, str(worker), server.endpoint, str(number), str(SOAK_S)]
+                processes.append(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True, env=environment())
+                )
+        try:
+            results = [process.communicate(timeout=SOAK_S + 90)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        for process, result, log in zip(processes, results, logs, strict=True):
+            assert process.returncode == 0, f"{result}\n{log.read_text()}"
+    totals: dict[str, int] = {}
+    for result in results:
+        for name, count in json.loads(result).items():
+            totals[name] = totals.get(name, 0) + count
+    assert totals["wrong"] == totals["checksum_errors"] == totals["failures"] == 0, totals
+    assert totals["hits"] > 500 and totals["misses"] > 500 and totals["sets"] > 500, totals
+
+
+# ---- any frames ----------------------------------------------------------------------------------------------------
+
+TAGS = (HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, FLUSH, INFO, PING, CREDIT, CANCEL)
+
+
+class Fuzzer:
+    """Makes messages that are wrong in every way, each of them from one seed."""
+
+    def __init__(self, canonical: bytes, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.canonical = canonical
+        self.keys = make_keys(64)
+
+    def valid(self) -> list[bytes]:
+        rng = self.rng
+        tag = rng.choice(TAGS)
+        request_id, deadline = rng.randrange(1000), rng.randrange(1, 2000)
+        count = rng.randrange(8)
+        joined = b"".join(rng.choice(self.keys) for _ in range(count))
+        if tag == HELLO:
+            return [pack(HELLO, request_id, 1, self.canonical, "fuzzer")]
+        if tag == SET:
+            blocks = [bytes(64)] * count
+            payload = [b"".join(blocks)] if count else []
+            return [
+                pack(SET, request_id, deadline, count, 16, rng.random() < 0.5, True),
+                joined,
+                *payload,
+                sums_of(blocks),
+            ]
+        if tag in {GET, DELETE}:
+            return [pack(tag, request_id, deadline, count, 16), joined]
+        if tag in {CONTAINS, MATCH_PREFIX}:
+            return [pack(tag, request_id, deadline, count, 16, rng.random() < 0.5, rng.random()), joined]
+        if tag == CREDIT:
+            return [pack(CREDIT, request_id, rng.randrange(-5, 1 << 40))]
+        if tag == CANCEL:
+            return [pack(CANCEL, request_id)]
+        return [pack(tag, request_id, deadline)]
+
+    def any_value(self) -> Any:
+        rng = self.rng
+        return rng.choice(
+            [None, True, -1, 0, 1, 8, 16, 2**63, 2**64 - 1, 1.5, float("nan"), b"", b"x" * 20, "", "é" * 9, [], [1], {}]
+        )
+
+    def mutated(self) -> list[bytes]:
+        rng = self.rng
+        frames = self.valid()
+        kind = rng.randrange(6)
+        if kind == 0:  # a byte of a frame
+            at = rng.randrange(len(frames))
+            if frames[at]:
+                data = bytearray(frames[at])
+                data[rng.randrange(len(data))] = rng.randrange(256)
+                frames[at] = bytes(data)
+        elif kind == 1:  # a field of the header
+            fields = msgspec.msgpack.decode(frames[0])
+            fields[rng.randrange(len(fields))] = self.any_value()
+            frames[0] = pack(*fields)
+        elif kind == 2:  # a frame less
+            del frames[rng.randrange(len(frames))]
+            frames = frames or [b""]
+        elif kind == 3:  # a frame more
+            frames.insert(rng.randrange(len(frames) + 1), rng.randbytes(rng.randrange(300)))
+        elif kind == 4:  # a frame of another length
+            at = rng.randrange(len(frames))
+            frames[at] = frames[at][: rng.randrange(len(frames[at]) + 1)] + rng.randbytes(rng.randrange(20))
+        else:  # in another order
+            rng.shuffle(frames)
+        return frames
+
+    def message(self) -> list[bytes]:
+        rng = self.rng
+        kind = rng.randrange(10)
+        if kind < 5:
+            return self.mutated()
+        if kind < 7:
+            return self.valid()
+        if kind == 7:
+            return [rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(1, 12))]
+        if kind == 8:
+            return [rng.randbytes(rng.randrange(2000))]
+        return [pack(*(self.any_value() for _ in range(rng.randrange(9))))]
+
+
+class Reader(threading.Thread):
+    """Reads whatever comes back, and notices one reply in it."""
+
+    def __init__(self, raw: RawClient, awaited: bytes) -> None:
+        super().__init__(daemon=True)
+        self.raw = raw
+        self.awaited = awaited
+        self.seen = threading.Event()
+
+    def run(self) -> None:
+        tail = b""
+        with contextlib.suppress(OSError):
+            while data := self.raw.sock.recv(1 << 16):
+                if self.awaited in tail + data:
+                    self.seen.set()
+                tail = data[-len(self.awaited) :]
+
+
+def test_no_frames_end_the_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """100 000 frames: messages that are nearly right, random ones, and what is not even ZMTP."""
+    server = start_server("--log-level", "warning", memory="32MiB", segment="4MiB")
+    namespace = new_namespace(64)
+    rng = random.Random(7)
+    fuzzer = Fuzzer(namespace.canonical(), seed=8)
+    sent = 0
+    good = make_keys(20, first=10**6)
+    last = 2**50
+    with server.unharmed(), MemoryWatch(server, 32 * MiB), KVStoreClient(server.endpoint, namespace) as client:
+        client.set(good, blocks_of(good, 64))
+        while sent < FRAMES:
+            with RawClient(server) as raw:
+                reader = Reader(raw, zmtp_frame(pack(PONG, last), 0))
+                reader.start()
+                messages = [[pack(HELLO, 1, 1, namespace.canonical())]]
+                messages += [fuzzer.message() for _ in range(1000)]
+                messages += [[pack(PING, last, 1)]]
+                for frames in messages:
+                    raw.sock.sendall(
+                        b"".join(zmtp_frame(frame, number < len(frames) - 1) for number, frame in enumerate(frames))
+                    )
+                sent += sum(map(len, messages))
+                assert reader.seen.wait(20), "every message was read, whatever was before it"
+                with contextlib.suppress(OSError):
+                    raw.sock.sendall(rng.randbytes(rng.randrange(1, 200)))  # and now what is no frame
+                    raw.sock.shutdown(socket.SHUT_WR)
+                reader.join(20)
+                assert not reader.is_alive()
+            assert client.get(good).blocks == blocks_of(good, 64)
+        wait_until(lambda: shard_info(client).streams == 0, 20)
+        wait_until(lambda: shard_info(client).connections == 1, 20)
+        assert namespace_info(client).writing == 0
+        assert client.set(make_keys(5, first=10**7), blocks_of(make_keys(5, first=10**7), 64)).created == 5
+        assert shard_info(client).errors > FRAMES // 10
+    assert "Traceback" not in server.log_text() and "defect" not in server.log_text()
+
+
+def test_no_bytes_instead_of_a_handshake_end_the_server(start_server: StartServer) -> None:
+    server = start_server()
+    rng = random.Random(9)
+    prefixes = [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f", b"\xff" + bytes(8) + b"\x7f\x03", struct.pack(">Q", 1)]
+    with server.unharmed():
+        for _ in range(300):
+            with RawClient(server, handshake=False) as raw, contextlib.suppress(OSError):
+                raw.sock.sendall(rng.choice(prefixes) + rng.randbytes(rng.randrange(200)))
+        with RawClient(server) as raw:
+            raw.hello()
+            connections = lambda: msgspec.msgpack.decode(raw.ask(pack(INFO, 1, 1000))[2])["connections"]  # noqa: E731
+            wait_until(lambda: connections() == 1, 10)
+
+
+def test_a_block_is_never_seen_half_written(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    """One writer replaces blocks over and over in small pieces; readers, who check no sums, see one version whole."""
+    server = start_server(memory="64MiB", segment="8MiB")
+    namespace = new_namespace(MiB)
+    (key,) = make_keys(1)
+    versions = [block_of(key, MiB, version) for version in range(2)]
+    stop = threading.Event()
+
+    def replace() -> None:
+        with RawClient(server) as raw:
+            raw.hello(namespace.canonical())
+            version = 0
+            while not stop.is_set():
+                version = 1 - version
+                header = pack(SET, 1, 10_000, 1, 16, True, True)
+                data = zmtp_frame(header, 1) + zmtp_frame(key, 1) + zmtp_frame(versions[version], 1)
+                data += zmtp_frame(sums_of([versions[version]]), 0)
+                for at in range(0, len(data), 200_000):
+                    raw.sock.sendall(data[at : at + 200_000])
+                assert raw.reply()[0][0] == 66
+
+    with server.unharmed(), KVStoreClient(server.endpoint, namespace, checksum=False) as client:
+        client.set([key], versions[:1])
+        writer = threading.Thread(target=replace)
+        writer.start()
+        try:
+            seen = set()
+            end = time.monotonic() + 20
+            while len(seen) < 2 or time.monotonic() < end - 18:
+                block = client.get([key]).blocks[0]
+                assert block is not None and block in versions
+                seen.add(versions.index(block))
+                assert time.monotonic() < end
+        finally:
+            stop.set()
+            writer.join()

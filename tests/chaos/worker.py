@@ -1,0 +1,81 @@
+"""A client process of the soak test: writes and reads keys that others write and read too, and checks every byte.
+
+Arguments: endpoint, seed, seconds. Exit status 0 when nothing was ever wrong; prints its counts as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import block_of, make_keys, make_namespace
+
+from kvstore_client import KVStoreClient
+
+BLOCK_BYTES = 64 << 10
+KEYS = 2000
+VERSIONS = 3
+
+
+def main(endpoint: str, seed: int, seconds: float) -> int:
+    rng = random.Random(seed)
+    keys = make_keys(KEYS)
+    namespace = make_namespace(BLOCK_BYTES, "soak")
+    counts = {"hits": 0, "misses": 0, "sets": 0, "wrong": 0}
+    right = {(key, version): b"" for key in keys for version in range(VERSIONS)}
+
+    def check(key: bytes, block: bytes | memoryview | None) -> None:
+        """A block must be one of those that somebody may have set under this key."""
+        if block is None:
+            counts["misses"] += 1
+            return
+        counts["hits"] += 1
+        for version in range(VERSIONS):
+            known = right[key, version] = right[key, version] or block_of(key, BLOCK_BYTES, version)
+            if block == known:
+                return
+        counts["wrong"] += 1
+
+    out = np.zeros((32, BLOCK_BYTES), dtype=np.uint8)
+    end = time.monotonic() + seconds
+    with KVStoreClient(endpoint, namespace, timeout_s=20.0) as client:
+        while time.monotonic() < end:
+            first = rng.randrange(KEYS)
+            chosen = [keys[(first + number) % KEYS] for number in range(rng.randrange(1, 33))]
+            action = rng.randrange(10)
+            if action < 4:
+                version = rng.randrange(VERSIONS)
+                blocks = [block_of(key, BLOCK_BYTES, version) for key in chosen]
+                client.set(chosen, blocks, force=rng.random() < 0.5, deferred=rng.random() < 0.5)
+                counts["sets"] += len(chosen)
+            elif action < 6:
+                for key, block in zip(chosen, client.get(chosen).blocks, strict=True):
+                    check(key, block)
+            elif action < 8:
+                present = client.get_into(chosen, out)
+                for number, key in enumerate(chosen):
+                    check(key, out[number].tobytes() if present[number] else None)
+            elif action == 8:
+                for number, (position, block) in enumerate(client.stream_get(chosen)):
+                    check(chosen[position], block)
+                    if number == 20:
+                        break
+            elif rng.random() < 0.5:
+                client.delete(chosen[:2])
+            else:
+                client.contains(chosen, refresh=rng.random() < 0.5, pin_s=rng.choice([0.0, 0.1]))
+        counts["checksum_errors"] = client.stats.checksum_errors
+        counts["failures"] = client.stats.failures
+    print(json.dumps(counts))
+    return 1 if counts["wrong"] or counts["checksum_errors"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))
