@@ -269,7 +269,8 @@ class Shard:
     def _may_pin(self, namespace: NamespaceStore, count: int) -> bool:
         """Pins never cover so much of a namespace that it could not take new blocks."""
         index = namespace.index
-        return index.pinned(self.now) + count <= index.slots * MAX_PINNED_SHARE
+        slots = index.slots + self.store.arena.free * index.slots_per_segment
+        return index.pinned(self.now) + count <= slots * MAX_PINNED_SHARE
 
     def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
         """Reserve a slot for every block that is wanted."""

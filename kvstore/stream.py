@@ -124,12 +124,14 @@ class Stream:
         positions: list[int] = []
         slots: list[int] = []
         waiting, self._waiting = self._waiting, array("I")
-        for at, position in enumerate(waiting):
-            if len(positions) == room:
-                self._waiting.extend(waiting[at:])
-                break
-            key = self._keys[position * size : (position + 1) * size]
-            self._sort(position, int(index.acquire(key, now, 0, False)[0]), positions, slots)
+        at = 0
+        while at < len(waiting) and len(positions) < room:
+            some = waiting[at : at + room - len(positions)]
+            at += len(some)
+            keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, size)[np.frombuffer(some, dtype=np.uint32)]
+            for position, slot in zip(some, index.acquire(keys.reshape(-1), now, 0, False).tolist(), strict=True):
+                self._sort(position, slot, positions, slots)
+        self._waiting.extend(waiting[at:])
         while self._next < self._count and len(positions) < room:
             first = self._next
             self._next = min(self._count, first + room - len(positions))

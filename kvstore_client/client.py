@@ -116,7 +116,8 @@ class KVStoreClient:
         def message(operation: Operation, part: KeyArray, positions: npt.NDArray[np.intp]) -> Message:
             return set_message(operation.id, part, positions, source, self._deadline_ms, force, deferred)
 
-        done = self._exchange(packed, per_request, message)
+        _, unique = first_occurrences(packed)
+        done = self._exchange(packed, per_request, message, unique)
         results = [self._outcome(call, wire.SetReply) for call in done]
         ok = [reply for reply in results if reply is not None]
         stored = sum(reply.created + reply.forced for reply in ok)
@@ -127,7 +128,7 @@ class KVStoreClient:
             created=sum(reply.created for reply in ok),
             existed=sum(reply.existed for reply in ok),
             forced=sum(reply.forced for reply in ok),
-            duplicated=sum(reply.duplicated for reply in ok),
+            duplicated=len(packed) - len(unique),
             error=sum(reply.error for reply in ok)
             + sum(call.count for call, reply in zip(done, results, strict=True) if reply is None),
         )
@@ -267,11 +268,10 @@ class KVStoreClient:
 
     def _split(self, packed: KeyArray, subset: npt.NDArray[np.intp] | None) -> list[tuple[Link, npt.NDArray[np.intp]]]:
         """Positions of `packed` (of `subset`, if given) by the link that owns them, in order."""
-        core = self._core
+        links, placement = self._core.view
         positions = np.arange(len(packed)) if subset is None else subset
-        if len(core.links) == 1 or core.placement is None:
-            return [(core.links[0], positions)]
-        links, placement = core.links, core.placement
+        if placement is None:
+            return [(links[0], positions)]
         owners = placement.owners(packed[positions])
         order = np.argsort(owners, kind="stable")
         bounds = np.searchsorted(owners[order], np.arange(len(links) + 1))
@@ -281,8 +281,10 @@ class KVStoreClient:
             if start < end
         ]
 
-    def _exchange(self, packed: KeyArray, per_request: int, message: _MakeMessage) -> list[Call]:
-        """One request for at most `per_request` keys each; all sent, then all awaited."""
+    def _exchange(
+        self, packed: KeyArray, per_request: int, message: _MakeMessage, subset: npt.NDArray[np.intp] | None = None
+    ) -> list[Call]:
+        """One request for at most `per_request` keys (of `subset`, if given) each; all sent, then all awaited."""
         if not len(packed):
             return []
         calls = [
@@ -292,7 +294,7 @@ class KVStoreClient:
                 some,
                 lambda call: message(call.operation, take(packed, call.positions), call.positions),
             )
-            for link, positions in self._split(packed, None)
+            for link, positions in self._split(packed, subset)
             for some in chunks(positions, per_request)
         ]
         self._run(calls)

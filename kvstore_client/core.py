@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvstore import __version__, wire
@@ -47,6 +47,13 @@ class Node:
     host: str
     port: int
     links: list[Link] = field(default_factory=list)
+
+
+class View(NamedTuple):
+    """All links and who owns a key among them; replaced as a whole. One link owns everything, without a placement."""
+
+    links: Sequence[Link]
+    placement: Placement | None
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -74,8 +81,7 @@ class Core:
         self._nodes = [Node(*parse_endpoint(endpoint)) for endpoint in endpoints]
         self._ids = itertools.count(1)
         self._new_process_state()
-        self.links: list[Link] = []
-        self.placement: Placement | None = None
+        self.view = View([], None)
 
     def _new_process_state(self) -> None:
         self._pid = os.getpid()
@@ -109,6 +115,11 @@ class Core:
         """Have the leader look again: operations failed without a byte arriving (epoll forgets a closed socket)."""
         if self._close_wake_fd.alive:
             os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The links of the present view."""
+        return self.view.links
 
     def next_id(self) -> int:
         """A request id no other request of this client has."""
@@ -153,8 +164,10 @@ class Core:
 
     def _remap(self) -> None:
         links = [link for node in self._nodes for link in node.links]
-        self.placement = Placement([link.name for link in links], [link.weight for link in links]) if links else None
-        self.links = links
+        placement = (
+            Placement([link.name for link in links], [link.weight for link in links]) if len(links) > 1 else None
+        )
+        self.view = View(links, placement)
 
     def _watch(self, link: Link) -> None:
         sock = link.sock
