@@ -244,6 +244,10 @@ class Peer:
             views.extend(discard_views(block_bytes) if slot < 0 else namespace.views(slots[at : at + 1]))
         return views
 
+    def bytes_after_frame(self) -> int:
+        write = self.write
+        return (write.request.count - write.arrived) * write.namespace.block_bytes if write is not None else 0
+
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if self._collecting:
             self.shard.buffered_bytes -= self._collecting

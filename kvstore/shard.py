@@ -52,6 +52,7 @@ class Shard:
         self.config = config
         self.now = self._started = time.monotonic()
         self.store = Store(config.memory_bytes, config.segment_bytes)
+        log.info("%d bytes of block memory in %s", config.memory_bytes, self.store.arena.pages)
         self.to_flush: set[Peer] = set()
         self.buffered_bytes = 0
         self.bytes_in = self.bytes_out = self.errors = 0
@@ -153,6 +154,8 @@ class Shard:
             if peer.stalled(now):
                 peer.close("the client takes nothing of its replies")
                 continue
+            if peer.write is not None:  # what breaks the protocol's promise of more may lie below the low-water mark
+                peer.on_readable(now)
             for stream in list(peer.streams.values()):
                 if now > stream.deadline + 2.0:
                     peer.close("a reply was not taken by its deadline")

@@ -31,7 +31,7 @@ _BUFFER_BYTES: Final = 16 * 1024
 _READ_AHEAD_BYTES: Final = 512  # behind a large frame: enough for the next header, little to copy
 _DIRECT_BYTES: Final = 8 * 1024  # a remainder larger than this is read in place
 _BUFFERED_COST: Final = 256  # of a turn's budget: a buffer of the smallest messages is as much work as a large frame
-_LOW_WATER_BYTES: Final = 1024 * 1024  # how much must have arrived before the reader of a large frame is woken
+_LOW_WATER_BYTES: Final = 2 << 20  # how much must have arrived before the reader of large frames is woken
 
 
 class ZMTPError(Exception):
@@ -113,6 +113,9 @@ class FrameSink(Protocol):
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         """The frame is complete: its bytes when it was collected, None when it went to the views."""
+
+    def bytes_after_frame(self) -> int:
+        """How many bytes are certain to follow the current frame: the reader is not woken for fewer."""
 
     def command(self, name: bytes, body: bytes) -> None:
         """A ZMTP command arrived (READY, PING, PONG, ERROR)."""
@@ -210,7 +213,8 @@ class Receiver:
 
     def _await_more(self) -> None:
         """Ask to be woken for a large piece, not for every segment: each wake-up costs more than its bytes."""
-        low_water = min(self._left, _LOW_WATER_BYTES) if self._left > _DIRECT_BYTES else 1
+        coming = self._left + self._sink.bytes_after_frame()
+        low_water = min(coming, _LOW_WATER_BYTES) if coming > _DIRECT_BYTES else 1
         if low_water != self._low_water:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water

@@ -221,6 +221,9 @@ class Link:
             return discard_views(size)
         return self._operation.begin_payload(size)
 
+    def bytes_after_frame(self) -> int:
+        return 0  # the next part may be the last, and small
+
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if self._frame == 0:
             reply = wire.decode_reply(data or b"")

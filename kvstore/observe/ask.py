@@ -28,6 +28,9 @@ class _Answers:
         if size > wire.MAX_BLOCK_BYTES:
             raise zmtp.ZMTPError(f"a reply of {size} bytes")
 
+    def bytes_after_frame(self) -> int:
+        return 0
+
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         self.reply = wire.decode_reply(data or b"")
 

@@ -39,6 +39,9 @@ class Sink:
         bounds = np.linspace(0, size, self.cuts + 1).astype(int).tolist()
         return [whole[start:end] for start, end in itertools.pairwise(bounds) if start < end]
 
+    def bytes_after_frame(self) -> int:
+        return 0
+
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if data is None:
             assert self._direct is not None, "a frame that was to be collected came without its bytes"
