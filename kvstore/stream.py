@@ -11,6 +11,7 @@ is no failure, a vanished one is.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,8 +136,12 @@ class Stream:
         while self._next < self._count and len(positions) < room:
             first = self._next
             self._next = min(self._count, first + room - len(positions))
-            found = index.acquire(self._keys[first * size : self._next * size], now, 0, False)
-            for position, slot in enumerate(found.tolist(), first):
+            found = index.acquire(self._keys[first * size : self._next * size], now, 0, False).tolist()
+            if min(found) >= 0:
+                positions.extend(range(first, self._next))
+                slots.extend(found)
+                continue
+            for position, slot in enumerate(found, first):
                 self._sort(position, slot, positions, slots)
         return positions, slots
 
@@ -154,7 +159,8 @@ class Stream:
         self.done = last
         slot_array: Slots = np.array(slots, dtype=np.int32)
         sums = namespace.index.checksums(slot_array).tobytes()
-        header = encode(Part(self.id, np.array(positions, dtype="<u4").tobytes(), sums, last, self._hit, self._miss))
+        where = struct.pack(f"<{len(positions)}I", *positions)
+        header = encode(Part(self.id, where, sums, last, self._hit, self._miss))
         if last:
             namespace.hits += self._hit
             namespace.misses += self._miss

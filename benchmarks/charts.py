@@ -1,0 +1,247 @@
+"""The charts of docs/charts: bars with the spread of their rounds, and the physical limit of the same run as a line.
+
+Background transparent, text in a grey that reads on white and on black. The same results give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib
+
+from benchmarks.remote_kv_cache.copies import GATHER, SCATTER
+from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
+from benchmarks.remote_kv_cache.test_clients import COUNTS
+from benchmarks.remote_kv_cache.test_key_hashing import HASHING, MEMCPY
+from benchmarks.remote_kv_cache.test_small_blocks import SIZES
+from benchmarks.remote_kv_cache.transfers import PLAIN_GET, PLAIN_SET
+from benchmarks.results_reader import Results, Spread
+from benchmarks.tables import GETS, SETS
+
+INK: Final = "#7b8087"
+LIMIT: Final = "#d1495b"
+COLOURS: Final = ("#3d82c4", "#e08e3c", "#4aa37a", "#9a7bc8", "#b5a642")
+_STYLE: Final[dict[Any, Any]] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvstore",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
+
+Bars = Mapping[str, Sequence[Spread | None]]
+
+
+def draw(
+    path: Path,
+    title: str,
+    axis: str,
+    labels: Sequence[str],
+    bars: Bars,
+    limit_label: str,
+    limits: float | Mapping[str, Sequence[float]],
+    log: bool = False,
+) -> None:
+    """Horizontal bars, a group a label, a bar of it a series. `limits`: one line, or one for each bar."""
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        height = 0.8 / len(bars)
+        figure = Figure(figsize=(8, 1.3 + len(labels) * (0.22 * len(bars) + 0.2)), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (name, spreads) in enumerate(bars.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            own = limits[name] if isinstance(limits, Mapping) else None
+            for row, spread in enumerate(spreads):
+                middle = row + (number - (len(bars) - 1) / 2) * height
+                if spread is not None:
+                    _bar(axes, middle, height * 0.9, spread, colour)
+                if own is not None:
+                    ends = (middle - height / 2, middle + height / 2)
+                    axes.plot([own[row]] * 2, ends, color=LIMIT, linewidth=2)
+            axes.barh([0], [0], color=colour, label=name)
+        if isinstance(limits, Mapping):
+            axes.plot([], [], color=LIMIT, linewidth=2, label=limit_label)
+        else:
+            axes.axvline(limits, color=LIMIT, linewidth=1.5, label=limit_label)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        if log:
+            axes.set_xscale("log")
+        else:
+            axes.set_xlim(left=0)
+        axes.set_xlabel(axis)
+        axes.set_title(title, loc="left", fontsize=11)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
+def _bar(axes: Any, middle: float, height: float, spread: Spread, colour: str) -> None:
+    axes.barh(middle, spread.median, height, color=colour)
+    axes.plot([spread.low, spread.high], [middle, middle], color=INK, linewidth=1)
+
+
+def server(results: Results, path: Path) -> None:
+    """The headline model against the plain socket."""
+    case = results["test_server"].case(HEADLINE.name)
+    names = [name for name in case.operations if name in case.limits]
+    draw(
+        path,
+        f"{HEADLINE.name}: 512 blocks of {HEADLINE.block_bytes} bytes, TCP over loopback",
+        "time, as a multiple of the plain socket of the same direction in the same round",
+        names,
+        {"median, min … max": [case.to_limit(name) for name in names]},
+        "plain socket",
+        1.0,
+    )
+
+
+def server_models(results: Results, path: Path) -> None:
+    """All models against the plain socket."""
+    cases = results["test_server"].cases
+    draw(
+        path,
+        "Five models: 512 blocks each, TCP over loopback",
+        "time, as a multiple of the plain socket of the same direction in the same round",
+        [case.name for case in cases],
+        {name: [case.to_limit(name) for case in cases] for name in (*SETS, *GETS)},
+        "plain socket",
+        1.0,
+    )
+
+
+def memory_io(results: Results, path: Path) -> None:
+    """Copies against one memcpy."""
+    cases = results["test_memory_io"].cases
+    names = [name for name in cases[0].operations if name in cases[0].limits]
+    draw(
+        path,
+        "512 blocks within memory",
+        "time, as a multiple of one memcpy in the same round",
+        names,
+        {case.name: [case.to_limit(name) for name in names] for case in cases},
+        "one memcpy",
+        1.0,
+    )
+
+
+def zmq_transfer(results: Results, path: Path) -> None:
+    """Transports against the plain socket."""
+    cases = results["test_zmq_transfer"].cases
+    names = [name for name in cases[0].operations if name in cases[0].limits]
+    draw(
+        path,
+        "512 blocks through ZeroMQ's library",
+        "time, as a multiple of the plain socket in the same round",
+        names,
+        {case.name: [case.to_limit(name) for name in names] for case in cases},
+        "plain socket",
+        1.0,
+    )
+
+
+def small_blocks(results: Results, path: Path) -> None:
+    """Rates by block size."""
+    case = results["test_small_blocks"].cases[0]
+    sizes = [size_text(size) for size in SIZES]
+    limits = {"set": PLAIN_SET, "get_into": PLAIN_GET}
+    draw(
+        path,
+        "Small blocks, the same bytes in all",
+        "GB/s",
+        sizes,
+        {name: [case.rate(f"{name} {size}") for size in sizes] for name in limits},
+        "plain socket of that direction",
+        {name: [case.rate(limit).median] * len(sizes) for name, limit in limits.items()},
+    )
+
+
+def clients(results: Results, path: Path) -> None:
+    """Aggregate rates by number of processes."""
+    case = results["test_clients"].cases[0]
+    limits = {"set": PLAIN_SET, "get_into": PLAIN_GET}
+    draw(
+        path,
+        "Client processes at once, one server",
+        "GB/s, all together",
+        [f"{count} client{'s' * (count > 1)}" for count in COUNTS],
+        {name: [case.rate(f"{name} x{count}") for count in COUNTS] for name in limits},
+        "as many plain sockets",
+        {name: [case.rate(f"{limit} x{count}").median for count in COUNTS] for name, limit in limits.items()},
+    )
+
+
+def lookup(results: Results, path: Path) -> None:
+    """Latencies."""
+    case = results["test_lookup"].cases[0]
+    names = [name for name in case.operations if name in case.limits]
+    series = "median of the rounds, min … max"
+    draw(
+        path,
+        "Is it there? One call, all keys present",
+        "µs",
+        names,
+        {series: [_scaled(case.seconds(name), 1e6) for name in names]},
+        "plain socket round trip of as many bytes",
+        {series: [case.seconds(case.limits[name]).median * 1e6 for name in names]},
+        log=True,
+    )
+
+
+def key_hashing(results: Results, path: Path) -> None:
+    """Tokens a second."""
+    cases = results["test_key_hashing"].group("hashing")
+    names = [name for name in cases[0].operations if name != MEMCPY]
+
+    def rate(number: int, name: str) -> Spread:
+        seconds, tokens = cases[number].seconds(name), cases[number].parameters["tokens"] / 1e6
+        return Spread(tokens / seconds.median, tokens / seconds.high, tokens / seconds.low)
+
+    everyone = range(len(cases))
+    draw(
+        path,
+        f"Keys of a token chain ({HASHING}), one thread",
+        "M tokens/s",
+        [case.name for case in cases],
+        {name: [rate(number, name) for number in everyone] for name in names},
+        MEMCPY,
+        {name: [rate(number, MEMCPY).median for number in everyone] for name in names},
+        log=True,
+    )
+
+
+def copying(results: Results, path: Path) -> None:
+    """Gather and scatter against one memcpy and NumPy."""
+    cases = results["test_key_hashing"].group("copying")
+    names = [name for name in cases[0].operations if name in cases[0].limits and not name.endswith("threads")]
+    draw(
+        path,
+        f"{GATHER}, {SCATTER} and NumPy row copies, one thread",
+        "time, as a multiple of one memcpy in the same round",
+        [case.name for case in cases],
+        {name: [case.to_limit(name) for case in cases] for name in names},
+        "one memcpy",
+        1.0,
+    )
+
+
+def _scaled(spread: Spread, factor: float) -> Spread:
+    return Spread(spread.median * factor, spread.low * factor, spread.high * factor)
+
+
+# File: the benchmark it needs, and the chart.
+CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
+    "server": ("test_server", server),
+    "server_models": ("test_server", server_models),
+    "memory_io": ("test_memory_io", memory_io),
+    "zmq_transfer": ("test_zmq_transfer", zmq_transfer),
+    "small_blocks": ("test_small_blocks", small_blocks),
+    "clients": ("test_clients", clients),
+    "lookup": ("test_lookup", lookup),
+    "key_hashing": ("test_key_hashing", key_hashing),
+    "copying": ("test_key_hashing", copying),
+}

@@ -1,0 +1,159 @@
+"""What we set out to reach: each target, the command that measures it, and what the results say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
+from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
+from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
+from benchmarks.remote_kv_cache.test_key_hashing import HASHING
+from benchmarks.results_reader import Result, Results
+
+_MODULE: Final = "python -m benchmarks.remote_kv_cache."
+_LARGE: Final = size_text(HEADLINE.block_bytes)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was reached, the limit of the same run, and whether that meets the target."""
+
+    reached: str
+    limit: str
+    met: bool
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A target. `find` raises `KeyError` when its case was not measured."""
+
+    target: str
+    benchmark: str
+    arguments: str
+    find: Callable[[Result], Finding]
+
+    @property
+    def command(self) -> str:
+        """How to measure it."""
+        return f"{_MODULE}{self.benchmark}{self.arguments and ' ' + self.arguments}"
+
+    def look(self, results: Results) -> Finding | None:
+        """None while nobody has measured it."""
+        try:
+            return self.find(results[self.benchmark])
+        except KeyError:
+            return None
+
+
+def _of_the_socket(operation: str, at_most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.case(HEADLINE.name)
+        ratio = case.to_limit(operation)
+        limit = case.limits[operation]
+        return Finding(
+            f"{ratio.median:.2f} x ({ratio.low:.2f} … {ratio.high:.2f}), {case.rate(operation).median:.2f} GB/s",
+            f"{limit}: {case.rate(limit).median:.2f} GB/s",
+            ratio.median <= at_most,
+        )
+
+    return find
+
+
+def _share_of_large(size: str, at_least: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.case("small blocks")
+        shares = {name: 1 / case.ratio(f"{name} {size}", f"{name} {_LARGE}") for name in ("get_into", "set")}
+        return Finding(
+            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+            f"{_LARGE}: " + ", ".join(f"{name} {case.rate(f'{name} {_LARGE}').median:.2f} GB/s" for name in shares),
+            min(shares.values()) >= at_least,
+        )
+
+    return find
+
+
+def _latency(operation: str, at_most_s: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.cases[0]
+        seconds = case.seconds(operation)
+        limit = case.limits[operation]
+        return Finding(
+            f"{seconds.median * 1e3:.3f} ms (p99 {result.parameters['p99_seconds'][operation] * 1e3:.3f})",
+            f"{limit}: {case.seconds(limit).median * 1e3:.3f} ms",
+            seconds.median <= at_most_s,
+        )
+
+    return find
+
+
+def _hashing(at_least: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        cases = result.group("hashing")
+        slowest = min(cases, key=lambda case: case.parameters["tokens"] / case.seconds(HASHING).median)
+        tokens = slowest.parameters["tokens"]
+        rate = tokens / slowest.seconds(HASHING).median
+        limit = tokens / slowest.seconds(slowest.limits[HASHING]).median
+        return Finding(
+            f"{rate / 1e6:.0f} M tokens/s at the slowest ({slowest.name})",
+            f"memcpy of the tokens: {limit / 1e6:.0f} M tokens/s",
+            rate >= at_least,
+        )
+
+    return find
+
+
+def _copies(result: Result) -> Finding:
+    cases = result.group("copying")
+    gather = max(case.ratio(GATHER, NAIVE) for case in cases)
+    scatter = max(case.ratio(SCATTER, NAIVE_WRITE) for case in cases)
+    to_limit = max(case.to_limit(name).median for case in cases for name in (GATHER, SCATTER))
+    return Finding(
+        f"time at the worst of {len(cases)} sizes: gather {gather:.2f} x, scatter {scatter:.2f} x NumPy's",
+        f"one memcpy: {to_limit:.2f} x at the worst",
+        max(gather, scatter) < 1.005,  # what is written as 1.00
+    )
+
+
+def _demo(result: Result) -> Finding:
+    case = result.cases[0]
+    shorter = case.ratio(FIRST, SECOND)
+    equal = result.parameters["token_ids_equal"]
+    return Finding(
+        f"{shorter:.1f} times shorter, tokens {'equal' if equal else 'NOT equal'}",
+        f"computing it: {case.seconds(FIRST).median:.2f} s",
+        bool(equal) and shorter >= 10,
+    )
+
+
+_HEADLINE_ONLY: Final = f"--model {HEADLINE.name}"
+
+CLAIMS: Final = (
+    Claim("`get_into` ≤ 1.05 x plain socket", "test_server", _HEADLINE_ONLY, _of_the_socket("get_into", 1.05)),
+    Claim(
+        "`stream_get`, placed into memory, ≤ 1.10 x plain socket",
+        "test_server",
+        _HEADLINE_ONLY,
+        _of_the_socket("stream_get", 1.10),
+    ),
+    Claim(
+        "`set`, deferred, ≤ 1.15 x plain socket",
+        "test_server",
+        _HEADLINE_ONLY,
+        _of_the_socket("set deferred=True", 1.15),
+    ),
+    Claim(
+        "`set`, not deferred, ≤ 1.25 x plain socket",
+        "test_server",
+        _HEADLINE_ONLY,
+        _of_the_socket("set deferred=False", 1.25),
+    ),
+    Claim(f"64 KiB blocks ≥ 70 % of the bytes/s of {_LARGE}", "test_small_blocks", "", _share_of_large("64 KiB", 0.7)),
+    Claim(f"16 KiB blocks ≥ 40 % of the bytes/s of {_LARGE}", "test_small_blocks", "", _share_of_large("16 KiB", 0.4)),
+    Claim("`contains` of 512 keys ≤ 0.2 ms", "test_lookup", "", _latency("contains 512", 0.2e-3)),
+    Claim("`match_prefix` of 4096 keys ≤ 1.0 ms", "test_lookup", "", _latency("match_prefix 4096", 1e-3)),
+    Claim("key hashing ≥ 100 M tokens/s, one thread", "test_key_hashing", "", _hashing(100e6)),
+    Claim("gather and scatter ≥ NumPy row copies at every size", "test_key_hashing", "", _copies),
+    Claim("demo: equal tokens, first token ≥ 10 times sooner", "test_demo", "", _demo),
+)

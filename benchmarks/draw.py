@@ -1,0 +1,69 @@
+"""Charts and tables from the committed results, and from nothing else: `python -m benchmarks.draw`.
+
+Reads benchmarks/results/*.json, writes docs/charts/*.svg, and replaces what stands between `<!-- begin:NAME -->` and
+`<!-- end:NAME -->` in docs/benchmarks.md. What was not measured says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+from benchmarks.results_reader import Results, read_results
+from benchmarks.tables import TABLES
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+_MARKED: Final = re.compile(r"(<!-- begin:(\w+) -->\n).*?(<!-- end:\2 -->)", re.DOTALL)
+
+
+def fill(document: str, results: Results) -> str:
+    """The document with its tables made anew. Raises `KeyError` for a marker that no table has."""
+
+    def table(match: re.Match[str]) -> str:
+        needed, make = TABLES[match[2]]
+        there = needed in results if needed else bool(results) or match[2] == "claims"
+        return f"{match[1]}{make(results) if there else 'Not measured yet.'}\n{match[3]}"
+
+    return _MARKED.sub(table, document)
+
+
+def draw_charts(results: Results, folder: Path) -> list[Path]:
+    """-> the files written."""
+    from benchmarks.charts import CHARTS
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, (needed, make) in CHARTS.items():
+        if needed in results:
+            path = folder / f"{name}.svg"
+            make(results, path)
+            written.append(path)
+    return written
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.draw",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
+    parser.add_argument("--charts", type=Path, default=ROOT / "docs" / "charts", metavar="FOLDER")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
+    options = parser.parse_args()
+    results = read_results(options.results)
+    options.document.write_text(fill(options.document.read_text(), results))
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: the tables were made, the charts were not", file=sys.stderr)
+        return 1
+    for path in draw_charts(results, options.charts):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

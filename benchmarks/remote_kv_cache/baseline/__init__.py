@@ -1,0 +1,1 @@
+"""What the machine and the transports can do without a store."""

@@ -1,0 +1,43 @@
+"""Moving 512 blocks within memory, 64 a call, in every way the reference measured, and in ours.
+
+Layer-to-layer and block-to-block naive are NumPy copies in a Python loop. One memcpy of the same bytes is the limit.
+"""
+
+from __future__ import annotations
+
+from benchmarks.remote_kv_cache.copies import NAIVE, Copies, no_cuda
+from benchmarks.remote_kv_cache.harness import Benchmark, add_model_option, chosen_models, missing_module
+
+
+def main() -> None:
+    benchmark = Benchmark(__spec__.name, __doc__, add_options=add_model_option)
+    unavailable = {}
+    if missing_module("torch"):
+        unavailable["index_copy_"] = missing_module("torch")
+    if no_cuda():
+        unavailable |= {"swap in": no_cuda(), "swap out": no_cuda()}
+    for model in chosen_models(benchmark.options):
+        benchmark.say(f"{model.name}: making {benchmark.batch.blocks} blocks of {model.block_bytes} bytes")
+        copies = Copies(model, benchmark.batch)
+        operations = [
+            *copies.block_operations(),
+            *copies.layer_operations(),
+            copies.fancy_index(),
+            *copies.index_copy(),
+            *copies.swaps(),
+        ]
+        benchmark.measure(
+            model.name,
+            operations,
+            references=(NAIVE,),
+            unavailable=unavailable,
+            block_bytes=model.block_bytes,
+            blocks=benchmark.batch.blocks,
+            blocks_per_call=benchmark.batch.per_call,
+        )
+    benchmark.matrix(f"As multiples of {NAIVE}", NAIVE)
+    benchmark.finish(torch_threads=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What ZeroMQ's own library does: 512 blocks from a ROUTER to a DEALER over tcp, ipc and inproc, and the plain socket.
+
+The ROUTER sends from the blocks' memory (`copy=False`), the DEALER asks for 64 blocks at a time and receives each frame
+into its row (`recv_into`), or as a message that is then copied. tcp, ipc and the plain socket cross a process border;
+inproc is a thread. kvstore speaks ZeroMQ's protocol without its library; this is why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Final
+
+import numpy as np
+import zmq
+
+from benchmarks.remote_kv_cache.harness import Benchmark, Operation, add_model_option, chosen_models
+from benchmarks.remote_kv_cache.plain import plain_socket
+from benchmarks.remote_kv_cache.shapes import Model, Rows, random_rows
+from benchmarks.remote_kv_cache.transfers import MEMCPY, PLAIN_GET, Blocks, memcpy_operation, plain_operations
+
+_CALL: Final = struct.Struct("<II")
+_START_S: Final = 60.0
+_STOP_S: Final = 10.0
+_ANSWER_MS: Final = 60_000
+
+
+def serve(router: zmq.Socket[bytes], rows: Rows) -> None:
+    """Answer each `(first, last)` with those rows, a frame each; an empty request ends it."""
+    while True:
+        identity, request = router.recv_multipart()
+        if not request:
+            return
+        start, end = _CALL.unpack(request)
+        router.send_multipart([identity, *rows[start:end]], copy=False)
+
+
+def _serve_process(pipe: Connection, ipc: str, count: int, row_bytes: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        router.bind(ipc)
+        rows = random_rows(count, row_bytes)
+        pipe.send(f"tcp://127.0.0.1:{port}")
+        serve(router, rows)
+
+
+@contextlib.contextmanager
+def router_process(ipc: str, count: int, row_bytes: int) -> Iterator[str]:
+    """A ROUTER in a process of its own, at `ipc` and at the tcp endpoint this gives."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_serve_process, args=(theirs, ipc, count, row_bytes), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START_S):
+            raise TimeoutError(f"the ROUTER process was not ready within {_START_S:g} s")
+        yield ours.recv()
+    finally:
+        ours.close()
+        process.terminate()
+        process.join(_STOP_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def router_thread(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, rows: Rows) -> Iterator[None]:
+    """A ROUTER in a thread, for inproc."""
+    router = context.socket(zmq.ROUTER)
+    router.bind(endpoint)
+    thread = threading.Thread(target=serve, args=(router, rows))
+    thread.start()
+    try:
+        yield
+    finally:
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(endpoint)
+            dealer.send(b"")
+            thread.join()
+        router.close(linger=0)
+
+
+def dealer_operation(dealer: zmq.Socket[bytes], blocks: Blocks, name: str, into: bool) -> Operation:
+    """Ask for the blocks and receive them in place (`into`), or as messages that are copied."""
+
+    def call(start: int, end: int) -> None:
+        dealer.send(_CALL.pack(start, end))
+        for row in blocks.out[start:end]:
+            if into:
+                dealer.recv_into(row)
+            else:
+                row[:] = np.frombuffer(dealer.recv(copy=False).buffer, dtype=np.uint8)
+
+    return blocks.reading(name, call, PLAIN_GET)
+
+
+def measure(benchmark: Benchmark, model: Model) -> None:
+    """One model, with peers of its own."""
+    benchmark.say(f"{model.name}: making {benchmark.batch.blocks} blocks of {model.block_bytes} bytes")
+    blocks = Blocks(benchmark.batch, model.block_bytes)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        ipc = f"ipc://{folder}/router"
+        tcp = stack.enter_context(router_process(ipc, blocks.batch.blocks, model.block_bytes))
+        plain = stack.enter_context(plain_socket(blocks.batch.blocks, model.block_bytes))
+        context = stack.enter_context(zmq.Context())
+        inproc = "inproc://router"
+        stack.enter_context(router_thread(context, inproc, blocks.source))
+        operations = [memcpy_operation(blocks), *plain_operations(plain, blocks)]
+        for name, endpoint in {"tcp": tcp, "ipc": ipc, "inproc": inproc}.items():
+            for into in (True, False):
+                dealer = stack.enter_context(context.socket(zmq.DEALER))
+                dealer.linger, dealer.rcvtimeo = 0, _ANSWER_MS
+                dealer.connect(endpoint)
+                title = f"zmq {name}" if into else f"zmq {name}, recv and copy"
+                operations.append(dealer_operation(dealer, blocks, title, into))
+        benchmark.measure(
+            model.name,
+            operations,
+            references=(MEMCPY,),
+            block_bytes=model.block_bytes,
+            blocks=blocks.batch.blocks,
+            blocks_per_call=blocks.batch.per_call,
+        )
+
+
+def main() -> None:
+    benchmark = Benchmark(__spec__.name, __doc__, add_options=add_model_option)
+    for model in chosen_models(benchmark.options):
+        measure(benchmark, model)
+    benchmark.matrix("As multiples of block-to-block naive (memcpy)", MEMCPY)
+    benchmark.matrix("As multiples of the plain socket")
+    benchmark.finish(zmq_io_threads=1, libzmq=zmq.zmq_version())
+
+
+if __name__ == "__main__":
+    main()

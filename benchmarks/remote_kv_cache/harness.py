@@ -1,0 +1,187 @@
+"""Rounds, options and results: what every benchmark here does in the same way.
+
+Operations take turns: a round runs each once, in an order shuffled anew for every round (from a fixed seed), so that
+neither drift of the machine nor a neighbour's leftovers favour one of them. The first round is not counted; it runs
+in the order given, so what reads must stand after what writes. `before` and `after` of an operation are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.remote_kv_cache.report import Case, case_table, console, matrix_table
+from benchmarks.remote_kv_cache.rig import load_average, rig, versions
+from benchmarks.remote_kv_cache.shapes import FULL, HEADLINE, MODELS, QUICK, Batch, Model
+
+DEFAULT_ROUNDS: Final = 11
+QUICK_ROUNDS: Final = 2
+
+
+def nothing() -> None:
+    """What is done before and after an operation that needs nothing."""
+
+
+def _no_options(_: argparse.ArgumentParser) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is timed. `run` returns None, or the seconds it took where it measures itself. `limit`: the name of the
+    operation that is its physical limit. `after` raises when the bytes that were moved are wrong."""
+
+    name: str
+    run: Callable[[], float | None]
+    moved: int = 0
+    limit: str = ""
+    before: Callable[[], object] = nothing
+    after: Callable[[], object] = nothing
+
+
+class Benchmark:
+    """One run of one benchmark: its options, its cases, and where they go."""
+
+    def __init__(
+        self,
+        name: str,
+        document: str,
+        rounds: int = DEFAULT_ROUNDS,
+        add_options: Callable[[argparse.ArgumentParser], object] = _no_options,
+    ) -> None:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m {name}",
+            description=document,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--rounds", type=_positive, metavar="N", help=f"default: {rounds}; --quick: {QUICK_ROUNDS}")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, raw rounds included, here")
+        parser.add_argument("--quick", action="store_true", help="few small rounds: does it run, not how fast")
+        add_options(parser)
+        self.options = parser.parse_args()
+        self.quick: bool = self.options.quick
+        self.rounds: int = self.options.rounds or (QUICK_ROUNDS if self.quick else rounds)
+        self.batch: Batch = QUICK if self.quick else FULL
+        self.name = name
+        self.cases: list[Case] = []
+        self._load = load_average()
+        self._stderr = Console(stderr=True)
+
+    def measure(
+        self,
+        case: str,
+        operations: Sequence[Operation],
+        references: Sequence[str] = (),
+        unavailable: Mapping[str, str] | None = None,
+        **parameters: Any,
+    ) -> Case:
+        """Run the rounds, print their table, keep the case."""
+        seconds: dict[str, list[float]] = {operation.name: [] for operation in operations}
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # Drawn between operations only: a drawing thread would take its share of two cores.
+        with Progress(*columns, console=self._stderr, transient=True, auto_refresh=False) as bar:
+            task = bar.add_task(case, total=(self.rounds + 1) * len(operations))
+            for number in range(self.rounds + 1):
+                order = list(operations)
+                if number:
+                    random.Random(number).shuffle(order)
+                for operation in order:
+                    bar.update(task, description=f"{case}: {operation.name}", refresh=True)
+                    elapsed = _timed(operation)
+                    if number:
+                        seconds[operation.name].append(elapsed)
+                    bar.advance(task)
+        result = Case(
+            name=case,
+            seconds=seconds,
+            moved={operation.name: operation.moved for operation in operations},
+            limits={operation.name: operation.limit for operation in operations if operation.limit},
+            references=references,
+            unavailable=unavailable or {},
+            parameters=parameters,
+        )
+        self.cases.append(result)
+        console().print(case_table(result))
+        return result
+
+    def matrix(self, title: str, reference: str = "") -> None:
+        """Print all cases side by side, as multiples of one operation, or of each one's limit."""
+        console().print(matrix_table(title, self.cases, reference))
+
+    def say(self, text: str) -> None:
+        """A line for people, not part of the result."""
+        self._stderr.print(text)
+
+    def finish(self, **parameters: Any) -> None:
+        """Write the JSON, if one was asked for."""
+        if self.options.json is None:
+            return
+        result = {
+            "benchmark": self.name.rpartition(".")[2],
+            "command": self._command(),
+            "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+            "quick": self.quick,
+            "rounds": self.rounds,
+            "rig": rig(),
+            "load_average": {"before": self._load, "after": load_average()},
+            "versions": versions(),
+            "parameters": parameters,
+            "cases": [case.to_json() for case in self.cases],
+        }
+        self.options.json.parent.mkdir(parents=True, exist_ok=True)
+        self.options.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+    def _command(self) -> str:
+        """How to run this again; where the JSON went is not part of it."""
+        words = iter(sys.argv[1:])
+        kept = []
+        for word in words:
+            if word == "--json":
+                next(words, None)
+            elif not word.startswith("--json="):
+                kept.append(word)
+        return " ".join(["python", "-m", self.name, *kept])
+
+
+def _timed(operation: Operation) -> float:
+    operation.before()
+    gc.collect()
+    begin = time.perf_counter()
+    own = operation.run()
+    elapsed = time.perf_counter() - begin
+    operation.after()
+    return elapsed if own is None else own
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
+    return value
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """`--model`: one of the five, or all."""
+    parser.add_argument("--model", choices=["all", *MODELS], default="all", help=f"headline: {HEADLINE.name}")
+
+
+def chosen_models(options: argparse.Namespace) -> list[Model]:
+    """What `--model` says."""
+    return list(MODELS.values()) if options.model == "all" else [MODELS[options.model]]
+
+
+def missing_module(module: str) -> str:
+    """Why an optional package cannot be used; empty when it can."""
+    return "" if importlib.util.find_spec(module) else f"{module} is not installed"

@@ -1,0 +1,127 @@
+"""The plain socket: `sendall` on one side, `recv_into` on the other, one thread each, in two processes.
+
+It is the physical limit of one TCP connection and what every transfer here is divided by. The peer keeps rows of its
+own, so that what was sent there can be fetched back: nothing else stands between the two kernels' copies. A request
+is `_HEAD`: what to do, and two counts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Final
+
+import numpy as np
+
+from benchmarks.remote_kv_cache.shapes import Rows
+
+_HEAD: Final = struct.Struct("<BII")
+_SEND, _RECEIVE, _ANSWER = 1, 2, 3
+_START_S: Final = 30.0
+_STOP_S: Final = 10.0
+
+
+def receive(sock: socket.socket, view: memoryview) -> None:
+    """Fill `view`. Raises `ConnectionError` when the other side closes."""
+    while view:
+        got = sock.recv_into(view)
+        if not got:
+            raise ConnectionError("the plain socket was closed by its other side")
+        view = view[got:]
+
+
+class PlainSocket:
+    """The asking side. Not thread-safe: one conversation."""
+
+    def __init__(self, port: int) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """End the peer's service of this connection."""
+        self._sock.close()
+
+    def set(self, rows: Rows, start: int, end: int) -> None:
+        """Send rows start … end-1 and wait for one byte of acknowledgement."""
+        self._sock.sendall(_HEAD.pack(_RECEIVE, start, end - start))
+        for row in rows[start:end]:
+            self._sock.sendall(row)
+        receive(self._sock, memoryview(bytearray(1)))
+
+    def get_into(self, rows: Rows, start: int, end: int) -> None:
+        """Receive the peer's rows start … end-1 into ours."""
+        self._sock.sendall(_HEAD.pack(_SEND, start, end - start))
+        for row in rows[start:end]:
+            receive(self._sock, memoryview(row))
+
+    def ask(self, request_bytes: int, answer_bytes: int) -> None:
+        """A round trip of that many bytes there and back, each sent and received whole."""
+        self._sock.sendall(_HEAD.pack(_ANSWER, request_bytes, answer_bytes) + bytes(request_bytes))
+        receive(self._sock, memoryview(bytearray(answer_bytes)))
+
+
+def _serve(pipe: Connection, count: int, row_bytes: int) -> None:
+    rows = np.zeros((count, row_bytes), dtype=np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname()[1])
+        while True:
+            sock, _ = server.accept()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with sock:
+                try:
+                    _converse(sock, rows)
+                except ConnectionError:
+                    continue
+
+
+def _converse(sock: socket.socket, rows: Rows) -> None:
+    head = bytearray(_HEAD.size)
+    while True:
+        receive(sock, memoryview(head))
+        what, first, second = _HEAD.unpack(head)
+        if what == _SEND:
+            for row in rows[first : first + second]:
+                sock.sendall(row)
+        elif what == _RECEIVE:
+            for row in rows[first : first + second]:
+                receive(sock, memoryview(row))
+            sock.sendall(b"\1")
+        else:
+            receive(sock, memoryview(bytearray(first)))
+            sock.sendall(bytes(second))
+
+
+@contextmanager
+def plain_peer(count: int, row_bytes: int) -> Iterator[int]:
+    """A process that holds `count` rows and serves one `PlainSocket` after the other; gives its port."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(theirs, count, row_bytes), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START_S):
+            raise TimeoutError(f"the plain socket's peer was not ready within {_START_S:g} s")
+        yield ours.recv()
+    finally:
+        ours.close()
+        process.terminate()
+        process.join(_STOP_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def plain_socket(count: int, row_bytes: int) -> Iterator[PlainSocket]:
+    """A `PlainSocket` and its peer process."""
+    with plain_peer(count, row_bytes) as port:
+        sock = PlainSocket(port)
+        try:
+            yield sock
+        finally:
+            sock.close()

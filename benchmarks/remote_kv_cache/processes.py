@@ -1,0 +1,111 @@
+"""The servers that are measured, each started by a benchmark on a free port and ended by it, whatever happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+_START_S: Final = 60.0
+_STOP_S: Final = 20.0
+_READ_BYTES: Final = 1 << 20  # of redis-py; with its default of 64 KiB it reads large values at a fraction of this
+_SPARE_BYTES: Final = 256 << 20
+
+
+def environment() -> dict[str, str]:
+    """For children: this checkout is importable, and no server setting leaks in from the shell."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_SERVER_")}
+    return {**inherited, "PYTHONPATH": path}
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def kvstore_server(block_bytes: int, shards: int = 1) -> Iterator[str]:
+    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare; gives its endpoint."""
+    memory = block_bytes * 5 // 4 + _SPARE_BYTES * shards
+    command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", f"{memory}B", "--shards", str(shards)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
+        late = threading.Timer(_START_S, process.kill)  # ends the wait for the line below
+        late.start()
+        try:
+            assert process.stdout is not None
+            ready = re.match(r"kvstore-server ready (tcp://\S+)", process.stdout.readline())
+            late.cancel()
+            if ready is None:
+                log.seek(0)
+                raise RuntimeError(f"kvstore-server did not start:\n{log.read()[-4000:].decode(errors='replace')}")
+            yield ready[1]
+        finally:
+            late.cancel()
+            _end(process)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def redis_missing() -> str:
+    """Why Redis cannot be measured; empty when it can."""
+    if shutil.which("redis-server") is None:
+        return "redis-server is not installed"
+    return "" if importlib.util.find_spec("redis") else "redis-py is not installed"
+
+
+@contextmanager
+def redis_server() -> Iterator[Redis | None]:
+    """A Redis of its own, memory only, over TCP, and a redis-py client; None when `redis_missing`."""
+    if redis_missing():
+        yield None
+        return
+    import redis
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", ""]
+    command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            client = redis.Redis(host="127.0.0.1", port=port, socket_timeout=_START_S, socket_read_size=_READ_BYTES)
+            _await_redis(client, process)
+            with client:
+                yield client
+        finally:
+            _end(process)
+
+
+def _await_redis(client: Redis, process: subprocess.Popen[Any]) -> None:
+    import redis
+
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            client.ping()
+            return
+        except redis.ConnectionError as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"redis-server did not start: {error}") from error
+            time.sleep(0.02)

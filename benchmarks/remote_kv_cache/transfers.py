@@ -1,0 +1,222 @@
+"""The operations that move a batch of blocks: over memcpy, the plain socket, kvstore and Redis.
+
+All of them share one `Blocks`: the bytes to send, room for what comes back, and the keys. Before an operation that
+reads, the room is cleared; after it, its bytes are compared: neither is timed. What is read into memory of its own
+(`get`, `mget`) is compared as far as it is still there, that is, the last call's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from benchmarks.remote_kv_cache.harness import Operation, nothing
+from benchmarks.remote_kv_cache.plain import PlainSocket
+from benchmarks.remote_kv_cache.shapes import BLOCK_TOKENS, Batch, random_keys, random_rows
+from kvstore_client import KVStoreClient, Namespace, SetResult
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+MEMCPY: Final = "memcpy"
+PLAIN_SET: Final = "plain socket set"
+PLAIN_GET: Final = "plain socket get"
+TIMEOUT_S: Final = 60.0
+
+Call = Callable[[int, int], object]
+
+
+class Blocks:
+    """`batch.blocks` blocks of `block_bytes`: `source`, `out` and `keys`."""
+
+    def __init__(self, batch: Batch, block_bytes: int, seed: int = 0) -> None:
+        self.batch = batch
+        self.block_bytes = block_bytes
+        self.source = random_rows(batch.blocks, block_bytes, seed)
+        self.out = np.zeros_like(self.source)
+        self.keys = random_keys(batch.blocks, seed + 1000)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all blocks together."""
+        return self.batch.blocks * self.block_bytes
+
+    def clear(self) -> None:
+        """Forget what was read."""
+        self.out.fill(0)
+
+    def verify(self) -> None:
+        """Raise unless everything was read right."""
+        for number, (row, expected) in enumerate(zip(self.out, self.source, strict=True)):
+            if not np.array_equal(row, expected):
+                raise AssertionError(f"block {number}: other bytes were read than were written")
+
+    def verify_last(self, blocks: Any) -> None:
+        """Raise unless `blocks` are those of the last call."""
+        expected = self.source[-len(blocks) :]
+        for block, row in zip(blocks, expected, strict=True):
+            if block is None or not np.array_equal(np.frombuffer(block, dtype=np.uint8), row):
+                raise AssertionError("other bytes were read than were written")
+
+    def each_call(self, call: Call) -> Callable[[], None]:
+        """`call(first, last)` for every call of the batch."""
+
+        def run() -> None:
+            for start, end in self.batch.calls():
+                call(start, end)
+
+        return run
+
+    def writing(self, name: str, call: Call, limit: str, before: Callable[[], object]) -> Operation:
+        """An operation that sends the blocks."""
+        return Operation(name, self.each_call(call), self.total_bytes, limit, before=before)
+
+    def reading(self, name: str, call: Call, limit: str = "", before: Callable[[], object] = nothing) -> Operation:
+        """An operation that fills `out`."""
+
+        def clear() -> None:
+            self.clear()
+            before()
+
+        return Operation(name, self.each_call(call), self.total_bytes, limit, before=clear, after=self.verify)
+
+    def fetching(
+        self, name: str, call: Callable[[int, int], Any], limit: str, before: Callable[[], object] = nothing
+    ) -> Operation:
+        """An operation whose calls return blocks."""
+        last: list[Any] = []
+
+        def keep(start: int, end: int) -> None:
+            last.clear()  # as a caller does who is done with the blocks: their memory can be used again
+            last.append(call(start, end))
+
+        def check() -> None:
+            self.verify_last(last.pop())
+
+        return Operation(name, self.each_call(keep), self.total_bytes, limit, before=before, after=check)
+
+
+def namespace(model: str, block_bytes: int) -> Namespace:
+    """Where a benchmark keeps its blocks."""
+    return Namespace(model=model, dtype="bfloat16", block_tokens=BLOCK_TOKENS, block_bytes=block_bytes)
+
+
+def connect(endpoint: str, model: str, block_bytes: int) -> KVStoreClient:
+    """A client with the defaults of the library, but for a deadline that a slow machine meets."""
+    return KVStoreClient(endpoint, namespace(model, block_bytes), timeout_s=TIMEOUT_S)
+
+
+def memcpy_operation(blocks: Blocks) -> Operation:
+    """One copy of the same bytes, block by block."""
+
+    def copy(start: int, end: int) -> None:
+        for number in range(start, end):
+            blocks.out[number] = blocks.source[number]
+
+    return blocks.reading(MEMCPY, copy)
+
+
+def plain_operations(plain: PlainSocket, blocks: Blocks) -> list[Operation]:
+    """The physical limits. What `set` left with the peer is what `get` brings back."""
+
+    def send(start: int, end: int) -> None:
+        plain.set(blocks.source, start, end)
+
+    def fetch(start: int, end: int) -> None:
+        plain.get_into(blocks.out, start, end)
+
+    return [
+        Operation(PLAIN_SET, blocks.each_call(send), blocks.total_bytes),
+        blocks.reading(PLAIN_GET, fetch),
+    ]
+
+
+def set_operation(client: KVStoreClient, blocks: Blocks, deferred: bool, name: str, limit: str) -> Operation:
+    """`set` of keys that are not there: they are deleted, and earlier deferred writes done, before each round."""
+    results: list[SetResult] = []
+
+    def call(start: int, end: int) -> None:
+        results.append(client.set(blocks.keys[start:end], blocks.source[start:end], deferred=deferred))
+
+    def before() -> None:
+        client.flush()
+        client.delete(blocks.keys)
+        results.clear()
+
+    def after() -> None:
+        client.flush()
+        created = sum(result.created for result in results)
+        if created != blocks.batch.blocks:
+            raise AssertionError(f"{name}: {created} of {blocks.batch.blocks} blocks were created: {results}")
+
+    return Operation(name, blocks.each_call(call), blocks.total_bytes, limit, before=before, after=after)
+
+
+def get_into_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) -> Operation:
+    """`get_into` the rows the blocks belong in."""
+
+    def call(start: int, end: int) -> None:
+        client.get_into(blocks.keys[start:end], blocks.out[start:end])
+
+    return blocks.reading(name, call, limit)
+
+
+def kvstore_operations(client: KVStoreClient, blocks: Blocks) -> list[Operation]:
+    """The calls of the reference's table, and `get_into`."""
+
+    def stream(start: int, end: int) -> None:
+        rows = blocks.out[start:end]
+        for position, block in client.stream_get(blocks.keys[start:end]):
+            rows[position] = np.frombuffer(block, dtype=np.uint8)
+
+    return [
+        set_operation(client, blocks, False, "set deferred=False", PLAIN_SET),
+        set_operation(client, blocks, True, "set deferred=True", PLAIN_SET),
+        blocks.fetching("get", lambda start, end: client.get(blocks.keys[start:end]).blocks, PLAIN_GET),
+        blocks.reading("stream_get", stream, PLAIN_GET),
+        get_into_operation(client, blocks, "get_into", PLAIN_GET),
+    ]
+
+
+def redis_operations(redis: Redis, blocks: Blocks) -> list[Operation]:
+    """Redis through redis-py: many keys to a command, a pipeline, and a command a key, which is its fastest for blocks
+    of this size. `get` places each block where it belongs, as stream_get does; `mget` only gives bytes objects. Each
+    has a fresh connection in every round: one that carried a large MGET stays at half its speed."""
+    keys = [key.tobytes() for key in blocks.keys]
+    views = [memoryview(row) for row in blocks.source]
+
+    def set_each(start: int, end: int) -> None:
+        for number in range(start, end):
+            redis.set(keys[number], views[number])
+
+    def get_each(start: int, end: int) -> None:
+        for number in range(start, end):
+            value: Any = redis.get(keys[number])
+            blocks.out[number] = np.frombuffer(value, dtype=np.uint8)
+
+    def pipeline(start: int, end: int) -> None:
+        commands = redis.pipeline(transaction=False)
+        for number in range(start, end):
+            commands.set(keys[number], views[number])
+        commands.execute()
+
+    def mset(start: int, end: int) -> None:
+        redis.mset(dict(zip(keys[start:end], views[start:end], strict=True)))
+
+    def reconnect() -> None:
+        redis.connection_pool.disconnect()
+        redis.ping()
+
+    def empty() -> None:
+        redis.flushall()
+        reconnect()
+
+    return [
+        blocks.writing("redis set", set_each, PLAIN_SET, before=empty),
+        blocks.writing("redis pipeline set", pipeline, PLAIN_SET, before=empty),
+        blocks.writing("redis mset", mset, PLAIN_SET, before=empty),
+        blocks.reading("redis get", get_each, PLAIN_GET, before=reconnect),
+        blocks.fetching("redis mget", lambda start, end: redis.mget(keys[start:end]), PLAIN_GET, before=reconnect),
+    ]

@@ -1,0 +1,94 @@
+"""The JSON that benchmarks left, read back. Everything drawn or tabled comes through here and from nowhere else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and extremes of the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What took turns: one `Case` of the benchmark."""
+
+    data: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.data["case"])
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.data["parameters"])
+
+    @property
+    def operations(self) -> list[str]:
+        return list(self.data["seconds"])
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """The physical limit of an operation, by its name."""
+        return dict(self.data["limit"])
+
+    def seconds(self, operation: str) -> Spread:
+        return Spread(*(self.data[what][operation] for what in ("median", "min", "max")))
+
+    def rate(self, operation: str) -> Spread:
+        """GB/s, GB = 1e9 bytes."""
+        moved = self.data["bytes"][operation] / 1e9
+        seconds = self.seconds(operation)
+        return Spread(moved / seconds.median, moved / seconds.high, moved / seconds.low)
+
+    def to_limit(self, operation: str) -> Spread:
+        """Multiples of its physical limit, round by round."""
+        spread = self.data["ratio_to_limit"][operation]
+        return Spread(spread["median"], spread["min"], spread["max"])
+
+    def ratio(self, operation: str, reference: str) -> float:
+        """Multiples of a reference of the case, the median over the rounds."""
+        return float(self.data["ratio_to"][reference][operation])
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file."""
+
+    data: dict[str, Any]
+
+    @property
+    def cases(self) -> list[CaseResult]:
+        return [CaseResult(case) for case in self.data["cases"]]
+
+    def case(self, name: str) -> CaseResult:
+        """Raises `KeyError` when it was not measured."""
+        for case in self.cases:
+            if case.name == name:
+                return case
+        raise KeyError(f"{self.data['benchmark']}: no case {name!r}; it was run as {self.data['command']!r}")
+
+    def group(self, name: str) -> list[CaseResult]:
+        """The cases of a benchmark that has several kinds."""
+        return [case for case in self.cases if case.parameters.get("group") == name]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.data["parameters"])
+
+
+Results = dict[str, Result]
+
+
+def read_results(folder: Path) -> Results:
+    """All results in a folder, by benchmark."""
+    files = sorted(folder.glob("*.json"))
+    return {file.stem: Result(json.loads(file.read_text())) for file in files}
