@@ -358,6 +358,7 @@ class Peer:
 
     def end_stream(self, stream: Stream) -> None:
         if self.streams.pop(stream.id, None) is not None:
+            stream.close()
             self.shard.stream_ended(stream)
         if stream in self._turn:
             self._turn.remove(stream)

@@ -1,8 +1,10 @@
 """A GET in progress: the parts of its reply, made one at a time as the connection can take them.
 
-Nothing is held for a whole request: each part references its slots only from the moment it is made until the kernel
-has taken its bytes, so a reader that stops reading holds one part. A key that another client is writing is waited
-for, until it is there, gone, or the deadline passes. What is not there when its turn comes is a miss.
+Nothing is held for a whole request: a group of a few parts is made ready at a time, and each part references its slots
+until the kernel has taken its bytes, so a reader that stops reading holds one group. A part says how many bytes of
+its group are still to come: they are certain, and the reader sleeps until they are there. A key that another client
+is writing is waited for, until it is there, gone, or the deadline passes. What is not there when its turn comes is a
+miss.
 
 Credit: a reader that asked for it is sent no more payload than it granted, so that other replies on its connection
 never queue behind blocks nobody takes. The deadline of such a stream starts anew with every grant: a slow consumer
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.memory.store import NamespaceStore, Slots, Store
-from kvstore.wire import Get, Part, encode
+from kvstore.wire import GROUP_BYTES, Get, Part, encode
 from kvstore.zmtp import frame, frame_head
 
 
@@ -36,6 +39,7 @@ class Stream:
 
     __slots__ = (
         "_count",
+        "_group",
         "_hit",
         "_key_bytes",
         "_keys",
@@ -70,6 +74,7 @@ class Stream:
         self._count = request.count
         self._next = 0
         self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
+        self._group: deque[tuple[list[int], list[int]]] = deque()  # positions and slots of the parts made ready
         self._hit = self._miss = 0
         self._limit_s = request.deadline_ms / 1000
         self.deadline = now + self._limit_s
@@ -104,20 +109,37 @@ class Stream:
         namespace = self.namespace
         if namespace is None:
             return self._end()
-        block_bytes = namespace.block_bytes
-        room = namespace.frame_blocks
+        if not self._group and not self._make_group(namespace, now):
+            return None
+        return self._part(namespace, *self._group.popleft())
+
+    def _make_group(self, namespace: NamespaceStore, now: float) -> bool:
+        """Make the next parts ready; False: nothing can be sent now."""
+        block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
+        room = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
         if self.credit is not None:
             room = min(room, self.credit // block_bytes)
             if room < 1 and (self._next < self._count or self._waiting):
-                return None
+                return False
         positions, slots = self._acquire(namespace, room, now)
-        last = self._next == self._count and not self._waiting
-        if not positions and not last:
-            namespace.parked.add(self)
-            return None
-        if last:
+        if self._next < self._count or self._waiting:
+            if not positions:
+                namespace.parked.add(self)
+                return False
+        else:
             namespace.parked.discard(self)
-        return self._part(namespace, positions, slots, last)
+        if self.credit is not None:
+            self.credit -= len(positions) * block_bytes
+        for at in range(0, max(1, len(positions)), per_frame):
+            self._group.append((positions[at : at + per_frame], slots[at : at + per_frame]))
+        return True
+
+    def close(self) -> None:
+        """The stream is over, sent to its end or not: what was made ready and not sent is let go."""
+        for _, slots in self._group:
+            assert self.namespace is not None
+            self.namespace.index.release(slots)
+        self._group.clear()
 
     def _acquire(self, namespace: NamespaceStore, room: int, now: float) -> tuple[list[int], list[int]]:
         """Reference up to `room` blocks that are there, waiting ones first."""
@@ -154,22 +176,21 @@ class Stream:
         else:
             self._miss += 1
 
-    def _part(self, namespace: NamespaceStore, positions: list[int], slots: list[int], last: bool) -> Outgoing:
+    def _part(self, namespace: NamespaceStore, positions: list[int], slots: list[int]) -> Outgoing:
+        block_bytes = namespace.block_bytes
         self._hit += len(positions)
-        self.done = last
+        self.done = last = not self._group and self._next == self._count and not self._waiting
         slot_array: Slots = np.array(slots, dtype=np.int32)
-        sums = namespace.index.checksums(slot_array).tobytes()
         where = struct.pack(f"<{len(positions)}I", *positions)
-        header = encode(Part(self.id, where, sums, last, self._hit, self._miss))
+        sums = namespace.index.checksums(slot_array).tobytes()
+        following = sum(len(later) for later, _ in self._group) * block_bytes
+        header = encode(Part(self.id, where, sums, last, self._hit, self._miss, following))
         if last:
             namespace.hits += self._hit
             namespace.misses += self._miss
         if not positions:
             return Outgoing([frame(header, False)])
-        payload_bytes = len(positions) * namespace.block_bytes
-        if self.credit is not None:
-            self.credit -= payload_bytes
-        head = frame(header, True) + frame_head(payload_bytes, False)
+        head = frame(header, True) + frame_head(len(positions) * block_bytes, False)
         views: list[bytes | memoryview] = [head, *namespace.views(slot_array)]
         return Outgoing(views, lambda: self._release(namespace, slot_array))
 

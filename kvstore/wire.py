@@ -36,6 +36,7 @@ CHECKSUM_BYTES: Final = 8
 # overlapping; with 4 MiB a call a transfer took 1.15 times as long.
 FRAME_BYTES: Final = 1 << 20
 MAX_FRAME_BLOCKS: Final = 512  # the kernel takes 1024 pieces in one call
+GROUP_BYTES: Final = 4 << 20  # how much of a GET is made ready, and announced, at a time
 
 
 def frame_blocks(block_bytes: int) -> int:
@@ -208,7 +209,8 @@ class Part(_Header, tag=67, frozen=True):
 
     `positions`: u32le into the request's keys, `sums`: u64le, one each a block.
 
-    The PART with `last` ends the reply; hits and misses are then complete.
+    The PART with `last` ends the reply; hits and misses are then complete. `following` payload bytes are on their
+    way in the PARTs right behind this one, so that the reader need not be woken for less.
     """
 
     id: int
@@ -217,6 +219,7 @@ class Part(_Header, tag=67, frozen=True):
     last: bool
     hit: int = 0
     miss: int = 0
+    following: int = 0
 
 
 class ContainsReply(_Header, tag=68, frozen=True):

@@ -203,7 +203,7 @@ class Receiver:
             self._parse()
             if got < wanted:
                 break
-        self._await_more()
+        self.arm()
         return True
 
     def _compact(self) -> None:
@@ -211,7 +211,7 @@ class Receiver:
         self._view[: len(rest)] = rest
         self._start, self._end = 0, len(rest)
 
-    def _await_more(self) -> None:
+    def arm(self) -> None:
         """Ask to be woken for a large piece, not for every segment: each wake-up costs more than its bytes."""
         coming = self._left + self._sink.bytes_after_frame()
         low_water = min(coming, _LOW_WATER_BYTES) if coming > _DIRECT_BYTES else 1

@@ -54,6 +54,7 @@ class Link:
         self._ready = False
         self._frame = 0
         self._operation: Operation | None = None  # whose reply is being read
+        self._following = 0  # payload bytes that are certain to come after the current message
 
     def __repr__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -93,7 +94,7 @@ class Link:
         os.set_inheritable(sock.fileno(), False)
         operation = Operation(0)
         self.pending = {0: operation}
-        self._ready, self._frame, self._operation = False, 0, None
+        self._ready, self._frame, self._operation, self._following = False, 0, None, 0
         sock.sendall(zmtp.greeting() + zmtp.ready(b"DEALER"))
         greeted = False
         poll = select.poll()
@@ -189,10 +190,12 @@ class Link:
             receiver = self._receiver
             if receiver is None:
                 return
+            before = receiver.received
             try:
-                if receiver.receive(budget):
+                alive = receiver.receive(budget)
+                if receiver.received > before:
                     self.last_received = time.monotonic()
-                else:
+                if not alive:
                     self.drop_locked(ConnectionLost(f"{self}: the server closed the connection"))
             except OSError as error:
                 self.drop_locked(ConnectionLost(f"{self}: {error.strerror or error}"))
@@ -203,10 +206,14 @@ class Link:
         """The caller stops waiting: after this no byte of the reply is written to its memory."""
         with self.receive_lock:
             self.pending.pop(operation.id, None)
+            self._following = 0  # the shard drops what it announced when it hears CANCEL
+            receiver = self._receiver
             if self._operation is operation:
                 self._operation = None
-                if self._receiver is not None:
-                    self._receiver.divert(discard_views)
+                if receiver is not None:
+                    receiver.divert(discard_views)
+            if receiver is not None and self.sock is not None:
+                receiver.arm()
 
     def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
         if not self._ready:
@@ -222,7 +229,7 @@ class Link:
         return self._operation.begin_payload(size)
 
     def bytes_after_frame(self) -> int:
-        return 0  # the next part may be the last, and small
+        return self._following
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if self._frame == 0:
@@ -230,6 +237,7 @@ class Link:
             self._operation = self.pending.get(reply.id)
             if self._operation is not None:
                 self._operation.header(reply)
+                self._following = self._operation.following
             elif isinstance(reply, wire.Error) and reply.id == 0:
                 raise ProtocolError(f"the server refuses a message: {reply.message}")
         elif self._operation is not None:

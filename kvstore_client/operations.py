@@ -22,11 +22,12 @@ from kvstore_client.errors import KVStoreError, ProtocolError, from_wire
 class Operation:
     """One request and the state of its reply."""
 
-    __slots__ = ("done", "error", "id", "reply")
+    __slots__ = ("done", "error", "following", "id", "reply")
 
     def __init__(self, request_id: int) -> None:
         self.id = request_id
         self.done = False
+        self.following = 0  # bytes the last part announced behind itself
         self.error: KVStoreError | None = None
         self.reply: wire.Reply | None = None
 
@@ -84,6 +85,7 @@ class GetOperation(Operation):
             raise ProtocolError(f"a PART of {len(local)} positions, {len(self._sums)} checksums: they do not fit")
         self._part_positions = self.positions[local].tolist()
         self._expected = len(local) * self.target.block_bytes
+        self.following = reply.following
         self._part = reply
 
     def begin_payload(self, size: int) -> list[memoryview]:

@@ -844,12 +844,13 @@ def test_a_get_without_credit_comes_in_parts_of_whole_frames(server: Server, cli
         seen: list[int] = []
         last = False
         while not last:
-            (tag, request_id, positions, sums, last, hit, miss), frames = raw.reply()
+            (tag, request_id, positions, sums, last, hit, miss, following), frames = raw.reply()
             assert (tag, request_id) == (67, 3)
             of_part = np.frombuffer(positions, dtype="<u4").tolist()
             assert len(sums) == 8 * len(of_part) and len(of_part) <= 512
             (payload,) = frames
             assert last or len(payload) == MiB
+            assert following <= 3 * MiB and not (last and following)
             assert payload == b"".join(blocks_of([keys[number] for number in of_part], 4 * KiB))
             seen += of_part
         assert sorted(seen) == list(range(2500)) and (hit, miss) == (2500, 0)
@@ -861,11 +862,11 @@ def test_credit_bounds_what_is_sent_ahead(server: Server, client: KVStoreClient)
     with RawClient(server) as raw:
         raw.hello(client.namespace.canonical())
         raw.send(pack(GET, 3, 10_000, 30, 16, 10 * 4 * KiB + 5), b"".join(keys))
-        (_, _, positions, _, last, _, _), _ = raw.reply()
+        (_, _, positions, _, last, *_), _ = raw.reply()
         assert len(positions) == 4 * 10 and not last
         assert raw.ask(pack(9, 4, 1000)) == [73, 4], "a PONG, and no further PART before it"
         raw.send(pack(10, 3, 12 * 4 * KiB))
-        (_, _, positions, _, last, _, _), _ = raw.reply()
+        (_, _, positions, _, last, *_), _ = raw.reply()
         assert len(positions) == 4 * 12 and not last
         raw.send(pack(11, 3))
         assert raw.ask(pack(9, 5, 1000)) == [73, 5]
