@@ -15,8 +15,8 @@ serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB
 test: ## style, types, a real install, all tests: PYTEST_ARGS="-k prefix" runs only the tests it selects
 	@exec scripts/run.sh full scripts/test.sh $(PYTEST_ARGS)
 
-soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=60 seconds each
-	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-60} scripts/run.sh full python -m pytest -m soak
+soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=600 seconds each
+	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-600} scripts/run.sh full python -m pytest -m soak
 
 lint: ## ruff and mypy
 	@exec scripts/run.sh test scripts/lint.sh

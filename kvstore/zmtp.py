@@ -1,8 +1,8 @@
 """ZMTP 3.1, the protocol of ZeroMQ, over sockets of our own: what lets a block go straight to its place.
 
 libzmq receives every frame into a message of its own, from where it must be copied to its slot or its destination.
-Measured on two cores over loopback with 917 504-byte blocks, that copy (and the page faults of its allocations)
-makes a transfer 1.3 to 1.7 times as long as a plain socket's. So the data path speaks ZMTP itself: any libzmq peer
+Over loopback on two cores that copy (and the page faults of its allocations) makes a transfer 1.2 to 1.9 times as long
+as a plain socket's: `python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer`. So the data path speaks ZMTP itself: any libzmq peer
 (DEALER to a shard, ROUTER to a client) interoperates, and is tested to, but between kvstore's own ends
 
     set = source -> kernel -> slot,   get = slot -> kernel -> destination
