@@ -2,8 +2,9 @@
 
 libzmq receives every frame into a message of its own, from where it must be copied to its slot or its destination.
 Over loopback on two cores that copy (and the page faults of its allocations) makes a transfer 1.2 to 1.9 times as long
-as a plain socket's: `python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer`. So the data path speaks ZMTP itself: any libzmq peer
-(DEALER to a shard, ROUTER to a client) interoperates, and is tested to, but between kvstore's own ends
+as a plain socket's: `python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer`. So the data path speaks ZMTP
+itself: any libzmq peer (DEALER to a shard, ROUTER to a client) interoperates, and is tested to, but between kvstore's
+own ends
 
     set = source -> kernel -> slot,   get = slot -> kernel -> destination
 
