@@ -17,10 +17,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
+import kvstore
 from kvstore.config import ServerConfig, ShardConfig
 from kvstore.wire import ShardAddress
 
@@ -32,6 +34,11 @@ MAX_RESTART_DELAY_S: Final = 5.0
 STABLE_S: Final = 10.0  # a shard that lived so long restarts without delay
 BIND_RETRY_S: Final = 1.0
 _BACKLOG: Final = 512
+# A shard runs the supervisor's own code, whatever the working directory holds (`python -m` would look there first).
+_CODE: Final = str(Path(kvstore.__file__).resolve().parent.parent)
+_RUN_SHARD: Final = (
+    "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; from kvstore.shard import main; main()"
+)
 
 
 class StartError(Exception):
@@ -161,7 +168,7 @@ class Supervisor:
             drain_s=DRAIN_S,
         )
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.shard"],
+            [sys.executable, "-c", _RUN_SHARD, _CODE],
             stdin=subprocess.PIPE,
             pass_fds=(config.listen_fd, ready_w),
         )

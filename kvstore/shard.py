@@ -364,7 +364,3 @@ def main() -> None:
     os.write(config.ready_fd, b"1")
     os.close(config.ready_fd)
     shard.run()
-
-
-if __name__ == "__main__":
-    main()

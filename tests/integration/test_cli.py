@@ -35,6 +35,26 @@ def block_file(tmp_path: Path) -> Path:
     return file
 
 
+def test_a_server_runs_its_own_code_whatever_the_working_directory_holds(tmp_path: Path) -> None:
+    decoy = tmp_path / "kvstore"
+    decoy.mkdir()
+    (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')")
+    script = "import sys; sys.path.remove(''); from kvstore.cli import server_main; server_main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "--port", "0", "--memory", "64MiB"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    with process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.terminate()
+    assert line.startswith("kvstore-server ready tcp://127.0.0.1:"), line
+    assert process.returncode == 0
+
+
 def test_a_block_set_from_a_file_comes_back_and_can_be_deleted(
     server: Server, block_file: Path, tmp_path: Path
 ) -> None:
