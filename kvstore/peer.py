@@ -34,20 +34,10 @@ HANDSHAKE_S: Final = 5.0
 MESSAGE_S: Final = 30.0  # for a message whose header has not come yet
 STALL_S: Final = 30.0
 _IOV: Final = 512
-_SCRATCH = memoryview(bytearray(256 * 1024))
 
 
 class OverlongFrame(WireError):
     """A frame so large that it is not even read to be discarded: its sender is told, and the connection ends."""
-
-
-def discard_views(size: int) -> list[memoryview]:
-    """Views of `size` bytes into memory nobody reads."""
-    whole, rest = divmod(size, len(_SCRATCH))
-    views = [_SCRATCH] * whole
-    if rest:
-        views.append(_SCRATCH[:rest])
-    return views
 
 
 @dataclass
@@ -188,7 +178,7 @@ class Peer:
             views = self._place(size)
         except WireError as error:
             self._refuse(error)
-            views = discard_views(size)
+            views = zmtp.discard_views(size)
         if views is None:
             self._collecting = size
             self.shard.buffered_bytes += size
@@ -197,7 +187,7 @@ class Peer:
     def _place(self, size: int) -> list[memoryview] | None:
         """Where the next frame goes: None collects it."""
         if self._skipping:
-            return discard_views(size)
+            return zmtp.discard_views(size)
         if self._frame == 0:
             if size > wire.MAX_HEADER_BYTES:
                 raise WireError(ErrorCode.LIMIT, f"a header of {size} bytes: expected at most {wire.MAX_HEADER_BYTES}")
@@ -241,7 +231,7 @@ class Peer:
             return namespace.views(slots)
         views: list[memoryview] = []
         for at, slot in enumerate(slots):
-            views.extend(discard_views(block_bytes) if slot < 0 else namespace.views(slots[at : at + 1]))
+            views.extend(zmtp.discard_views(block_bytes) if slot < 0 else namespace.views(slots[at : at + 1]))
         return views
 
     def bytes_after_frame(self) -> int:

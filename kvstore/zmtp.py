@@ -17,7 +17,7 @@ go, before any is read. Not thread-safe: one thread at a time.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 MORE: Final = 1
@@ -105,6 +105,15 @@ def frame(data: bytes, more: bool) -> bytes:
     return frame_head(len(data), more) + data
 
 
+_scratch = memoryview(bytearray(256 * 1024))
+
+
+def discard_views(size: int) -> list[memoryview]:
+    """Views of `size` bytes together into memory nobody reads."""
+    whole, rest = divmod(size, len(_scratch))
+    return [_scratch] * whole + ([_scratch[:rest]] if rest else [])
+
+
 class FrameSink(Protocol):
     """Who owns the frames of a connection. Called by the thread that is in `Receiver.receive`."""
 
@@ -164,10 +173,10 @@ class Receiver:
         """True while a frame is only partly read."""
         return self._in_frame or self._end > self._start
 
-    def divert(self, discard: Callable[[int], list[memoryview]]) -> None:
-        """Send the rest of the current frame to the memory `discard` names instead."""
+    def discard_rest(self) -> None:
+        """Send the rest of the current frame to memory nobody reads."""
         if self._left:
-            self._views, self._views_at = discard(self._left), 0
+            self._views, self._views_at = discard_views(self._left), 0
 
     def receive(self, budget: int) -> bool:
         """Read and dispatch what has arrived, about `budget` bytes at most. False: the peer closed.

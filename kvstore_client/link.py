@@ -3,7 +3,7 @@
 States: *down* (not connected, a call may connect), *up*, *broken* (connecting failed or the shard went silent; calls
 fail at once until the prober in `core` gets through). Any thread may send, one message at a time under `send_lock`;
 frames are read under `receive_lock` by whoever leads. A link that loses its place in the byte stream (a message half
-sent, a deadline in the middle of a frame that cannot be diverted) is dropped, never repaired.
+sent, a deadline in the middle of a frame that cannot be discarded) is dropped, never repaired.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from kvstore import wire, zmtp
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout
 from kvstore_client.operations import Operation
 
-_SCRATCH = memoryview(bytearray(256 * 1024))
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # INFO of as many namespaces as a shard keeps
-
-
-def discard_views(size: int) -> list[memoryview]:
-    """Views of `size` bytes into memory nobody reads."""
-    whole, rest = divmod(size, len(_SCRATCH))
-    return [_SCRATCH] * whole + ([_SCRATCH[:rest]] if rest else [])
 
 
 class Link:
@@ -211,7 +204,7 @@ class Link:
             if self._operation is operation:
                 self._operation = None
                 if receiver is not None:
-                    receiver.divert(discard_views)
+                    receiver.discard_rest()
             if receiver is not None and self.sock is not None:
                 receiver.arm()
 
@@ -225,7 +218,7 @@ class Link:
         if size > wire.MAX_BLOCK_BYTES:
             raise ProtocolError(f"a frame of {size} bytes: expected at most {wire.MAX_BLOCK_BYTES}")
         if self._operation is None:
-            return discard_views(size)
+            return zmtp.discard_views(size)
         return self._operation.begin_payload(size)
 
     def bytes_after_frame(self) -> int:
