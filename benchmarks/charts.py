@@ -23,7 +23,7 @@ from benchmarks.tables import GETS, SETS
 INK: Final = "#7b8087"
 LIMIT: Final = "#d1495b"
 COLOURS: Final = ("#3d82c4", "#e08e3c", "#4aa37a", "#9a7bc8", "#b5a642")
-_STYLE: Final[dict[Any, Any]] = {
+STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "kvstore",
     "font.family": "sans-serif",
@@ -49,7 +49,7 @@ def draw(
     """Horizontal bars, a group a label, a bar of it a series. `limits`: one line, or one for each bar."""
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         height = 0.8 / len(bars)
         figure = Figure(figsize=(8, 1.3 + len(labels) * (0.22 * len(bars) + 0.2)), layout="constrained")
         axes = figure.add_subplot()
@@ -185,7 +185,7 @@ def lookup(results: Results, path: Path) -> None:
         "Is it there? One call, all keys present",
         "µs",
         names,
-        {series: [_scaled(case.seconds(name), 1e6) for name in names]},
+        {series: [case.seconds(name).scaled(1e6) for name in names]},
         "plain socket round trip of as many bytes",
         {series: [case.seconds(case.limits[name]).median * 1e6 for name in names]},
         log=True,
@@ -227,10 +227,6 @@ def copying(results: Results, path: Path) -> None:
         "one memcpy",
         1.0,
     )
-
-
-def _scaled(spread: Spread, factor: float) -> Spread:
-    return Spread(spread.median * factor, spread.low * factor, spread.high * factor)
 
 
 # File: the benchmark it needs, and the chart.

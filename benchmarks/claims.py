@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
+from benchmarks.remote_kv_cache.engines import WITHOUT
+from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN, OWN
+from benchmarks.remote_kv_cache.first_token import STORE as FROM_STORE
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING
-from benchmarks.results_reader import Result, Results
+from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, PREFILL, STORED, TARGET
+from benchmarks.results_reader import CaseResult, Result, Results
 
 _MODULE: Final = "python -m benchmarks.remote_kv_cache."
 _LARGE: Final = size_text(HEADLINE.block_bytes)
@@ -127,6 +131,52 @@ def _demo(result: Result) -> Finding:
     )
 
 
+def _right(result: Result) -> bool:
+    """Whether every answer of a benchmark of engines was."""
+    checks = result.parameters["checks"]
+    return not checks["answers_wrong"] and bool(checks["cached_as_expected"])
+
+
+def _sending(at_least: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = _only(result, PREFILL)
+        shares = {name: case.to_limit(name).inverse for name in (ANSWERED, STORED)}
+        tokens = case.parameters["prompts"] * case.parameters["prompt_tokens"]
+        stored = shares[STORED]
+        return Finding(
+            f"{stored.median:.3f} ({stored.low:.3f} … {stored.high:.3f}) until stored, "
+            f"{shares[ANSWERED].median:.3f} until answered",
+            f"{WITHOUT}: {tokens / case.seconds(WITHOUT).median:.0f} tokens/s",
+            stored.median >= at_least and _right(result),
+        )
+
+    return find
+
+
+def _first_token(at_most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = _only(result, FIRST_TOKEN)
+        share = case.ratio(FROM_STORE, COMPUTED)
+        cached, tokens = case.parameters["cached_tokens"], case.parameters["prompt_tokens"]
+        right = _right(result)
+        return Finding(
+            f"1/{1 / share:.0f} of {case.seconds(COMPUTED).median:.1f} s, {cached} of {tokens} tokens cached, "
+            f"tokens {'equal' if right else 'NOT all right'}",
+            f"engine's own cache: {case.seconds(OWN).median:.3f} s; store: {case.seconds(FROM_STORE).median:.3f} s",
+            share <= at_most and right,
+        )
+
+    return find
+
+
+def _only(result: Result, group: str) -> CaseResult:
+    """The case of a part that has one. Raises `KeyError` when that part was left out."""
+    cases = result.group(group)
+    if not cases:
+        raise KeyError(group)
+    return cases[0]
+
+
 _HEADLINE_ONLY: Final = f"--model {HEADLINE.name}"
 
 CLAIMS: Final = (
@@ -155,5 +205,18 @@ CLAIMS: Final = (
     Claim("`match_prefix` of 4096 keys ≤ 1.0 ms", "test_lookup", "", _latency("match_prefix 4096", 1e-3)),
     Claim("key hashing ≥ 100 M tokens/s, one thread", "test_key_hashing", "", _hashing(100e6)),
     Claim("gather and scatter ≥ NumPy row copies at every size", "test_key_hashing", "", _copies),
+    Claim(
+        f"prefill at hit rate 0, every block sent: ≥ {TARGET} x the throughput without the connector",
+        "test_transfer_out",
+        f"--parts {PREFILL}",
+        _sending(TARGET),
+    ),
+    Claim(
+        "first token of 8192 tokens from the store, engine restarted: ≤ 1/20 of computing it, all but the last block's "
+        "remainder cached, equal tokens",
+        "test_long_prefill",
+        f"--parts '{FIRST_TOKEN}'",
+        _first_token(1 / 20),
+    ),
     Claim("demo: equal tokens, first token ≥ 10 times sooner", "test_demo", "", _demo),
 )

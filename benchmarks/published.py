@@ -1,7 +1,8 @@
-"""Figures of others, measured elsewhere, as multiples of a memcpy of the same bytes in their own run.
+"""Figures of others, measured elsewhere; those of transfers as multiples of a memcpy of the same bytes in their run.
 
-The remote KV cache that kvstore follows published seconds for copies and multiples of block-to-block naive row copies
-for the rest. The peers were run on a two-core machine over loopback TCP with 512 blocks of 917504 bytes.
+The remote KV cache that kvstore follows published seconds for copies, multiples of block-to-block naive row copies for
+transfers, and prompts a second of the engine that used it. The peers were run on a two-core machine over loopback TCP
+with 512 blocks of 917504 bytes.
 """
 
 from __future__ import annotations
@@ -38,3 +39,13 @@ PEERS: Final = (
     ("Mooncake Store 0.3.13, TCP", "55", "14", "`exist` of 512 keys: 0.31 ms"),
     ("kvblockd", "", "", "its own claim: 102 % of iperf3 on 100 GbE, checksums on"),
 )
+
+# Prompts a second with transfer_out ÷ those without: lowest and highest of eight batch sizes, cache on and off.
+TRANSFER_OUT: Final = (0.94, 1.02)
+
+# Prompts a second of 1000 prompts at prefix hit rates from 0 %: the fill run at 0 %, and the read run, from … to.
+TRANSFER_IN_FILL: Final = 20.0
+TRANSFER_IN_READ: Final = (50.0, 60.0)
+
+# Prompts a second of ten prompts of 10240 tokens with two tokens of output, by who answers.
+LONG_PREFILL: Final = {"compute": 0.88, "engine's cache": 48.0, "store": 5.5, "CPU tier": 9.3}

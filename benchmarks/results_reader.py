@@ -16,6 +16,14 @@ class Spread:
     low: float
     high: float
 
+    @property
+    def inverse(self) -> Spread:
+        """Of seconds, as runs a second; of multiples of a time, as shares of a throughput."""
+        return Spread(1 / self.median, 1 / self.high, 1 / self.low)
+
+    def scaled(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.low * factor, self.high * factor)
+
 
 @dataclass(frozen=True)
 class CaseResult:

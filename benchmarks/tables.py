@@ -10,6 +10,7 @@ from benchmarks.published import MEMORY_IO, PEERS, SERVER, ZMQ_TRANSFER
 from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
+from benchmarks.remote_kv_cache.test_swap import CUDA_IN, CUDA_OUT, SWAP_IN, SWAP_OUT
 from benchmarks.remote_kv_cache.transfers import MEMCPY
 from benchmarks.results_reader import CaseResult, Results, Spread
 
@@ -26,7 +27,7 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], figures: bo
     return "\n".join(lines)
 
 
-def _spread(spread: Spread) -> str:
+def spread_text(spread: Spread) -> str:
     return f"{spread.median:.2f} ({spread.low:.2f} … {spread.high:.2f})"
 
 
@@ -80,7 +81,7 @@ def server(results: Results) -> str:
             f"{_milliseconds(case.seconds(name).median)} ({_milliseconds(case.seconds(name).low)} … "
             f"{_milliseconds(case.seconds(name).high)})",
             f"{case.rate(name).median:.2f}",
-            _spread(case.to_limit(name)) if name in case.limits else "",
+            spread_text(case.to_limit(name)) if name in case.limits else "",
             f"{case.ratio(name, MEMCPY):.2f}",
         )
         for name in case.operations
@@ -175,7 +176,7 @@ def small_blocks(results: Results) -> str:
         if name in case.limits:
             large = f"{name.split()[0]} {HEADLINE.block_bytes} B"
             share = f"{1 / case.ratio(name, large):.0%}"
-            rows.append((name, f"{case.rate(name).median:.2f}", share, _spread(case.to_limit(name))))
+            rows.append((name, f"{case.rate(name).median:.2f}", share, spread_text(case.to_limit(name))))
         else:
             rows.append((name, f"{case.rate(name).median:.2f}", "", ""))
     return markdown(("operation", "GB/s", f"share of {HEADLINE.block_bytes} B", "x plain socket"), rows)
@@ -187,7 +188,7 @@ def clients(results: Results) -> str:
     rows = []
     for name, limit in sorted(case.limits.items()):
         rates = (f"{case.rate(which).median:.2f}" for which in (name, limit))
-        rows.append((name, *rates, _spread(case.to_limit(name))))
+        rows.append((name, *rates, spread_text(case.to_limit(name))))
     return markdown(("clients", "GB/s", "plain sockets, GB/s", "x plain sockets"), rows)
 
 
@@ -229,10 +230,24 @@ def copying(results: Results) -> str:
     return markdown(("GB/s", *names, "gather x NumPy", "scatter x NumPy"), rows)
 
 
+def swap(results: Results) -> str:
+    """Rates of swapping, of the limits, and multiples of those."""
+    cases = results["test_swap"].cases
+    names = [name for name in (SWAP_OUT, SWAP_IN, CUDA_OUT, CUDA_IN) if name in cases[0].operations]
+    limits = list(dict.fromkeys(cases[0].limits[name] for name in names))
+    rows = []
+    for case in cases:
+        rates = [f"{case.rate(name).median:.1f}" for name in (*limits, *names)]
+        rows.append((case.name, *rates, *(f"{1 / case.to_limit(name).median:.0%}" for name in names)))
+    missing = cases[0].data["unavailable"]
+    remark = "".join(f"\n\n{name}: {reason}." for name, reason in missing.items())
+    return markdown(("GB/s", *limits, *names, *(f"{name}, share of its limit" for name in names)), rows) + remark
+
+
 def demo(results: Results) -> str:
     """Time to the first token."""
     case = results["test_demo"].cases[0]
-    rows = [(name, _spread(case.seconds(name))) for name in (FIRST, SECOND)]
+    rows = [(name, spread_text(case.seconds(name))) for name in (FIRST, SECOND)]
     rows.append(("times shorter", f"{case.ratio(FIRST, SECOND):.1f}"))
     rows.append(("tokens equal", "yes" if results["test_demo"].parameters["token_ids_equal"] else "**no**"))
     return markdown((case.name, "s, median (min … max)"), rows)
@@ -254,5 +269,6 @@ TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "lookup": ("test_lookup", lookup),
     "key_hashing": ("test_key_hashing", key_hashing),
     "copying": ("test_key_hashing", copying),
+    "swap": ("test_swap", swap),
     "demo": ("test_demo", demo),
 }

@@ -6,8 +6,10 @@
 # The unit of work, and of the split over threads, is one (row, layer) pair: its bytes are packed at
 # row * row_stride + layer * inner_bytes. Copies on this path: one, from the layer to the row or back.
 #
-# What must hold: every block id is checked, on a private copy of the ids, before the first byte moves; nothing else
-# in here bounds an access.
+# With slots, the packed rows lie scattered in a larger pool: row i is the pool's row slots[i].
+#
+# What must hold: every block id and slot is checked, on a private copy of them, before the first byte moves; nothing
+# else in here bounds an access.
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_t:
@@ -109,6 +111,7 @@ cdef struct Copy:
     Py_ssize_t layer_count
     Py_ssize_t inner_bytes
     int64_t *ids
+    int64_t *slots  # NULL: row i is the i-th
     char *rows
     Py_ssize_t row_stride
     bint unpack  # rows to layers
@@ -183,7 +186,8 @@ cdef void *_copy_share(void *argument) noexcept nogil:
     cdef char *next_block = block
     cdef char *packed
     for unit in range(share.first, share.last):
-        packed = copy.rows + row * copy.row_stride + index * copy.inner_bytes
+        packed = copy.rows + (row if copy.slots == NULL else copy.slots[row]) * copy.row_stride
+        packed += index * copy.inner_bytes
         index += 1
         if index == copy.layer_count:
             index = 0
@@ -227,31 +231,54 @@ cdef object _inner(Py_buffer *view):
     return tuple([view.shape[axis] for axis in range(1, view.ndim)])
 
 
-cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t count, Py_ssize_t row_bytes, str name) except? -1:
-    """The row stride of ``rows``, which must be ``count`` dense rows of ``row_bytes`` bytes."""
+cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t *count, Py_ssize_t row_bytes, str name) except? -1:
+    """The row stride of ``rows``, which must be dense rows of ``row_bytes`` bytes: ``count`` of them, or any number,
+    which ``count`` then becomes, if it is -1."""
     cdef Py_ssize_t expected = rows.itemsize
     cdef int axis
     cdef bint dense = True
     for axis in range(rows.ndim - 1, 0, -1):
         dense = dense and (rows.shape[axis] == 1 or rows.strides[axis] == expected)
         expected *= rows.shape[axis]
-    if rows.ndim and rows.shape[0] == count and expected == row_bytes and (dense or not rows.len):
+    if rows.ndim and expected == row_bytes and (dense or not rows.len) and count[0] in (-1, rows.shape[0]):
+        count[0] = rows.shape[0]
         return rows.strides[0]
-    if rows.ndim == 1 and rows.len == count * row_bytes and (rows.strides[0] == rows.itemsize or not rows.len):
+    cdef Py_ssize_t flat = count[0] if count[0] >= 0 else rows.len // row_bytes if row_bytes else 0
+    if rows.ndim == 1 and rows.len == flat * row_bytes and (rows.strides[0] == rows.itemsize or not rows.len):
+        count[0] = flat
         return row_bytes
     shape = tuple([rows.shape[axis] for axis in range(rows.ndim)])
-    raise ValueError(f"{name} must be {count} rows of {row_bytes} bytes each, dense within a row; got shape {shape} "
+    wanted = "" if count[0] < 0 else f"{count[0]} "
+    raise ValueError(f"{name} must be {wanted}rows of {row_bytes} bytes each, dense within a row; got shape {shape} "
                      f"of {rows.itemsize}-byte items{'' if dense else ', with strided rows'}")
 
 
-cdef object _copy_rows(object views, object block_ids, object rows, Py_ssize_t threads, bint unpack):
+cdef Py_buffer *_take_indices(_Buffers held, object indices, str name) except NULL:
+    cdef Py_buffer *view = held.take(indices, PyBUF_STRIDES | PyBUF_FORMAT, name)
+    if view.ndim != 1 or not _is_int(view, 8, True):
+        raise TypeError(f"{name} must be a 1-D int64 array, got {view.ndim}-D of format "
+                        f"{(view.format or b'B').decode()!r}; np.asarray({name}, dtype=np.int64) makes one")
+    return view
+
+
+cdef Py_ssize_t _copy_indices(int64_t *copied, Py_buffer *view, Py_ssize_t limit) noexcept:
+    """A copy of the indices that nobody else can change; where the first outside 0 .. limit - 1 is, or -1."""
+    cdef Py_ssize_t i
+    for i in range(view.shape[0]):
+        memcpy(&copied[i], <char *>view.buf + i * view.strides[0], 8)
+        if copied[i] < 0 or copied[i] >= limit:
+            return i
+    return -1
+
+
+cdef object _copy_rows(object views, object block_ids, object rows, Py_ssize_t threads, object slots, bint unpack):
     cdef list layers = list(views)
     cdef Py_ssize_t i, layer_count = len(layers), limit = -1, narrowest = 0
     if layer_count == 0:
         raise ValueError("views is empty; give one array for each layer")
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    cdef _Buffers held = _Buffers(layer_count + 2)
+    cdef _Buffers held = _Buffers(layer_count + 3)
     cdef int writable = PyBUF_WRITABLE
     cdef Py_buffer *first = NULL
     cdef Py_buffer *view
@@ -270,29 +297,37 @@ cdef object _copy_rows(object views, object block_ids, object rows, Py_ssize_t t
     for i in range(1, first.ndim):
         inner_bytes *= first.shape[i]
 
-    cdef Py_buffer *ids = held.take(block_ids, PyBUF_STRIDES | PyBUF_FORMAT, "block_ids")
-    if ids.ndim != 1 or not _is_int(ids, 8, True):
-        raise TypeError(f"block_ids must be a 1-D int64 array, got {ids.ndim}-D of format "
-                        f"{(ids.format or b'B').decode()!r}; np.asarray(block_ids, dtype=np.int64) makes one")
+    cdef Py_buffer *ids = _take_indices(held, block_ids, "block_ids")
     cdef Py_ssize_t count = ids.shape[0]
+    cdef Py_ssize_t row_count = count if slots is None else -1
+    cdef Py_buffer *places = NULL
+    if slots is not None:
+        places = _take_indices(held, slots, "slots")
+        if places.shape[0] != count:
+            raise ValueError(f"slots must give one row for each block: got {places.shape[0]} slots for {count} blocks")
     cdef str name = "src" if unpack else "out"
     cdef Py_buffer *packed = held.take(rows, PyBUF_STRIDES | (0 if unpack else writable), name)
     cdef Copy copy
-    copy.row_stride = _check_rows(packed, count, layer_count * inner_bytes, name)
+    copy.row_stride = _check_rows(packed, &row_count, layer_count * inner_bytes, name)
     copy.rows = <char *>packed.buf
     copy.layer_count = layer_count
     copy.inner_bytes = inner_bytes
     copy.unpack = unpack
     copy.ids = <int64_t *>malloc(max(count, 1) * sizeof(int64_t))
+    copy.slots = <int64_t *>malloc(max(count, 1) * sizeof(int64_t)) if places != NULL else NULL
     copy.layers = <Layer *>malloc(layer_count * sizeof(Layer))
     try:
-        if copy.ids == NULL or copy.layers == NULL:
+        if copy.ids == NULL or copy.layers == NULL or (places != NULL and copy.slots == NULL):
             raise MemoryError()
-        for i in range(count):
-            memcpy(&copy.ids[i], <char *>ids.buf + i * ids.strides[0], 8)
-            if copy.ids[i] < 0 or copy.ids[i] >= limit:
-                raise IndexError(f"block_ids[{i}] is {copy.ids[i]}, but views[{narrowest}] has {limit} blocks "
-                                 f"(0 .. {limit - 1}); nothing was copied")
+        i = _copy_indices(copy.ids, ids, limit)
+        if i >= 0:
+            raise IndexError(f"block_ids[{i}] is {copy.ids[i]}, but views[{narrowest}] has {limit} blocks "
+                             f"(0 .. {limit - 1}); nothing was copied")
+        if places != NULL:
+            i = _copy_indices(copy.slots, places, row_count)
+            if i >= 0:
+                raise IndexError(f"slots[{i}] is {copy.slots[i]}, but {name} has {row_count} rows "
+                                 f"(0 .. {row_count - 1}); nothing was copied")
         for i in range(layer_count):
             _collapse(&copy.layers[i], &held.views[i])
         if count and inner_bytes:
@@ -300,29 +335,33 @@ cdef object _copy_rows(object views, object block_ids, object rows, Py_ssize_t t
                 _run(&copy, count, threads)
     finally:
         free(copy.ids)
+        free(copy.slots)
         free(copy.layers)
 
 
-def gather(views, block_ids, out, Py_ssize_t threads=1):
+def gather(views, block_ids, out, Py_ssize_t threads=1, slots=None):
     """Packs blocks of every layer into rows: ``out[i]`` is ``views[l][block_ids[i]]`` for each l, in C order.
 
     ``views``: L arrays of shape (blocks, *inner), of any strides, alignment and dtype (bytes are moved: view what
     has no buffer format, such as bfloat16, as uint16); ``inner`` and item size are the same for all. ``block_ids``:
     n ids, 1-D int64. ``out``: writable, n rows of L * inner bytes, dense within a row, any row stride; or one dense
-    1-D buffer of as many bytes. ``threads``: at most so many share a call that moves over 1 MiB.
+    1-D buffer of as many bytes. ``threads``: at most so many share a call that moves over 1 MiB. ``slots``: n
+    indices, 1-D int64, into an ``out`` of any number of rows: ``out[slots[i]]`` is filled, the other rows stay
+    untouched. When a slot occurs twice, the last block wins with ``threads=1``; with more, a mixture may.
 
-    Raises IndexError for an id outside 0 .. blocks - 1, ValueError or TypeError for arrays that do not fit or a
-    read-only ``out``, all before any byte moves. ``out`` must not overlap the views. Copies without the GIL;
-    thread-safe as long as nobody else writes to the same memory.
+    Raises IndexError for an id outside 0 .. blocks - 1 or a slot outside 0 .. rows - 1, ValueError or TypeError for
+    arrays that do not fit or a read-only ``out``, all before any byte moves. ``out`` must not overlap the views.
+    Copies without the GIL; thread-safe as long as nobody else writes to the same memory.
     """
-    _copy_rows(views, block_ids, out, threads, False)
+    _copy_rows(views, block_ids, out, threads, slots, False)
 
 
-def scatter(src, views, block_ids, Py_ssize_t threads=1):
-    """Unpacks rows into blocks of every layer, the inverse of ``gather``: ``views[l][block_ids[i]]`` from ``src[i]``.
+def scatter(src, views, block_ids, Py_ssize_t threads=1, slots=None):
+    """Unpacks rows into blocks of every layer, the inverse of ``gather``: ``views[l][block_ids[i]]`` from ``src[i]``,
+    or from ``src[slots[i]]``.
 
-    ``src`` is shaped as ``gather``'s ``out`` and may be read-only; ``views`` must be writable. When an id occurs
-    twice, the last row wins with ``threads=1``; with more, the block may end up a mixture of its rows. Raises,
-    and may be called from several threads, as ``gather``.
+    ``src`` is shaped as ``gather``'s ``out`` and may be read-only; ``views`` must be writable. A slot may occur as
+    often as needed. When an id occurs twice, the last row wins with ``threads=1``; with more, the block may end up a
+    mixture of its rows. Raises, and may be called from several threads, as ``gather``.
     """
-    _copy_rows(views, block_ids, src, threads, True)
+    _copy_rows(views, block_ids, src, threads, slots, True)

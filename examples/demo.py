@@ -76,6 +76,7 @@ def engine_main(spec: dict[str, Any]) -> None:
             "token_ids": list(output.outputs[0].token_ids),
         }
         print(json.dumps(answer), file=answers, flush=True)
+    engine.llm_engine.engine_core.shutdown()  # sends what is not in the store yet
 
 
 # ---- the demo ------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ knows is an error in each of the three; a value of the wrong kind says what was 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from kvstore.logs import LEVELS
+from kvstore.sizes import format_size, parse_size
 from kvstore.wire import ShardAddress
 
 if sys.version_info >= (3, 11):
@@ -25,39 +25,10 @@ else:
 ENVIRONMENT_PREFIX: Final = "KVSTORE_SERVER_"
 MIN_SEGMENT_BYTES: Final = 1 << 20
 MAX_SHARDS: Final = 256
-_UNITS: Final = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
 
 
 class ConfigError(Exception):
     """The configuration cannot be used. The message names the setting, its value and what is expected."""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``4GiB``, ``512 MiB``, ``1.5GB`` or ``1048576``; `ConfigError` otherwise."""
-    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"a size of {text!r}: expected a number with a unit such as 512MiB or 4GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def format_size(count: float) -> str:
-    """``4.0 GiB`` for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +62,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("memory", "segment"):
             try:
                 parse_size(getattr(self, name))
-            except ConfigError as error:
+            except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
         if self.log_level not in LEVELS:
             raise ConfigError(f"log_level {self.log_level!r}: expected one of {', '.join(LEVELS)}")

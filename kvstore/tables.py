@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.config import format_size
+from kvstore.sizes import format_size
 from kvstore.wire import ShardInfo
 
 if TYPE_CHECKING:

@@ -93,30 +93,38 @@ class AsyncKVStoreClient:
         """Counters since the client connected."""
         return self._client.stats if self._client is not None else ClientStats()
 
-    async def set(self, keys: Keys, blocks: Any, force: bool = False, deferred: bool = True) -> SetResult:
+    async def set(
+        self, keys: Keys, blocks: Any, force: bool = False, deferred: bool = True, *, timeout_s: float | None = None
+    ) -> SetResult:
         """See `KVStoreClient.set`."""
         client = await self._connected()
-        return await self._run(client.set, keys, blocks, force, deferred)
+        return await self._run(client.set, keys, blocks, force, deferred, timeout_s=timeout_s)
 
-    async def contains(self, keys: Keys, refresh: bool = False, pin_s: float = 0.0) -> npt.NDArray[np.bool_]:
+    async def contains(
+        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+    ) -> npt.NDArray[np.bool_]:
         """See `KVStoreClient.contains`."""
         client = await self._connected()
-        return await self._run(client.contains, keys, refresh, pin_s)
+        return await self._run(client.contains, keys, refresh, pin_s, timeout_s=timeout_s)
 
-    async def match_prefix(self, keys: Keys, refresh: bool = False, pin_s: float = 0.0) -> int:
+    async def match_prefix(
+        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+    ) -> int:
         """See `KVStoreClient.match_prefix`."""
         client = await self._connected()
-        return await self._run(client.match_prefix, keys, refresh, pin_s)
+        return await self._run(client.match_prefix, keys, refresh, pin_s, timeout_s=timeout_s)
 
     async def get(self, keys: Keys) -> GetResult:
         """See `KVStoreClient.get`."""
         client = await self._connected()
         return await self._run(client.get, keys)
 
-    async def get_into(self, keys: Keys, out: Any, slots: Sequence[int] | None = None) -> npt.NDArray[np.bool_]:
+    async def get_into(
+        self, keys: Keys, out: Any, slots: Sequence[int] | None = None, *, timeout_s: float | None = None
+    ) -> npt.NDArray[np.bool_]:
         """See `KVStoreClient.get_into`."""
         client = await self._connected()
-        return await self._run(client.get_into, keys, out, slots)
+        return await self._run(client.get_into, keys, out, slots, timeout_s=timeout_s)
 
     async def stream_get(self, keys: Keys) -> AsyncIterator[tuple[int, memoryview]]:
         """See `KVStoreClient.stream_get`."""

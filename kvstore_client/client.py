@@ -8,6 +8,7 @@ Copies of the data path: set = source -> kernel -> slot; get_into = slot -> kern
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 import weakref
@@ -37,8 +38,20 @@ _MakeMessage = Callable[[Operation, KeyArray, "npt.NDArray[np.intp]"], Message]
 DEFAULT_TIMEOUT_S: Final = 10.0
 SET_BYTES: Final = 16 << 20  # payload of one SET: longer batches are several
 STREAM_CREDIT_BYTES: Final = 8 << 20
+DISCARD_TIMEOUT_S: Final = 0.2  # for having a damaged block removed: the reader does not wait longer for that
+
+log = logging.getLogger("kvstore_client")
 
 _clients: weakref.WeakSet[KVStoreClient] = weakref.WeakSet()
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s <= wire.MAX_DEADLINE_MS / 1000:
+        raise ValueError(f"timeout_s={timeout_s}: expected more than 0, at most {wire.MAX_DEADLINE_MS // 1000}")
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
 
 
 def _after_fork_in_child() -> None:
@@ -52,7 +65,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class KVStoreClient:
     """A connection to a store, for one namespace. Thread-safe; usable in a child after a fork.
 
-    `endpoint`: ``tcp://HOST:PORT``, or a list of nodes. `timeout_s`: no call takes longer. `fail_open`: transport
+    `endpoint`: ``tcp://HOST:PORT``, or a list of nodes. `timeout_s`: no call takes longer; the calls that move or look
+    for many blocks can be given one of their own. `fail_open`: transport
     failures are misses (and `SetResult.error`) instead of `ConnectionLost` and `Timeout`; mistakes in arguments and
     refusals are raised in any case. `checksum`: verify what is read; a block that does not match is a miss and is
     deleted. `replicas`: copies in a cluster; 1 is supported.
@@ -70,8 +84,7 @@ class KVStoreClient:
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace: {type(namespace).__name__}: expected a Namespace")
-        if not 0 < timeout_s <= wire.MAX_DEADLINE_MS / 1000:
-            raise ValueError(f"timeout_s={timeout_s}: expected more than 0, at most {wire.MAX_DEADLINE_MS // 1000}")
+        _check_timeout(timeout_s)
         if replicas != 1:
             raise ValueError(f"replicas={replicas}: expected 1; replication needs a cluster")
         self.namespace = namespace
@@ -100,13 +113,16 @@ class KVStoreClient:
 
     # ---- the calls -------------------------------------------------------------------------------------------
 
-    def set(self, keys: Keys, blocks: Any, force: bool = False, deferred: bool = True) -> SetResult:
+    def set(
+        self, keys: Keys, blocks: Any, force: bool = False, deferred: bool = True, *, timeout_s: float | None = None
+    ) -> SetResult:
         """Store `blocks[i]` under `keys[i]`; what is there already is left alone unless `force`.
 
         `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. Keys of
         one prefix chain go head first: the tail is evicted first. `deferred`: acknowledged when the server owns the
         bytes; False: when they can be read, too. Raises `BlockSizeMismatch`, `ValueError`, and as the class says.
         """
+        timeout_s = self._timeout_s(timeout_s)
         packed = pack_keys(keys)
         source = BlockSource(blocks, self.namespace.block_bytes)
         if source.count != len(packed):
@@ -114,10 +130,10 @@ class KVStoreClient:
         per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // self.namespace.block_bytes))
 
         def message(operation: Operation, part: KeyArray, positions: npt.NDArray[np.intp]) -> Message:
-            return set_message(operation.id, part, positions, source, self._deadline_ms, force, deferred)
+            return set_message(operation.id, part, positions, source, _milliseconds(timeout_s), force, deferred)
 
         _, unique = first_occurrences(packed)
-        done = self._exchange(packed, per_request, message, unique)
+        done = self._exchange(packed, per_request, message, timeout_s, unique)
         results = [self._outcome(call, wire.SetReply) for call in done]
         ok = [reply for reply in results if reply is not None]
         stored = sum(reply.created + reply.forced for reply in ok)
@@ -133,35 +149,41 @@ class KVStoreClient:
             + sum(call.count for call, reply in zip(done, results, strict=True) if reply is None),
         )
 
-    def contains(self, keys: Keys, refresh: bool = False, pin_s: float = 0.0) -> npt.NDArray[np.bool_]:
+    def contains(
+        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+    ) -> npt.NDArray[np.bool_]:
         """Which keys are present, one bool a key. `refresh` counts as a use; `pin_s` > 0 keeps the blocks found from
         eviction for that long (as far as the server allows), so that a `get` that follows finds them."""
+        timeout_s = self._timeout_s(timeout_s)
         packed = pack_keys(keys)
         present = np.zeros(len(packed), dtype=np.bool_)
 
         def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
-            request = wire.Contains(operation.id, self._deadline_ms, len(part), part.shape[1], refresh, pin_s)
+            request = wire.Contains(operation.id, _milliseconds(timeout_s), len(part), part.shape[1], refresh, pin_s)
             return keyed_message(request, part)
 
-        for call in self._exchange(packed, wire.MAX_KEYS, message):
+        for call in self._exchange(packed, wire.MAX_KEYS, message, timeout_s):
             reply = self._outcome(call, wire.ContainsReply)
             if reply is not None:
                 present[call.positions] = np.frombuffer(reply.present, dtype=np.bool_)
         return present
 
-    def match_prefix(self, keys: Keys, refresh: bool = False, pin_s: float = 0.0) -> int:
+    def match_prefix(
+        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+    ) -> int:
         """How many keys of the chain, from its head, are present without a gap."""
+        timeout_s = self._timeout_s(timeout_s)
         packed = pack_keys(keys)
         if len(self._core.links) > 1:
-            absent = np.flatnonzero(~self.contains(packed, refresh, pin_s))
+            absent = np.flatnonzero(~self.contains(packed, refresh, pin_s, timeout_s=timeout_s))
             return int(absent[0]) if len(absent) else len(packed)
 
         def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
-            request = wire.MatchPrefix(operation.id, self._deadline_ms, len(part), part.shape[1], refresh, pin_s)
+            request = wire.MatchPrefix(operation.id, _milliseconds(timeout_s), len(part), part.shape[1], refresh, pin_s)
             return keyed_message(request, part)
 
         length = 0
-        for call in self._exchange(packed, wire.MAX_KEYS, message):
+        for call in self._exchange(packed, wire.MAX_KEYS, message, timeout_s):
             reply = self._outcome(call, wire.MatchReply)
             length += reply.length if reply is not None else 0
             if reply is None or reply.length < call.count:
@@ -174,7 +196,7 @@ class KVStoreClient:
         block_bytes = self.namespace.block_bytes
         rows = np.empty((len(packed), block_bytes), dtype=np.uint8)
         first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, None, first, unique)
+        present = self._get_into(packed, rows, None, first, unique, self._core.timeout_s)
         flat = memoryview(rows.reshape(-1)).toreadonly()
         blocks = [
             flat[row * block_bytes : (row + 1) * block_bytes] if hit else None
@@ -183,13 +205,16 @@ class KVStoreClient:
         hit = int(present.sum())
         return GetResult(len(packed), hit, len(packed) - hit, len(packed) - len(unique), blocks)
 
-    def get_into(self, keys: Keys, out: Any, slots: Sequence[int] | None = None) -> npt.NDArray[np.bool_]:
+    def get_into(
+        self, keys: Keys, out: Any, slots: Sequence[int] | None = None, *, timeout_s: float | None = None
+    ) -> npt.NDArray[np.bool_]:
         """Receive block i straight into `out[slots[i]]` (`out[i]` without slots). -> which blocks are there.
 
         `out`: writable `(n, block_bytes)` memory, uint8-viewable: array, CPU tensor, buffer. A row whose block is
         missing may have been written to. Raises `IndexError` for a slot outside `out`, `ValueError` for two equal
         slots.
         """
+        timeout_s = self._timeout_s(timeout_s)
         packed = pack_keys(keys)
         rows = writable_rows(out, self.namespace.block_bytes)
         places = list(range(len(packed))) if slots is None else [int(slot) for slot in slots]
@@ -201,7 +226,7 @@ class KVStoreClient:
         if slots is not None and len(set(places)) != len(places):
             raise ValueError("slots: one is named twice: expected a row of its own for each block")
         first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, None if slots is None else places, first, unique)
+        present = self._get_into(packed, rows, None if slots is None else places, first, unique, timeout_s)
         if len(unique) < len(packed):
             for position, origin in enumerate(first.tolist()):
                 if origin != position and present[position]:
@@ -223,24 +248,25 @@ class KVStoreClient:
 
     def delete(self, keys: Keys) -> int:
         """Remove blocks. -> how many were there."""
-        packed = pack_keys(keys)
+        return self._delete(pack_keys(keys), self._core.timeout_s)
 
+    def _delete(self, packed: KeyArray, timeout_s: float) -> int:
         def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
-            return keyed_message(wire.Delete(operation.id, self._deadline_ms, len(part), part.shape[1]), part)
+            return keyed_message(wire.Delete(operation.id, _milliseconds(timeout_s), len(part), part.shape[1]), part)
 
-        calls = self._exchange(packed, wire.MAX_KEYS, message)
+        calls = self._exchange(packed, wire.MAX_KEYS, message, timeout_s)
         replies = [self._outcome(call, wire.DeleteReply) for call in calls]
         return sum(reply.deleted for reply in replies if reply is not None)
 
     def flush(self) -> None:
         """Return when every deferred set of this client can be read."""
-        for call in self._ask_all(lambda request_id: wire.Flush(request_id, self._deadline_ms)):
+        for call in self._ask_all(wire.Flush):
             self._outcome(call, wire.FlushReply)
 
     def ping(self) -> float:
         """Seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, also with `fail_open`."""
         start = time.perf_counter()
-        for call in self._ask_all(lambda request_id: wire.Ping(request_id, self._deadline_ms)):
+        for call in self._ask_all(wire.Ping):
             if call.operation.error is not None:
                 raise call.operation.error
         return time.perf_counter() - start
@@ -248,7 +274,7 @@ class KVStoreClient:
     def info(self) -> StoreInfo:
         """The state of all shards that answer."""
         shards = []
-        for call in self._ask_all(lambda request_id: wire.Info(request_id, self._deadline_ms)):
+        for call in self._ask_all(wire.Info):
             reply = self._outcome(call, wire.InfoReply)
             if reply is not None:
                 shards.append(msgspec.msgpack.decode(reply.info, type=wire.ShardInfo))
@@ -262,9 +288,12 @@ class KVStoreClient:
 
     # ---- how they work ---------------------------------------------------------------------------------------
 
-    @property
-    def _deadline_ms(self) -> int:
-        return max(1, int(self._core.timeout_s * 1000))
+    def _timeout_s(self, given: float | None) -> float:
+        """What one call may take: what it was given, or the client's own."""
+        if given is None:
+            return self._core.timeout_s
+        _check_timeout(given)
+        return given
 
     def _split(self, packed: KeyArray, subset: npt.NDArray[np.intp] | None) -> list[tuple[Link, npt.NDArray[np.intp]]]:
         """Positions of `packed` (of `subset`, if given) by the link that owns them, in order."""
@@ -282,7 +311,12 @@ class KVStoreClient:
         ]
 
     def _exchange(
-        self, packed: KeyArray, per_request: int, message: _MakeMessage, subset: npt.NDArray[np.intp] | None = None
+        self,
+        packed: KeyArray,
+        per_request: int,
+        message: _MakeMessage,
+        timeout_s: float,
+        subset: npt.NDArray[np.intp] | None = None,
     ) -> list[Call]:
         """One request for at most `per_request` keys (of `subset`, if given) each; all sent, then all awaited."""
         if not len(packed):
@@ -297,12 +331,12 @@ class KVStoreClient:
             for link, positions in self._split(packed, subset)
             for some in chunks(positions, per_request)
         ]
-        self._run(calls)
+        self._run(calls, timeout_s)
         return calls
 
-    def _run(self, calls: Sequence[Call]) -> None:
+    def _run(self, calls: Sequence[Call], timeout_s: float) -> None:
         """Send all, wait for all; whatever happens, every operation is done afterwards."""
-        deadline = time.monotonic() + self._core.timeout_s
+        deadline = time.monotonic() + timeout_s
         self._send(calls, deadline)
         self._await(calls, deadline)
         again = [call for call in calls if call.retry]
@@ -354,25 +388,31 @@ class KVStoreClient:
             return None
         raise error
 
-    def _ask_all(self, request: Callable[[int], wire.Request]) -> list[Call]:
+    def _ask_all(self, request: Callable[[int, int], wire.Request]) -> list[Call]:
+        timeout_s = self._core.timeout_s
         calls = [
             Call(
                 link,
                 Operation(self._core.next_id()),
                 np.empty(0, dtype=np.intp),
-                lambda call: [[frame(wire.encode(request(call.operation.id)), False)]],
+                lambda call: [[frame(wire.encode(request(call.operation.id, _milliseconds(timeout_s))), False)]],
             )
             for link in self._core.links
         ]
-        self._run(calls)
+        self._run(calls, timeout_s)
         return calls
 
     def _get_calls(
-        self, packed: KeyArray, unique: npt.NDArray[np.intp], target: IntoTarget | QueueTarget, credit: int = 0
+        self,
+        packed: KeyArray,
+        unique: npt.NDArray[np.intp],
+        target: IntoTarget | QueueTarget,
+        timeout_s: float,
+        credit: int = 0,
     ) -> list[Call]:
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            request = wire.Get(call.operation.id, self._deadline_ms, len(keys), keys.shape[1], credit)
+            request = wire.Get(call.operation.id, _milliseconds(timeout_s), len(keys), keys.shape[1], credit)
             return keyed_message(request, keys)
 
         return [
@@ -388,12 +428,13 @@ class KVStoreClient:
         slots: Sequence[int] | None,
         first: npt.NDArray[np.intp],
         unique: npt.NDArray[np.intp],
+        timeout_s: float,
     ) -> npt.NDArray[np.bool_]:
         if not len(packed):
             return np.zeros(0, dtype=np.bool_)
         target = IntoTarget(rows, slots, len(packed), self._checksum)
-        calls = self._get_calls(packed, unique, target)
-        self._run(calls)
+        calls = self._get_calls(packed, unique, target, timeout_s)
+        self._run(calls, timeout_s)
         self._settle_get(calls, packed, target)
         present: npt.NDArray[np.bool_] = target.present[first]
         self.stats.hits += int(present.sum())
@@ -411,7 +452,10 @@ class KVStoreClient:
         if target.bad:
             bad, target.bad = target.bad, []
             self.stats.checksum_errors += len(bad)
-            self.delete(packed[bad])
+            try:
+                self._delete(packed[bad], min(DISCARD_TIMEOUT_S, self._core.timeout_s))
+            except TRANSPORT_ERRORS as error:  # the next reader finds it, too; what arrived whole counts all the same
+                log.warning("%d blocks with wrong bytes stay on the server: %s", len(bad), error)
 
     def _stream(
         self, packed: KeyArray, unique: npt.NDArray[np.intp], repeats: dict[int, list[int]]
@@ -423,7 +467,7 @@ class KVStoreClient:
         block_bytes = self.namespace.block_bytes
         credit = max(STREAM_CREDIT_BYTES, 2 * block_bytes)
         step = credit // 2
-        calls = self._get_calls(packed, unique, target, credit)
+        calls = self._get_calls(packed, unique, target, core.timeout_s, credit)
         self._send(calls, time.monotonic() + core.timeout_s)
         granted = [0] * len(calls)
         hits = 0

@@ -184,7 +184,10 @@ class Core:
             raise ConnectionLost("this client is closed")
         if link.broken is not None:
             raise type(link.broken)(f"{link.broken} (retrying in the background)")
-        with link.connect_lock:
+        # Another caller may be connecting, with more time than this one has.
+        if not link.connect_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Timeout(f"{link}: no connection by the deadline")
+        try:
             if link.sock is not None:
                 return
             if link.broken is not None:
@@ -194,6 +197,8 @@ class Core:
             except KVStoreError as error:
                 self.break_link(link, error)
                 raise
+        finally:
+            link.connect_lock.release()
 
     def _connect_again(self, link: Link, timeout_s: float) -> None:
         before = link.connections
@@ -223,6 +228,9 @@ class Core:
             broken = [link for link in self.links if link.broken is not None]
             for link in broken:
                 with link.connect_lock:
+                    if link.sock is not None:  # a caller was faster: its connection is in use
+                        link.broken = None
+                        continue
                     try:
                         self._connect_again(link, PROBE_TIMEOUT_S)
                     except KVStoreError as error:
@@ -255,7 +263,7 @@ class Core:
     def lost(self, link: Link, operation: Operation) -> None:
         """The deadline passed without a reply: stop waiting; a link that was silent all along is broken."""
         link.abandon(operation)
-        error = Timeout(f"{link}: no reply within {self.timeout_s:g} s")
+        error = Timeout(f"{link}: no reply by the deadline")
         operation.fail(error)
         if link.sock is not None and time.monotonic() - link.last_received > self.timeout_s * 0.9:
             self.break_link(link, error)

@@ -44,6 +44,11 @@ class Sending:
         self._pieces: Iterator[list[memoryview | bytes]] = iter(())
         self._views: list[memoryview | bytes] = []
 
+    @property
+    def began(self) -> bool:
+        """Whether part of a message was sent and part was not."""
+        return self._current is not None
+
     def advance(self, lock_wait_s: float) -> bool:
         """Send what the socket takes. False: it is full, or another thread is in the middle of a message on it."""
         while not self.done:
@@ -117,7 +122,8 @@ class Sending:
 
 
 def send_all(sendings: Sequence[Sending], deadline: float) -> list[Sending]:
-    """Send everything. -> those that were not done by the deadline; they are abandoned with `Timeout`."""
+    """Send everything; what is not sent by the deadline is abandoned with `Timeout`. -> those that were broken off in
+    the middle of a message. Who only waited for his turn learned nothing about the shard."""
     active = list(sendings)
     try:
         while True:
@@ -128,9 +134,10 @@ def send_all(sendings: Sequence[Sending], deadline: float) -> list[Sending]:
                 return []
             left = deadline - time.monotonic()
             if left <= 0:
+                stuck = [sending for sending in active if sending.began]
                 for sending in active:
                     sending.abandon(Timeout(f"{sending.link}: it did not take the request by its deadline"))
-                return active
+                return stuck
             if len(blocked) == len(active):
                 _await_room(blocked, left)
     except BaseException:

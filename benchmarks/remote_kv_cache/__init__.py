@@ -2,5 +2,6 @@
 
 Each module is a program: `python -m benchmarks.remote_kv_cache.NAME --help`. The pieces they share: `shapes` (what is
 moved), `harness` (rounds, options, the JSON), `report` (statistics and tables), `processes` (server, Redis, peers),
-`plain` (the plain socket, the limit of everything over TCP) and `transfers` (the operations that are compared).
+`plain` (the plain socket, the limit of everything over TCP), `transfers` (the operations that are compared); and for
+real engines `engines` with `engine_process` (vLLM in a process of its own), `engine_models` and `engine_checks`.
 """

@@ -89,9 +89,7 @@ class Benchmark:
     ) -> Case:
         """Run the rounds, print their table, keep the case."""
         seconds: dict[str, list[float]] = {operation.name: [] for operation in operations}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # Drawn between operations only: a drawing thread would take its share of two cores.
-        with Progress(*columns, console=self._stderr, transient=True, auto_refresh=False) as bar:
+        with self.progress() as bar:
             task = bar.add_task(case, total=(self.rounds + 1) * len(operations))
             for number in range(self.rounds + 1):
                 order = list(operations)
@@ -115,6 +113,12 @@ class Benchmark:
         self.cases.append(result)
         console().print(case_table(result))
         return result
+
+    def progress(self) -> Progress:
+        """A bar that is drawn when it is told to, between operations: a drawing thread would take its share of two
+        cores."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(*columns, console=self._stderr, transient=True, auto_refresh=False)
 
     def matrix(self, title: str, reference: str = "") -> None:
         """Print all cases side by side, as multiples of one operation, or of each one's limit."""

@@ -1,7 +1,8 @@
 """Every benchmark, one after the other, each in a process of its own; results as JSON, one file a benchmark.
 
-A full run takes about 45 minutes on two cores and 14 GB of memory. The machine should do nothing else. Afterwards
-`python -m benchmarks.draw` makes the charts and fills the tables of docs/benchmarks.md.
+A full run takes about 65 minutes on two cores and 14 GB of memory, 20 of them for the benchmarks of real engines, which
+need vLLM. The machine should do nothing else. Afterwards `python -m benchmarks.draw` makes the charts and fills the
+tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ BENCHMARKS: Final = (
     "test_clients",
     "test_lookup",
     "test_key_hashing",
-    "test_demo",
+    "test_swap",
 )
+ENGINE_BENCHMARKS: Final = ("test_transfer_out", "test_transfer_in", "test_long_prefill", "test_demo")
 
 
 def main() -> int:
@@ -35,22 +37,26 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="of each benchmark, but the demo; default: their own")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of those without engines; default: their own")
     parser.add_argument("--quick", action="store_true", help="few small rounds: do they run, not how fast")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="default: benchmarks/results; --quick: none")
     parser.add_argument(
-        "--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME", help="some of them"
+        "--only", nargs="+", choices=(*BENCHMARKS, *ENGINE_BENCHMARKS), metavar="NAME", help="some of them"
+    )
+    parser.add_argument(
+        "--engines", action=argparse.BooleanOptionalAction, default=True, help="those that need vLLM, too"
     )
     options = parser.parse_args()
     folder: Path | None = options.json
     if folder is None and not options.quick:
         folder = ROOT / "benchmarks" / "results"
+    names = options.only or (*BENCHMARKS, *(ENGINE_BENCHMARKS if options.engines else ()))
     progress = Console(stderr=True)
     failed = []
-    for number, name in enumerate(options.only, 1):
-        progress.rule(f"{number} of {len(options.only)}: {name}")
+    for number, name in enumerate(names, 1):
+        progress.rule(f"{number} of {len(names)}: {name}")
         command = [sys.executable, "-m", f"{PACKAGE}.{name}"]
-        if options.rounds and name != "test_demo":
+        if options.rounds and name not in ENGINE_BENCHMARKS:
             command += ["--rounds", str(options.rounds)]
         if options.quick:
             command.append("--quick")

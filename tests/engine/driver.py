@@ -1,15 +1,18 @@
 """One vLLM engine in a process of its own: ``run`` is the whole life of that process.
 
-The test holds the other end of a pipe. It first gets ``"ready"``; then it sends orders ``{"prompts": [[token, ...],
-...], "max_tokens": N}`` and gets, for each, a list of ``{"token_ids": [...], "cached_tokens": N, "preemptions": N}``;
-None stops the engine. All the engine says goes to the log file.
+The test holds the other end of a pipe. It first gets ``"ready"``; then it sends orders, each the name of a public
+method of ``Serving`` and its arguments, and gets what that returns; None stops the engine. All the engine says goes to
+the log file.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import time
 import traceback
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,48 @@ PRELOAD = [
     "vllm.model_executor.models.qwen2",
     "vllm.v1.engine.core",
     "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 ]
 
+SETTLE_S = 25.0
+DECODED_TOKENS = 3  # from here on a request counts as decoding
+
+
+@dataclass
+class Ask:
+    """One request of a play. ``at``: the step before which it is added.
+
+    abort: where it is aborted: "waiting" (asked what the store has, no blocks yet), "loading", "prefilling" or
+    "decoding", which only an engine in the driver's own process tells, or a time in seconds after it was added.
+    """
+
+    prompt: list[int]
+    max_tokens: int = 8
+    at: int = 0
+    abort: str | float | None = None
+
+
+@dataclass
+class Answer:
+    """An engine's output for one prompt.
+
+    seconds: from the order for all prompts of a ``generate``, from its own beginning in a ``play``. aborted: it was, so
+    the other fields say nothing. keys: its full blocks' names in the store, if the engine's core runs in the driver.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+    aborted: bool = False
+    keys: list[bytes] = field(default_factory=list)
+
 
 def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
-    """spec: model (path), connector (its options, or None), deliver (see ``lose_blocks``, or None), environment,
-    engine (arguments of ``vllm.LLM``)."""
+    """spec: model (path), connector (its options, or None), kv_role, deliver (see ``lose_blocks``, or None), fork (see
+    ``fork_processes``), environment, engine (arguments of ``vllm.LLM``)."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -43,29 +80,127 @@ def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
 
 
 def serve(spec: dict[str, Any], pipe: Connection) -> None:
-    from vllm import SamplingParams
-
     if spec["deliver"] is not None:
         lose_blocks(spec["deliver"])
-    engine = make_engine(spec)
+    if spec["fork"]:
+        fork_processes()
+    serving = Serving(make_engine(spec))
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
-        outputs = engine.generate(
-            [{"prompt_token_ids": tokens} for tokens in order["prompts"]],
-            SamplingParams(temperature=0, max_tokens=order["max_tokens"], ignore_eos=True, detokenize=False),
-            use_tqdm=False,
+        method, arguments = order
+        pipe.send(getattr(serving, method)(*arguments))
+    serving.llm.llm_engine.engine_core.shutdown()
+
+
+class Serving:
+    """The orders an engine takes."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._played = 0
+
+    @property
+    def _core(self) -> Any:
+        """The engine's core, None if it runs in a process of its own."""
+        return getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+        """All at once, as ``vllm.LLM`` does it."""
+        started = time.monotonic()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": tokens} for tokens in prompts], sampling(max_tokens), use_tqdm=False
         )
-        pipe.send(
-            [
-                {
-                    "token_ids": list(output.outputs[0].token_ids),
-                    "cached_tokens": output.num_cached_tokens,
-                    "preemptions": output.metrics.num_preemptions,
-                }
-                for output in outputs
-            ]
-        )
-    engine.llm_engine.engine_core.shutdown()
+        return [answer_of(output, time.monotonic() - started) for output in outputs]
+
+    def play(self, asks: list[Ask]) -> list[Answer]:
+        """Step by step, with requests that come late and requests that are aborted. Afterwards the engine steps on
+        until it has nothing to do."""
+        engine = self.llm.llm_engine
+        answers = [Answer() for _ in asks]
+        begun: dict[int, tuple[str, float]] = {}  # the engine's own name, when
+        left = set(range(len(asks)))
+        step = 0
+        while left or self._busy():
+            for number in left - begun.keys():
+                if asks[number].at <= step:
+                    self._played += 1
+                    prompt = {"prompt_token_ids": asks[number].prompt}
+                    name = engine.add_request(f"{number}/{self._played}", prompt, sampling(asks[number].max_tokens))
+                    begun[number] = name, time.monotonic()
+                    if self._core is not None:
+                        answers[number].keys = list(self._core.scheduler.requests[name].block_hashes)
+            for output in engine.step():
+                number = int(output.request_id.partition("/")[0])
+                if output.finished and number in left:
+                    keys = answers[number].keys
+                    answers[number] = answer_of(output, time.monotonic() - begun[number][1])
+                    answers[number].keys = keys
+                    left.discard(number)
+            step += 1
+            for number in left & begun.keys():
+                if self._due(asks[number].abort, *begun[number]):
+                    engine.abort_request([begun[number][0]], internal=True)
+                    answers[number].aborted = True
+                    left.discard(number)
+        return answers
+
+    def _due(self, abort: str | float | None, name: str, begun: float) -> bool:
+        if abort is None or isinstance(abort, float):
+            return abort is not None and time.monotonic() - begun > abort
+        request = self._core.scheduler.requests[name]
+        phase = request.status.name
+        if phase == "RUNNING" and request.num_computed_tokens < request.num_prompt_tokens:
+            phase = "prefilling"
+        elif phase == "RUNNING" and request.num_output_tokens >= DECODED_TOKENS:
+            phase = "decoding"
+        return {"WAITING": "waiting", "WAITING_FOR_REMOTE_KVS": "loading"}.get(phase, phase) == abort
+
+    def _busy(self) -> bool:
+        """Whether the core has anything left to do, such as loads of aborted requests."""
+        return self._core is not None and self._core.scheduler.has_requests()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the engine's own cache. -> whether it could be."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def metrics(self) -> dict[str, float]:
+        """The connector's, as "name" or "name/label value"; what happened since the last step is not in it."""
+        numbers = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith("vllm:kvstore_"):
+                label = metric.labels.get("tier") or metric.labels.get("direction")
+                name = metric.name.removeprefix("vllm:kvstore_")
+                numbers[f"{name}/{label}" if label else name] = metric.value
+        return numbers
+
+    def state(self) -> dict[str, float]:
+        """What is under way in an engine whose core runs here, and whose cache is free of requests when ``usage`` is
+        0."""
+        scheduler = self._core.scheduler
+        connector = scheduler.connector
+        state = dict(connector._scheduler.under_way)
+        state["requests"] = len(scheduler.requests)
+        state["usage"] = scheduler.kv_cache_manager.usage
+        state["waiting_blocks"] = self.metrics()["waiting_blocks"]
+        return state
+
+    def settle(self) -> dict[str, float]:
+        """Step until nothing is under way, as long as ``SETTLE_S``. -> ``state``."""
+        end = time.monotonic() + SETTLE_S
+        while any((state := self.state()).values()) and time.monotonic() < end:
+            self.generate([[0]], 1)  # one of an idle engine's halves hears from the other only in a step
+            time.sleep(0.01)
+        return state
+
+
+def sampling(max_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def answer_of(output: Any, seconds: float) -> Answer:
+    return Answer(list(output.outputs[0].token_ids), output.num_cached_tokens, output.metrics.num_preemptions, seconds)
 
 
 def make_engine(spec: dict[str, Any]) -> Any:
@@ -77,18 +212,20 @@ def make_engine(spec: dict[str, Any]) -> Any:
         connector = KVTransferConfig(
             kv_connector="KVStoreConnector",
             kv_connector_module_path="kvstore_client.vllm.connector",
-            kv_role="kv_both",
+            kv_role=spec["kv_role"],
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=spec["connector"],
         )
     return LLM(
         model=spec["model"],
         skip_tokenizer_init=True,
-        dtype="bfloat16",
         enforce_eager=True,
         disable_log_stats=False,
         kv_transfer_config=connector,
         **{
+            # With bfloat16's 8 bits two tokens are often as good as each other, and which one wins depends on what else
+            # is computed in the same step.
+            "dtype": "float32",
             "block_size": 32,
             "max_model_len": 2048,
             "gpu_memory_utilization": 0.3,  # of the host's memory, on CPUs
@@ -104,10 +241,17 @@ def lose_blocks(delivered: int) -> None:
 
     get_into = KVStoreClient.get_into
 
-    def get_some(client: Any, keys: Any, out: Any, slots: Any = None) -> Any:
-        hits = get_into(client, keys, out, slots)
+    def get_some(client: Any, keys: Any, out: Any, slots: Any, *, timeout_s: float | None = None) -> Any:
+        hits = get_into(client, keys, out, slots, timeout_s=timeout_s)
         hits[delivered:] = False
-        out[delivered:] = 0xFF
+        out[slots[delivered:]] = 0xFF
         return hits
 
     KVStoreClient.get_into = get_some  # type: ignore[method-assign]
+
+
+def fork_processes() -> None:
+    """vLLM starts processes of the engine's own as copies of this one. On CPUs it insists on new ones, each of which
+    imports for half a minute of a small machine's time."""
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("fork")  # type: ignore[assignment]

@@ -5,26 +5,39 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import driver
+import psutil
 import pytest
+from driver import Answer, Ask
+from harness import Server, rss_bytes, wait_until
 
-START_S = 90.0
+from kvstore.wire import NamespaceInfo
+from kvstore_client import KVStoreClient, Namespace
+
+START_S = 120.0
 ANSWER_S = 60.0
+BLOCK = 32  # tokens
+BLOCK_BYTES = 262144  # of the model of `save_model`, in float32
+
+Expected: TypeAlias = "Callable[..., list[list[int]]]"
+StartEngine: TypeAlias = "Callable[..., Engine]"
 
 
-@dataclass
-class Answer:
-    """An engine's output for one prompt."""
+def prompt(seed: int, tokens: int = 500) -> list[int]:
+    chooser = random.Random(seed)
+    return [chooser.randrange(4096) for _ in range(tokens)]
 
-    token_ids: list[int]
-    cached_tokens: int
-    preemptions: int
+
+def full_blocks(tokens: int) -> int:
+    """Tokens of a prompt of this length that can come from a cache: whole blocks, never the last token."""
+    return (tokens - 1) // BLOCK * BLOCK
 
 
 class Engine:
@@ -36,12 +49,15 @@ class Engine:
         log: Path,
         *,
         connector: dict[str, Any] | None,
+        kv_role: str = "kv_both",
         environment: dict[str, str] | None = None,
         deliver: int | None = None,
+        fork: bool = False,
         wait: bool = True,
         **engine_arguments: Any,
     ) -> None:
         """connector: its options. deliver: each read from the store gets only so many of the blocks it was promised.
+        fork: processes of the engine's own start fast, see ``driver.fork_processes``.
         wait: until the engine serves, else ``ready`` tells."""
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -54,7 +70,9 @@ class Engine:
         spec = {
             "model": str(model),
             "connector": connector,
+            "kv_role": kv_role,
             "deliver": deliver,
+            "fork": fork,
             "environment": settings,
             "engine": engine_arguments,
         }
@@ -71,22 +89,56 @@ class Engine:
         """Whether the engine came to serve, waiting for it."""
         return self._receive(START_S) == "ready"
 
-    def order(self, *prompts: list[int], max_tokens: int = 8) -> None:
-        """Ask for outputs without waiting for them."""
-        self._pipe.send({"prompts": prompts, "max_tokens": max_tokens})
+    # Orders without waiting for what they give, which `result` then brings.
 
-    def answers(self) -> list[Answer]:
-        outputs = self._receive(ANSWER_S)
-        if outputs is None:
+    def order(self, *prompts: list[int], max_tokens: int = 8) -> None:
+        self._send("generate", list(prompts), max_tokens)
+
+    def order_play(self, *asks: Ask) -> None:
+        self._send("play", list(asks))
+
+    def result(self) -> Any:
+        """What the last order gave."""
+        result = self._receive(ANSWER_S)
+        if result is None:
             pytest.fail(f"the engine died; its log ends:\n{self.log_text()[-4000:]}")
-        return [Answer(**output) for output in outputs]
+        return result
+
+    # Orders, done on return; see `driver.Serving`.
 
     def generate(self, *prompts: list[int], max_tokens: int = 8) -> list[Answer]:
         self.order(*prompts, max_tokens=max_tokens)
-        return self.answers()
+        answers: list[Answer] = self.result()
+        return answers
+
+    def play(self, *asks: Ask) -> list[Answer]:
+        self.order_play(*asks)
+        answers: list[Answer] = self.result()
+        return answers
+
+    def reset_prefix_cache(self) -> None:
+        self._send("reset_prefix_cache")
+        assert self.result() is True
+
+    def metrics(self) -> dict[str, float]:
+        self._send("metrics")
+        numbers: dict[str, float] = self.result()
+        return numbers
+
+    def settle(self) -> None:
+        """Wait until nothing is under way: what was to be saved is saved, and nothing is held that nobody needs."""
+        self._send("settle")
+        state = self.result()
+        assert not any(state.values()), f"{state}; the log ends:\n{self.log_text()[-4000:]}"
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory of the engine and the processes it started."""
+        process = psutil.Process(self._process.pid)
+        return sum(rss_bytes(each.pid) for each in [process, *process.children(recursive=True)])
 
     def stop(self) -> int | None:
         """End the engine and return its exit status."""
@@ -99,6 +151,9 @@ class Engine:
                 self._process.kill()
                 self._process.join()
         return self._process.exitcode
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        self._pipe.send((method, arguments))
 
     def _receive(self, timeout_s: float) -> Any:
         """What the engine says next; None when it ended."""
@@ -118,8 +173,8 @@ def nursery() -> ForkServerContext:
     return context
 
 
-def save_model(folder: Path, *, seed: int = 0) -> Path:
-    """A Qwen2 of 8 layers with random weights: 32 tokens of KV cache are 131072 bytes.
+def save_model(folder: Path, *, seed: int = 0, kv_heads: int = 4) -> Path:
+    """A Qwen2 of 8 layers with random weights: 32 tokens of KV cache are `BLOCK_BYTES`, with four KV heads.
 
     The weights are spread wide enough that the output depends on every token of the prompt; with the usual spread
     such a model repeats one token whatever it was told, and could not tell a right cache from a wrong one.
@@ -135,7 +190,7 @@ def save_model(folder: Path, *, seed: int = 0) -> Path:
         hidden_size=256,
         num_hidden_layers=8,
         num_attention_heads=8,
-        num_key_value_heads=4,
+        num_key_value_heads=kv_heads,
         intermediate_size=512,
         vocab_size=4096,
         max_position_embeddings=4096,
@@ -143,3 +198,31 @@ def save_model(folder: Path, *, seed: int = 0) -> Path:
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def namespaces(server: Server) -> list[NamespaceInfo]:
+    """What lies on the one shard of a server."""
+    nobody = Namespace(model="nobody", dtype="uint8", block_tokens=1, block_bytes=1)
+    with KVStoreClient(server.endpoint, nobody) as client:
+        (shard,) = client.info().shards
+        return [namespace for namespace in shard.namespaces if namespace.id != nobody.id]
+
+
+def stored_blocks(server: Server) -> int:
+    """Blocks of all namespaces."""
+    return sum(namespace.blocks for namespace in namespaces(server))
+
+
+def until_it_hits(engine: Engine, question: list[int]) -> None:
+    """Ask until all that can be loaded is: a request's ``cached_tokens`` are those it was promised."""
+
+    def hit() -> bool:
+        engine.settle()
+        before = engine.metrics()
+        [answer] = engine.generate(question)
+        engine.settle()
+        after = engine.metrics()
+        missed = after["failed_loads"] - before["failed_loads"]
+        return answer.cached_tokens == full_blocks(len(question)) and not missed
+
+    wait_until(hit, 30, "the engine uses the store")

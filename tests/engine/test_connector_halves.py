@@ -1,164 +1,523 @@
-"""The connector's decisions, without an engine around them."""
+"""The connector's decisions: what is loaded from where, what is saved, and what is held meanwhile.
+
+vLLM's own scheduler decides with it; no model is run and no byte is moved (`scheduled_engine`).
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
-from kvstore_client import KVStoreClient, KVStoreError, Namespace
-from kvstore_client.vllm import guard as guard_module
-from kvstore_client.vllm.guard import StoreGuard
-from kvstore_client.vllm.scheduler import SchedulerHalf
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    from scheduled_engine import ScheduledEngine
+    from scheduled_ranks import BLOCK_TOKENS
+    from vllm.v1.request import Request, RequestStatus
 
-TOKENS = 16
-
-
-class FakeClient:
-    """A namespace that has the first ``stored`` blocks of every chain."""
-
-    def __init__(self, stored: int) -> None:
-        self.stored = stored
-        self.asked = 0
-
-    def match_prefix(self, keys: list[bytes], **_: Any) -> int:
-        self.asked += 1
-        return min(self.stored, len(keys))
-
-    def close(self) -> None:
-        raise KVStoreError("closed twice")
+StartEngine: TypeAlias = Callable[..., ScheduledEngine]
+PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
 
 
-def scheduler(*clients: FakeClient, min_hit_tokens: int = 0) -> SchedulerHalf:
-    def connect(client: FakeClient) -> Callable[[], Any]:
-        return lambda: client
+@pytest.fixture
+def start(model: Path) -> Iterator[StartEngine]:
+    """``start(ranks=..., slots=...)``. In the end every request is over and nothing of it is left."""
+    engines: list[ScheduledEngine] = []
 
-    counters: Counter[str] = Counter()
-    return SchedulerHalf(
-        [StoreGuard(connect(client), "test", counters) for client in clients],
-        block_tokens=TOKENS,
-        min_hit_tokens=min_hit_tokens,
-        may_load=True,
-        may_save=True,
-        counters=counters,
-    )
+    def make(**arguments: Any) -> ScheduledEngine:
+        engines.append(ScheduledEngine(model, **arguments))
+        return engines[-1]
 
-
-def request(tokens: int, name: str = "r", computed: int = 0) -> Any:
-    return SimpleNamespace(
-        request_id=name,
-        num_tokens=tokens,
-        num_computed_tokens=computed,
-        block_hashes=[bytes([index]) * 32 for index in range(tokens // TOKENS)],
-        skip_reading_prefix_cache=False,
-    )
+    logging.disable(logging.WARNING)
+    yield make
+    logging.disable(logging.NOTSET)
+    for engine in engines:
+        engine.lookups.answering = True
+        engine.run()
+        engine.check_idle()
 
 
-def blocks(*block_ids: int) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(block_ids),))
+def store(engine: ScheduledEngine, tokens: range, blocks: int, *ranks: int) -> None:
+    """The store has the first blocks of these tokens, on some or on all ranks."""
+    for number in ranks or range(len(engine.ranks)):
+        engine.ranks[number].held.update(engine.keys(tokens)[:blocks])
 
 
-def step(asked: Any, tokens: int, *block_ids: int) -> Any:
-    """The engine's plan of a step in which the request gets these tokens; its blocks are ``block_ids``."""
-    state = SimpleNamespace(get_block_ids=lambda request_id: (list(block_ids),))
-    return SimpleNamespace(num_scheduled_tokens={asked.request_id: tokens}, kv_connector_block_state=state)
+def matched(engine: ScheduledEngine, tokens: range = PROMPT, local: int = 0) -> int | None:
+    """How many blocks a request of these tokens can load beyond the ``local`` ones of the engine. It is aborted."""
+    request = engine.add(tokens)
+    found = engine.half.matched_tokens(request, local * BLOCK_TOKENS)
+    engine.abort(request)
+    return found if found is None else found // BLOCK_TOKENS
 
 
-def saves(half: SchedulerHalf, output: Any) -> list[int]:
-    return half.completed_blocks(output).block_ids
+def saved_blocks(engine: ScheduledEngine, request: Request, saves: Any) -> list[int]:
+    """Which of the request's blocks a plan copies out of the cache."""
+    return [] if saves is None else [list(engine.keys_of(request)).index(key) for key in saves.keys]
 
 
-def test_a_hit_is_what_every_rank_has() -> None:
-    assert scheduler(FakeClient(5), FakeClient(3)).matched_tokens(request(100), 0) == 3 * TOKENS
+def fill_tier(engine: ScheduledEngine, tokens: range = PROMPT) -> None:
+    """The host tier has all blocks of these tokens, and so has the store."""
+    engine.add(tokens)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
 
 
-def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
-    assert scheduler(FakeClient(99)).matched_tokens(request(4 * TOKENS), 0) == 3 * TOKENS
-    assert scheduler(FakeClient(99)).matched_tokens(request(4 * TOKENS + 1), 0) == 4 * TOKENS
+# ---- what a request may load -----------------------------------------------------------------------------------------
 
 
-def test_what_the_engine_has_itself_is_not_loaded() -> None:
-    half = scheduler(FakeClient(5))
-    assert half.matched_tokens(request(100), 2 * TOKENS) == 3 * TOKENS
-    assert half.matched_tokens(request(100, "other"), 5 * TOKENS) == 0
+def test_a_hit_is_what_every_rank_has(start: StartEngine) -> None:
+    engine = start(ranks=3)
+    for rank, blocks in enumerate((5, 3, 4)):
+        store(engine, PROMPT, blocks, rank)
+    assert matched(engine) == 3
 
 
-def test_a_hit_below_the_minimum_is_ignored() -> None:
-    assert scheduler(FakeClient(2), min_hit_tokens=3 * TOKENS).matched_tokens(request(100), 0) == 0
-    assert scheduler(FakeClient(3), min_hit_tokens=3 * TOKENS).matched_tokens(request(100), 0) == 3 * TOKENS
+def test_a_full_hit_leaves_the_last_token_to_compute(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    assert matched(engine, range(4 * BLOCK_TOKENS)) == 3
+    assert matched(engine, range(4 * BLOCK_TOKENS + 1)) == 4
 
 
-def test_a_request_that_must_wait_for_room_does_not_ask_in_every_step() -> None:
-    client = FakeClient(5)
-    half = scheduler(client)
-    for _ in range(10):
-        assert half.matched_tokens(request(100), 0) == 5 * TOKENS
-    assert client.asked == 1
+def test_what_the_engine_has_itself_is_not_loaded(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 4)
+    assert matched(engine, local=2) == 2
+    assert matched(engine, local=4) == 0
+    assert matched(engine, local=5) == 0
 
 
-def test_loads_go_to_the_blocks_behind_those_the_engine_has() -> None:
-    half = scheduler(FakeClient(5))
-    asked = request(100)
-    half.allocated(asked, blocks(7, 8, 9, 10, 11), half.matched_tokens(asked, 2 * TOKENS))
-    [load] = half.take_loads()
-    assert (load.block_ids, load.keys) == ([9, 10, 11], asked.block_hashes[2:5])
-    assert half.take_loads() == []
+def test_the_store_is_asked_for_the_whole_chain_whatever_the_engine_has_of_it(start: StartEngine) -> None:
+    """So that the head of a chain does not grow old in the store before its tail."""
+    engine = start()
+    matched(engine, local=2)
+    assert engine.lookups.asked == [engine.keys(PROMPT)]
 
 
-def test_blocks_that_only_the_engine_has_are_saved_with_the_new_ones() -> None:
-    half = scheduler(FakeClient(1))
-    asked = request(6 * TOKENS + 1, computed=3 * TOKENS)
-    half.allocated(asked, blocks(1, 2, 3, 4, 5), half.matched_tokens(asked, 3 * TOKENS))
-    assert saves(half, step(asked, 2 * TOKENS + 3, 1, 2, 3, 4, 5, 6)) == [2, 3, 4, 5]
-    asked.num_computed_tokens += 2 * TOKENS + 3
-    assert saves(half, step(asked, TOKENS, 1, 2, 3, 4, 5, 6, 7)) == [6]
+def test_a_hit_below_the_minimum_is_ignored(start: StartEngine) -> None:
+    engine = start(min_hit_tokens=3 * BLOCK_TOKENS)
+    store(engine, PROMPT, 2)
+    assert matched(engine) == 0
+    store(engine, PROMPT, 3)
+    assert matched(engine) == 3
+    assert matched(engine, local=1) == 0
 
 
-def test_after_a_failed_load_the_computed_blocks_are_saved_and_the_store_is_not_asked_again() -> None:
-    client = FakeClient(5)
-    half = scheduler(client)
-    asked = request(100)
-    half.allocated(asked, blocks(1, 2, 3, 4, 5), half.matched_tokens(asked, 0))
-    half.loaded(SimpleNamespace(finished_recving={"r"}, invalid_block_ids={3, 4, 5}))
-    asked.num_computed_tokens = 2 * TOKENS
-    assert saves(half, step(asked, 100 - 2 * TOKENS, 1, 2, 3, 4, 5, 6, 7)) == [3, 4, 5, 6]
-    assert half.matched_tokens(asked, 0) == 0
-    assert client.asked == 1
+def test_a_prompt_shorter_than_the_minimum_never_bothers_the_store(start: StartEngine) -> None:
+    engine = start(min_hit_tokens=3 * BLOCK_TOKENS)
+    matched(engine, range(3 * BLOCK_TOKENS))
+    assert not engine.lookups.asked
+    matched(engine, range(3 * BLOCK_TOKENS + 1))
+    assert len(engine.lookups.asked) == 1
 
 
-def test_a_failing_store_is_asked_again_only_after_a_pause_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(guard_module.time, "monotonic", lambda: now)
-    attempts: list[float] = []
+def test_a_request_waits_for_the_stores_answer_while_others_run(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    engine.lookups.answering = False
+    waiting = engine.add(PROMPT)
+    engine.lookups.answering = True
+    other = engine.add(range(1000, 1000 + BLOCK_TOKENS), max_tokens=40)
+    engine.lookups.answering = False
+    for _ in range(3):
+        assert waiting.request_id not in engine.step().output.num_scheduled_tokens
+    assert other.num_tokens > BLOCK_TOKENS and len(engine.lookups.asked) == 1
+    engine.lookups.answering = True
+    [load] = engine.step().plan.loads
+    assert load.request_id == waiting.request_id and len(load.keys) == 5
 
-    def connect() -> Any:
-        attempts.append(now)
-        raise KVStoreError("nobody there")
 
-    counters: Counter[str] = Counter()
-    guard = StoreGuard(connect, "test", counters)
+def test_blocks_of_the_host_tier_do_not_wait_for_the_store_when_they_are_all_there_is_to_load(
+    start: StartEngine,
+) -> None:
+    engine = start()
+    fill_tier(engine)
+    engine.lookups.answering = False
+    assert matched(engine) == 5
+    assert matched(engine, range(7 * BLOCK_TOKENS)) is None
+
+
+def test_a_load_takes_from_each_tier_what_it_has(start: StartEngine) -> None:
+    """Host tier and store in turn, along one chain."""
+    engine = start(ranks=2)
+    fill_tier(engine)
+    keys = engine.keys(PROMPT)
+    engine.tier.drop(engine.tier.find([keys[1], keys[3]]).tolist())
+    request = engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    blocks = engine.block_ids(request.request_id)
+    assert load.host_block_ids == [blocks[0], blocks[2], blocks[4]]
+    assert load.host_slots == engine.tier.find([keys[0], keys[2], keys[4]]).tolist()
+    assert (load.block_ids, load.keys) == ([blocks[1], blocks[3]], [keys[1], keys[3]])
+    assert engine.half.hit_sources(request) == (3 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+    engine.transfer()
+    engine.step()
+    assert (engine.tier.find(keys) >= 0).all()
+    assert engine.counters.take()["hit_tokens_store"] == 2 * BLOCK_TOKENS
+
+
+def test_a_hit_ends_at_the_first_block_that_no_tier_has(start: StartEngine) -> None:
+    engine = start()
+    fill_tier(engine)
+    keys = engine.keys(PROMPT)
+    engine.ranks[0].held.difference_update(keys)
+    engine.tier.drop(engine.tier.find([keys[2]]).tolist())
+    assert matched(engine) == 2
+
+
+def test_what_comes_from_the_store_stays_in_the_host_tier(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    engine.add(PROMPT)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    engine.ranks[0].held.clear()
+    assert matched(engine) == 5
+
+
+def test_a_load_larger_than_half_the_tier_does_not_empty_it(start: StartEngine) -> None:
+    engine = start(slots=8)
+    store(engine, PROMPT, 5)
+    engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert load.slots is None and len(load.keys) == 5
+
+
+def test_loads_go_to_the_blocks_behind_those_the_engine_has(start: StartEngine) -> None:
+    engine = start(keep=False)
+    engine.add(range(2 * BLOCK_TOKENS))
+    engine.run()
+    store(engine, PROMPT, 5)
+    request = engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert load.keys == engine.keys(PROMPT)[2:5]
+    assert load.block_ids == engine.block_ids(request.request_id)[2:5]
+
+
+def test_requests_that_share_a_prefix_load_it_once(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    for _ in range(3):
+        engine.add(PROMPT)
+    loads = []
+    while engine.scheduler.requests:
+        loads += engine.step().plan.loads
+        engine.transfer()
+    assert [len(load.keys) for load in loads] == [5]
+
+
+def test_after_the_load_that_all_waited_for_has_failed_nobody_waits_for_another(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    for _ in range(3):
+        engine.add(PROMPT)
+    assert len(engine.step().plan.loads) == 1
+    engine.ranks[0].finish_load(deliver=0)
+    engine.step()
+    for _ in range(4):
+        engine.step()
+    assert not engine.half.under_way["waiting"]
+
+
+# ---- loads that fail -------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_load_is_not_tried_twice_and_what_it_lacked_is_saved(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    request = engine.add(PROMPT, max_tokens=40)
+    engine.step()
+    engine.ranks[0].held.difference_update(engine.keys(PROMPT)[2:])
+    engine.ranks[0].finish_load()
+    engine.step()
+    step = engine.step()
+    assert engine.lookups.forgotten == 1 and engine.counters.take()["failed_loads"] == 1
+    assert not step.plan.loads and step.work[0].start == 2 * BLOCK_TOKENS
+    assert saved_blocks(engine, request, step.plan.saves) == [2, 3, 4]
+    assert len(engine.lookups.asked) == 1
+
+
+def test_when_nothing_of_a_load_came_the_request_computes_everything(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    request = engine.add(PROMPT)
+    engine.step()
+    engine.ranks[0].held.clear()
+    engine.ranks[0].finish_load(deliver=0)
+    engine.step()
+    step = engine.step()
+    assert not step.plan.loads and step.output.num_scheduled_tokens == {request.request_id: len(PROMPT)}
+    assert saved_blocks(engine, request, step.plan.saves) == [0, 1, 2, 3, 4]
+    assert len(engine.lookups.asked) == 1
+
+
+def test_what_failed_on_one_rank_is_missing_although_the_others_have_it(start: StartEngine) -> None:
+    """The first rank tells its failure long before the second tells its success."""
+    engine = start(ranks=2)
+    store(engine, PROMPT, 5)
+    engine.add(PROMPT)
+    engine.step()
+    engine.ranks[0].finish_load(deliver=3)
+    for _ in range(3):
+        assert not engine.step().work
+    engine.ranks[1].finish_load()
+    engine.step()
+    assert (engine.tier.find(engine.keys(PROMPT)) >= 0).tolist() == [True, True, True, False, False]
+    step = engine.step()
+    assert step.work[0].start == 3 * BLOCK_TOKENS
+
+
+def test_a_request_runs_only_after_all_ranks_have_its_blocks(start: StartEngine) -> None:
+    engine = start(ranks=3)
+    store(engine, PROMPT, 5)
+    engine.add(PROMPT, max_tokens=40)
+    engine.step()
+    for rank in engine.ranks:
+        assert not engine.step().work and engine.half.under_way["loading"] == 1
+        rank.finish_load()
+    engine.step()
+    assert engine.half.under_way["loading"] == 0 and engine.step().work
+
+
+def test_an_aborted_request_keeps_its_blocks_until_its_load_is_over_on_all_ranks(start: StartEngine) -> None:
+    engine = start(ranks=2)
+    store(engine, PROMPT, 5)
+    request = engine.add(PROMPT)
+    engine.step()
+    engine.abort(request)
+    for rank in engine.ranks:
+        engine.step()
+        assert engine.half.under_way["loading"] == 1 and engine.scheduler.kv_cache_manager.usage > 0
+        rank.finish_load(deliver=1)
+    engine.step()
+    assert not any(engine.half.under_way.values()) and engine.scheduler.kv_cache_manager.usage == 0
+
+
+# ---- what is saved ---------------------------------------------------------------------------------------------------
+
+
+def test_each_step_of_a_chunked_prefill_saves_the_blocks_it_completes(start: StartEngine) -> None:
+    engine = start(budget=2 * BLOCK_TOKENS + 5)
+    request = engine.add(PROMPT)
+    saved = [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(3)]
+    assert saved == [[0, 1], [2, 3], [4]]
+    engine.run()
+    assert engine.ranks[0].held == set(engine.keys(PROMPT))
+
+
+@pytest.mark.parametrize("save_decode", [True, False])
+def test_blocks_filled_while_decoding_are_saved_if_that_is_wanted(start: StartEngine, save_decode: bool) -> None:
+    engine = start(save_decode=save_decode)
+    request = engine.add(PROMPT, max_tokens=2 * BLOCK_TOKENS)
+    engine.run()
+    keys = engine.keys_of(request)
+    assert len(keys) == 7
+    assert engine.ranks[0].held == set(keys if save_decode else keys[:5])
+
+
+def test_a_block_computed_twice_in_one_step_is_saved_once(start: StartEngine) -> None:
+    engine = start(prefix_cache=False)
+    engine.add(PROMPT)
+    engine.add(PROMPT)
+    saves = engine.step().plan.saves
+    assert saves is not None and saves.keys == engine.keys(PROMPT)
+
+
+def test_what_the_store_has_is_not_saved_again(start: StartEngine) -> None:
+    engine = start(keep=False)
+    store(engine, PROMPT, 5)
+    engine.add(PROMPT)
+    while engine.scheduler.requests:
+        step = engine.step()
+        assert step.plan.saves is None
+        engine.transfer()
+
+
+def test_blocks_that_only_the_engine_has_are_saved_with_the_new_ones(start: StartEngine) -> None:
+    """The store lost what this engine had saved, and the next request with the prefix brings it back."""
+    engine = start(keep=False)
+    engine.add(range(3 * BLOCK_TOKENS))
+    engine.run()
+    engine.ranks[0].held.difference_update(engine.keys(range(3 * BLOCK_TOKENS))[1:])
+    request = engine.add(PROMPT)
+    step = engine.step()
+    assert step.work[0].start == 3 * BLOCK_TOKENS
+    assert saved_blocks(engine, request, step.plan.saves) == [1, 2, 3, 4]
+
+
+def test_after_the_store_was_emptied_the_host_tiers_blocks_are_sent_again(start: StartEngine) -> None:
+    engine = start()
+    fill_tier(engine)
+    engine.ranks[0].held.clear()
+    engine.add(PROMPT)
+    engine.run()
+    assert engine.ranks[0].held == set(engine.keys(PROMPT))
+
+
+def test_nothing_is_sent_again_because_the_store_did_not_answer_in_time(start: StartEngine) -> None:
+    engine = start()
+    fill_tier(engine)
+    engine.lookups.certain = False
+    engine.add(PROMPT)
+    while engine.scheduler.requests:
+        assert engine.step().plan.saves is None
+        engine.transfer()
+
+
+def test_without_room_in_the_tier_blocks_wait_for_a_later_step(start: StartEngine) -> None:
+    engine = start(slots=3)
+    request = engine.add(PROMPT, max_tokens=40)
+    assert saved_blocks(engine, request, engine.step().plan.saves) == [0, 1, 2]
+    assert engine.step().plan.saves is None
+    rank = engine.ranks[0]
+    rank.finish_copy()
+    rank.finish_send()
+    engine.step()
+    assert saved_blocks(engine, request, engine.step().plan.saves) == [3]
+    engine.run()
+    assert set(engine.keys(PROMPT)) <= rank.held
+
+
+def test_a_preempted_request_goes_on_saving_where_it_was(start: StartEngine) -> None:
+    engine = start(blocks=13, prefix_cache=False)
+    first = engine.add(PROMPT, max_tokens=100)
+    second = engine.add(range(2000, 2000 + 5 * BLOCK_TOKENS + 20), max_tokens=100)
     for _ in range(100):
-        assert guard.call(lambda client: client.match_prefix([]), -1) == -1
-        now += 0.5
-    assert [later - earlier for earlier, later in pairwise(attempts)] == [1, 2, 4, 8, 16]
-    assert counters == {"failed_calls": 6, "skipped_calls": 94}
+        engine.step()
+        if first.num_preemptions + second.num_preemptions:
+            break
+    assert first.num_preemptions + second.num_preemptions == 1
+    engine.run()
+    for request in (first, second):
+        assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        assert set(list(engine.keys_of(request))[:8]) <= engine.ranks[0].held
 
 
-def test_a_store_out_of_reach_is_reported_at_start_and_a_wrong_endpoint_raised() -> None:
-    counters: Counter[str] = Counter()
-    namespace = Namespace(model="m", dtype="uint8", block_tokens=1, block_bytes=8)
-    StoreGuard(lambda: KVStoreClient("tcp://127.0.0.1:1", namespace, timeout_s=1), "test", counters).probe()
-    assert counters == {"failed_calls": 1}
-    with pytest.raises(ValueError, match="endpoint"):
-        StoreGuard(lambda: KVStoreClient("tcp://127.0.0.1", namespace), "test", counters).probe()
+def test_a_block_is_sent_only_after_it_was_copied_and_readable_only_when_all_ranks_did(start: StartEngine) -> None:
+    engine = start(ranks=2)
+    engine.add(PROMPT, max_tokens=40)
+    engine.step()
+    keys = engine.keys(PROMPT)
+    for rank in engine.ranks:
+        engine.step()
+        assert (engine.tier.find(keys) < 0).all() and engine.tier.blocks == 0
+        rank.finish_copy()
+    engine.step()
+    assert (engine.tier.find(keys) >= 0).all()
 
 
-def test_closing_never_raises() -> None:
-    half = scheduler(FakeClient(1))
-    half.matched_tokens(request(100), 0)
-    half.close()
-    half.close()
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_copy_that_broke_on_one_rank_is_never_readable(start: StartEngine, broken: int) -> None:
+    engine = start(ranks=2)
+    engine.ranks[broken].break_next_copy = True
+    engine.add(PROMPT)
+    for _ in range(5):
+        engine.step()
+        engine.transfer()
+        assert engine.tier.blocks == 0
+    assert not any(engine.half.under_way.values())
+    assert not engine.ranks[broken].held
+
+
+def test_without_a_cpu_tier_a_slot_is_free_as_soon_as_all_ranks_have_sent_it(start: StartEngine) -> None:
+    engine = start(ranks=2, keep=False)
+    engine.add(PROMPT, max_tokens=40)
+    engine.step()
+    for rank in engine.ranks:
+        rank.finish_copy()
+    for rank, expected in zip(engine.ranks, ([5, 5, 5, 5, 5], [4, 3, 2, 1, 0]), strict=True):
+        for busy in expected:
+            rank.finish_send()
+            engine.step()
+            assert engine.tier.busy == busy
+    assert engine.tier.blocks == 0 and (engine.tier.find(engine.keys(PROMPT)) < 0).all()
+
+
+# ---- the end of a request --------------------------------------------------------------------------------------------
+
+
+def test_a_finished_requests_blocks_are_held_until_all_ranks_have_copied_them(start: StartEngine) -> None:
+    engine = start(ranks=2)
+    engine.add(PROMPT)
+    engine.step()
+    for rank in engine.ranks:
+        assert engine.half.holds_blocks and engine.scheduler.kv_cache_manager.usage > 0
+        engine.step()
+        rank.finish_copy()
+    engine.step()
+    assert not engine.half.holds_blocks and engine.scheduler.kv_cache_manager.usage == 0
+    assert engine.half.under_way["sending"] == 5, "sent from the host tier, long after"
+
+
+def test_blocks_that_found_no_room_before_are_saved_after_the_requests_end(start: StartEngine) -> None:
+    engine = start(slots=1, keep=False)
+    request = engine.add(range(2 * BLOCK_TOKENS), max_tokens=40)
+    assert saved_blocks(engine, request, engine.step().plan.saves) == [0]
+    engine.transfer()
+    engine.step()
+    engine.abort(request)
+    assert engine.half.holds_blocks
+    assert saved_blocks(engine, request, engine.step().plan.saves) == [1]
+
+
+def test_a_request_without_copies_outstanding_ends_at_once(start: StartEngine) -> None:
+    engine = start()
+    request = engine.add(PROMPT, max_tokens=3)
+    for _ in range(2):
+        engine.step()
+        engine.transfer()
+    assert not engine.half.under_way["copying"] and not request.is_finished()
+    engine.step()
+    assert request.is_finished() and engine.scheduler.kv_cache_manager.usage == 0
+
+
+def test_a_request_aborted_while_it_waits_leaves_nothing(start: StartEngine) -> None:
+    engine = start()
+    engine.lookups.answering = False
+    request = engine.add(PROMPT)
+    engine.step()
+    assert engine.half.under_way["waiting"] == 1
+    engine.abort(request)
+    assert not any(engine.half.under_way.values())
+
+
+def test_a_request_aborted_between_two_chunks_has_saved_what_was_whole(start: StartEngine) -> None:
+    engine = start(budget=2 * BLOCK_TOKENS + 5)
+    request = engine.add(PROMPT)
+    engine.step()
+    engine.abort(request)
+    engine.run()
+    assert engine.ranks[0].held == set(engine.keys(PROMPT)[:2])
+
+
+# ---- new weights -----------------------------------------------------------------------------------------------------
+
+
+def test_with_new_weights_nothing_is_found_that_the_old_ones_made(start: StartEngine) -> None:
+    engine = start()
+    fill_tier(engine)
+    assert engine.change_weights()
+    assert matched(engine) == 0
+    engine.add(PROMPT)
+    engine.run()
+    assert len(engine.ranks[0].held) == 10
+    engine.scheduler.reset_prefix_cache()
+    assert matched(engine) == 5
+
+
+def test_blocks_that_are_copied_while_the_weights_change_are_not_found_under_the_new_ones(start: StartEngine) -> None:
+    engine = start()
+    request = engine.add(PROMPT, max_tokens=40)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.ranks[0].copies and engine.change_weights()
+    engine.ranks[0].finish_copy()
+    step = engine.step()
+    assert step.plan.preempting and step.work[0].start == 0
+    assert (engine.tier.find(engine.keys_of(request)) < 0).all()

@@ -4,32 +4,67 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvstore_client.vllm.config import parse_config
+from kvstore_client.vllm.config import ConnectorConfig, parse_config, parse_options
 
 ENDPOINT = "tcp://127.0.0.1:7070"
 
 
 def test_an_endpoint_is_enough() -> None:
     config = parse_config({"endpoint": ENDPOINT})
-    assert (config.endpoint, config.cpu_bytes, config.tenant) == (ENDPOINT, 0, "")
+    assert config == ConnectorConfig(endpoint=ENDPOINT)
+    assert (config.cpu_bytes, config.staging_bytes, config.save_decode) == (0, 512 << 20, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [("64GiB", 64 << 30), ("1.5 GB", 1_500_000_000), (4096, 4096), (0, 0), ("0", 0)]
+)
+def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> None:
+    assert parse_config({"endpoint": ENDPOINT, "cpu_bytes": given}).cpu_bytes == size
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "endpoint is missing"),
+        ({}, "endpoint is missing; it must be given, for example endpoint='tcp://127.0.0.1:7070'"),
         ({"endpoint": ENDPOINT, "end_point": ENDPOINT}, "did you mean 'endpoint'"),
+        ({"endpoint": ENDPOINT, "zzz": 1}, "unknown option 'zzz'. Valid options: endpoint, cpu_bytes, staging_bytes"),
         ({"endpoint": "127.0.0.1:7070"}, "expected an address such as"),
         ({"endpoint": []}, "expected an address such as"),
+        ({"endpoint": 7070}, "endpoint is 7070; expected text or a list, got a whole number"),
+        ({"endpoint": [7070]}, "endpoint is [7070]; expected text, got a whole number"),
         ({"endpoint": ENDPOINT, "timeout_s": 0}, "timeout_s is 0"),
-        ({"endpoint": ENDPOINT, "timeout_s": "soon"}, "timeout_s"),
-        ({"endpoint": ENDPOINT, "cpu_bytes": 1 << 30}, "no CPU tier yet"),
+        ({"endpoint": ENDPOINT, "timeout_s": 601}, "above 0 and at most 600"),
+        ({"endpoint": ENDPOINT, "timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"endpoint": ENDPOINT, "timeout_s": "soon"}, "timeout_s is 'soon'; expected a number, got text"),
+        ({"endpoint": ENDPOINT, "lookup_timeout_s": -1}, "lookup_timeout_s is -1"),
+        ({"endpoint": ENDPOINT, "cpu_bytes": "lots"}, "cpu_bytes is 'lots'; expected a number of bytes, or text with"),
+        ({"endpoint": ENDPOINT, "cpu_bytes": -1}, "cpu_bytes is -1; expected a number of bytes"),
+        ({"endpoint": ENDPOINT, "cpu_bytes": True}, "cpu_bytes is True; expected a number of bytes"),
+        ({"endpoint": ENDPOINT, "cpu_bytes": None}, "cpu_bytes is None; expected a number of bytes"),
+        ({"endpoint": ENDPOINT, "staging_bytes": 0}, "staging_bytes is 0; expected at least 1MiB"),
         ({"endpoint": ENDPOINT, "min_hit_tokens": -1}, "min_hit_tokens is -1"),
+        ({"endpoint": ENDPOINT, "min_hit_tokens": 0.5}, "expected a whole number, got a number"),
+        ({"endpoint": ENDPOINT, "save_decode": "no"}, "save_decode is 'no'; expected true or false, got text"),
+        ({"endpoint": ENDPOINT, "tenant": 7}, "tenant is 7; expected text"),
+        ({"endpoint": ENDPOINT, "tenant": "t" * 300}, "tenant has 300 characters"),
     ],
 )
 def test_a_wrong_option_is_named_with_what_is_expected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
         parse_config(options)
     assert said in str(error.value)
+
+
+def test_other_options_are_read_the_same_way() -> None:
+    class TierOptions(msgspec.Struct):
+        endpoint: str
+        threads: int = 2
+
+    assert parse_options(TierOptions, {"endpoint": ENDPOINT, "threads": 3}, "the tier") == TierOptions(ENDPOINT, 3)
+    with pytest.raises(ValueError, match=r"^the tier: unknown option 'thread'; did you mean 'threads'\?"):
+        parse_options(TierOptions, {"endpoint": ENDPOINT, "thread": 3}, "the tier")
+    with pytest.raises(ValueError, match=r"^the tier: endpoint is missing; it must be given$"):
+        parse_options(TierOptions, {}, "the tier")

@@ -1,27 +1,38 @@
-"""Blocks of bytes out of KV cache tensors of every memory order vLLM has, and back."""
+"""Blocks of bytes out of KV cache tensors of every memory order vLLM has, and back, on the CPU and on a CUDA device.
+
+On a device the bytes are moved by the driver, given the runs that ``BlockLayout.runs`` finds; those runs are tested
+here without a device too.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import math
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from harness import wait_until
 
 if TYPE_CHECKING:
     import torch
 
-    from kvstore_client.vllm.layout import BlockLayout
+    from kvstore_client.vllm.layout import BlockLayout, Rows
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 12, 6, 2, 4, 8
 AXES = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT), strict=True))
+# How many dense runs one block has, by the order in memory of layers, blocks, heads, tokens and content.
+RUNS = {"LBHNC": LAYERS, "LBNHC": LAYERS, "LHBNC": LAYERS * HEADS, "BLHNC": 1, "BLNHC": 1, "BHLNC": LAYERS * HEADS}
+ORDERS = pytest.mark.parametrize("order", list(RUNS))
 
 
-def caches(order: str) -> dict[str, torch.Tensor]:
+def caches(order: str, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Layers of logical shape (B, H, N, C) in one buffer of this physical order, every element different."""
     import torch
 
-    buffer = torch.arange(math.prod(AXES.values()), dtype=torch.int16).view(torch.bfloat16)
+    buffer = torch.arange(math.prod(AXES.values()), dtype=torch.int16).view(torch.bfloat16).to(device)
     whole = buffer.reshape([AXES[axis] for axis in order]).permute([order.index(axis) for axis in "LBHNC"])
     return {f"model.layers.{index}.attn": whole[index] for index in range(LAYERS)}
 
@@ -32,10 +43,26 @@ def block_layout(tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS) -> 
     return BlockLayout(tensors, num_blocks)
 
 
+def swapped_out(layout: BlockLayout, *block_ids: int) -> Rows:
+    """These blocks, a row each."""
+    rows = layout.pool(len(block_ids))
+    layout.swap_out(block_ids, rows, range(len(block_ids))).wait()
+    return rows
+
+
+@pytest.fixture
+def cuda() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    return "cuda"
+
+
 def to_bytes(tensor: torch.Tensor) -> bytes:
     import torch
 
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -43,18 +70,16 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return to_bytes(one) == to_bytes(other)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host copies", "device copies"])
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-def test_a_block_comes_back_where_it_is_put(order: str, on_device: bool) -> None:
-    tensors = caches(order)
-    layout = block_layout(tensors)
-    if on_device:
-        layout._arrays = None  # take the way of tensors that have no host memory
+def swap_around(layout: BlockLayout, tensors: dict[str, torch.Tensor]) -> None:
+    """Blocks 4 and 0 go through scattered slots of a pool to blocks 1 and 3; nothing else changes."""
     assert layout.block_bytes == LAYERS * HEADS * TOKENS * CONTENT * 2
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    rows = layout.staging(3)
-    layout.gather([4, 0, 2], rows)
-    layout.scatter(rows[:2], [1, 3])
+    pool = layout.pool(5)
+    pool[...] = 0xAB
+    layout.swap_out([4, 0, 2], pool, [3, 1, 0]).wait()
+    assert (pool[[2, 4]] == 0xAB).all()
+    layout.fence()
+    layout.swap_in(pool, [3, 1], [1, 3]).wait()
     for name, tensor in tensors.items():
         assert equal(tensor[1], before[name][4])
         assert equal(tensor[3], before[name][0])
@@ -62,14 +87,193 @@ def test_a_block_comes_back_where_it_is_put(order: str, on_device: bool) -> None
             assert equal(tensor[untouched], before[name][untouched])
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BHLNC"])
-def test_both_ways_of_copying_store_the_same_bytes(order: str) -> None:
+@ORDERS
+def test_a_block_comes_back_where_it_is_put(order: str) -> None:
+    tensors = caches(order)
+    swap_around(block_layout(tensors), tensors)
+
+
+@ORDERS
+def test_a_copy_of_host_tensors_is_done_at_once(order: str) -> None:
     layout = block_layout(caches(order))
-    host, device = layout.staging(2), layout.staging(2)
-    layout.gather([5, 1], host)
-    layout._arrays = None
-    layout.gather([5, 1], device)
-    assert np.array_equal(host, device)
+    pool = layout.pool(1)
+    assert layout.swap_out([2], pool, [0]).done()
+    assert layout.swap_in(pool, [0], [3]).done()
+
+
+@ORDERS
+def test_the_runs_given_to_a_device_are_the_bytes_the_host_copies(order: str) -> None:
+    tensors = caches(order)
+    layout = block_layout(tensors)
+    pool, by_runs = layout.pool(4), layout.pool(4)
+    pool[...] = by_runs[...] = 0
+    layout.swap_out([5, 1], pool, [0, 2])
+    runs = layout.runs([5, 1], by_runs, [0, 2])
+    for source, target, size in zip(runs.cache.tolist(), runs.rows.tolist(), runs.sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+    assert np.array_equal(pool, by_runs)
+    runs = layout.runs([3, 0], by_runs, [2, 0])
+    for target, source, size in zip(runs.cache.tolist(), runs.rows.tolist(), runs.sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+    assert np.array_equal(swapped_out(layout, 0, 3), pool[[0, 2]])
+
+
+@ORDERS
+def test_runs_are_as_long_as_the_memory_order_allows(order: str) -> None:
+    layout = block_layout(caches(order))
+    runs = layout.runs([5, 1, 0], layout.pool(9), [8, 0, 4])
+    assert [array.dtype for array in runs] == [np.int64] * 3
+    assert len(runs.sizes) == 3 * RUNS[order]
+    assert set(runs.sizes.tolist()) == {layout.block_bytes // RUNS[order]}
+
+
+def test_runs_of_pages_with_gaps_leave_the_gaps_out() -> None:
+    import torch
+
+    buffer = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * (CONTENT + 1), dtype=torch.int16)
+    whole = buffer.reshape(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT + 1)[..., :CONTENT]
+    layout = block_layout({str(index): layer for index, layer in enumerate(whole)})
+    rows = swapped_out(layout, 4)
+    runs = layout.runs([4], layout.pool(1), [0])
+    assert runs.sizes.tolist() == [CONTENT * 2] * (LAYERS * HEADS * TOKENS)
+    assert b"".join(ctypes.string_at(run, CONTENT * 2) for run in runs.cache.tolist()) == rows.tobytes()
+
+
+@pytest.mark.parametrize("block_id", [-1, BLOCKS])
+def test_a_block_or_a_slot_that_is_not_there_is_refused_before_any_byte_moves(block_id: int) -> None:
+    tensors = caches("LBHNC")
+    layout = block_layout(tensors)
+    before = swapped_out(layout, *range(BLOCKS))
+    pool = layout.pool(BLOCKS)
+    pool[...] = 0xAB
+    for ids, slots in (([0, block_id], [0, 1]), ([0, 1], [0, block_id])):
+        for call in (
+            lambda ids=ids, slots=slots: layout.swap_out(ids, pool, slots),
+            lambda ids=ids, slots=slots: layout.swap_in(pool, slots, ids),
+            lambda ids=ids, slots=slots: layout.runs(ids, pool, slots),
+        ):
+            with pytest.raises(IndexError, match=f"{block_id}.*nothing was copied"):
+                call()
+    assert (pool == 0xAB).all()
+    assert np.array_equal(swapped_out(layout, *range(BLOCKS)), before)
+
+
+def test_a_pool_of_other_rows_is_refused() -> None:
+    layout = block_layout(caches("LBHNC"))
+    wide = np.zeros((2, layout.block_bytes + 1), np.uint8)
+    for pool in (wide, np.zeros((2, 2 * layout.block_bytes), np.uint8)[:, ::2]):
+        for call in (layout.swap_out, layout.runs):
+            with pytest.raises(ValueError, match=f"rows of {layout.block_bytes} bytes"):
+                call([0], pool, [0])
+    for call in (layout.swap_out, layout.runs):
+        with pytest.raises(ValueError, match="slots"):
+            call([0, 1], layout.pool(2), [0])
+
+
+def test_nothing_to_copy_is_no_error() -> None:
+    layout = block_layout(caches("LBHNC"))
+    pool = layout.pool(0)
+    assert pool.shape == (0, layout.block_bytes)
+    assert layout.swap_out([], pool, []).done()
+    assert layout.swap_in(pool, [], []).done()
+    assert all(len(array) == 0 for array in layout.runs([], pool, []))
+
+
+def test_the_pages_of_a_host_pool_are_not_touched_until_they_are_used() -> None:
+    layout = block_layout(caches("LBHNC"))
+    before = resident_bytes()
+    pool = layout.pool((1 << 30) // layout.block_bytes)
+    assert resident_bytes() - before < 64 << 20
+    assert pool.nbytes > 1 << 29
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_caches_on_other_devices_are_refused() -> None:
+    import torch
+
+    tensors = {"0": torch.empty((BLOCKS, HEADS, TOKENS, CONTENT), dtype=torch.bfloat16, device="meta")}
+    with pytest.raises(ValueError, match="lies on meta"):
+        block_layout(tensors)
+
+
+def test_the_installed_vllm_has_the_parts_that_a_device_needs() -> None:
+    from kvstore_client.vllm.compat import batched_copy, host_register
+
+    def needed(function: object) -> list[str]:
+        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+        return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+
+    assert needed(batched_copy()) == ["src_ptrs", "dst_ptrs", "sizes"]
+    assert [needed(function) for function in host_register()] == [["ptr", "num_bytes"], ["ptr"]]
+
+
+@ORDERS
+def test_a_device_s_block_comes_back_where_it_is_put(order: str, cuda: str) -> None:
+    tensors = caches(order, cuda)
+    swap_around(block_layout(tensors), tensors)
+
+
+@ORDERS
+def test_a_device_and_a_host_store_the_same_bytes(order: str, cuda: str) -> None:
+    assert np.array_equal(
+        swapped_out(block_layout(caches(order, cuda)), 5, 1), swapped_out(block_layout(caches(order)), 5, 1)
+    )
+
+
+def test_a_copy_out_of_a_device_comes_after_the_work_queued_before_it(cuda: str) -> None:
+    import torch
+
+    tensors = caches("LBHNC", cuda)
+    layout = block_layout(tensors)
+    pool = layout.pool(1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        for tensor in tensors.values():
+            tensor.view(torch.int16).fill_(0x0101)
+        copy = layout.swap_out([2], pool, [0])
+    assert not copy.done()
+    wait_until(copy.done, what="the copy is done")
+    assert (pool == 1).all()
+
+
+def test_a_copy_into_a_device_comes_after_the_work_queued_before_the_fence(cuda: str) -> None:
+    import torch
+
+    tensors = caches("LBHNC", cuda)
+    layout = block_layout(tensors)
+    pool = layout.pool(1)
+    pool[...] = 7
+    waited = []
+
+    def swap_in() -> None:
+        copy = layout.swap_in(pool, [0], [2])
+        waited.append(not copy.done())
+        copy.wait()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        for tensor in tensors.values():
+            tensor.view(torch.int16).zero_()
+        layout.fence()
+        thread = threading.Thread(target=swap_in)
+        thread.start()
+        thread.join()
+    assert waited == [True]
+    assert (swapped_out(layout, 2) == 7).all()
+
+
+def test_the_pool_of_a_device_is_page_locked_and_as_large_as_asked_for(cuda: str) -> None:
+    import torch
+
+    layout = block_layout(caches("LBHNC", cuda))
+    pool = layout.pool(11)
+    assert pool.shape == (11, layout.block_bytes)
+    assert torch.from_numpy(pool).is_pinned()
+    assert torch.from_numpy(pool[-1]).is_pinned()
 
 
 def test_layers_are_stored_by_number_and_shared_caches_once() -> None:
@@ -77,8 +281,7 @@ def test_layers_are_stored_by_number_and_shared_caches_once() -> None:
     shuffled = {name: tensors[name] for name in reversed(tensors)}
     shuffled["model.layers.12.attn"] = tensors["model.layers.11.attn"]
     layout = block_layout(shuffled)
-    rows = layout.staging(1)
-    layout.gather([2], rows)
+    rows = swapped_out(layout, 2)
     for index, page in enumerate(rows.reshape(LAYERS, -1)):
         assert page.tobytes() == to_bytes(tensors[f"model.layers.{index}.attn"][2])
 
@@ -88,9 +291,7 @@ def test_kernel_blocks_smaller_than_blocks_are_put_together() -> None:
     whole = block_layout(tensors)
     halves = block_layout(tensors, BLOCKS // 2)
     assert halves.block_bytes == 2 * whole.block_bytes
-    one, two = halves.staging(1), whole.staging(2)
-    halves.gather([1], one)
-    whole.gather([2, 3], two)
+    one, two = swapped_out(halves, 1), swapped_out(whole, 2, 3)
     page = whole.block_bytes // LAYERS
     assert np.array_equal(one.reshape(LAYERS, 2, page), two.reshape(2, LAYERS, page).swapaxes(0, 1))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.config import ConfigError, ServerConfig, format_size, load, parse_size
+from kvstore.config import ConfigError, ServerConfig, load
 
 
 def refused(
@@ -127,36 +127,3 @@ def test_a_number_in_the_environment_is_a_number(value: str) -> None:
 def test_a_value_of_the_wrong_kind_in_the_file_is_named(write: Any) -> None:
     message = refused(write("memory = 5\n"))
     assert "memory" in message and "5" in message
-
-
-# ---- sizes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("4GiB", 4 << 30),
-        ("512 MiB", 512 << 20),
-        ("1.5GB", 1_500_000_000),
-        ("1048576", 1 << 20),
-        ("1kib", 1024),
-        (" 2TiB ", 2 << 40),
-        ("7b", 7),
-    ],
-)
-def test_sizes_have_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "4 G", "1e9", "0x10", "1,5GiB", "4GiB!", "inf", "nan"])
-def test_a_size_that_is_none_is_quoted(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_size(text)
-    assert repr(text) in str(caught.value) and "512MiB" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (4 << 30, "4.0 GiB"), (3 << 40, "3.0 TiB")]
-)
-def test_sizes_are_shown_for_people(size: int, text: str) -> None:
-    assert format_size(size) == text

@@ -90,6 +90,27 @@ def test_scatter_undoes_gather_and_leaves_other_blocks_alone(layout, seed, data)
     assert packed(views, range(shape[0])) == expected
 
 
+@given(layer_layouts(), st.integers(0, 2**32), st.data())
+def test_slots_name_the_rows_of_a_pool_that_take_part(layout, seed, data):
+    shape, dtype, layer_count = layout
+    rng = np.random.default_rng(seed)
+    views = [lay_out(data.draw, shape, dtype) for _ in range(layer_count)]
+    for view in views:
+        fill(rng, view)
+    ids = np.array(data.draw(st.permutations(range(shape[0]))), np.int64)
+    size, gap = row_bytes(views), data.draw(st.integers(0, 5))
+    pool = np.full((shape[0] + 3, size + gap), 0xAB, np.uint8)
+    slots = np.array(data.draw(st.permutations(range(len(pool)))), np.int64)[: len(ids)]
+    before = packed(views, ids)
+    _cext.gather(views, ids, pool[:, :size], data.draw(st.integers(1, 3)), slots)
+    assert [pool[slot, :size].tobytes() for slot in slots] == before
+    assert (np.delete(pool, slots, axis=0) == 0xAB).all()
+    assert (pool[:, size:] == 0xAB).all()
+    pool.flags.writeable = False
+    _cext.scatter(pool[:, :size], views, ids[::-1], threads=1, slots=slots)
+    assert packed(views, ids[::-1]) == before
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5, 1000])
 @pytest.mark.parametrize("block_bytes", [4096, 4096 + 24, 917_504, 3 << 20])
 def test_large_calls_move_the_same_bytes_on_any_number_of_threads(threads, block_bytes):
@@ -167,6 +188,41 @@ def test_an_id_out_of_range_is_named_and_nothing_is_written(bad):
     with pytest.raises(IndexError, match=rf"block_ids\[2\] is {bad}"):
         _cext.scatter(out, [view], int64(0, 5, bad))
     assert np.array_equal(view, before)
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**62, -(2**63)])
+@pytest.mark.parametrize("pool", [np.full((5, 4), 0xAB, np.uint8), np.full(20, 0xAB, np.uint8)], ids=["rows", "flat"])
+def test_a_slot_out_of_range_is_named_and_nothing_is_written(pool, bad):
+    view = np.arange(24, dtype=np.uint8).reshape(6, 4)
+    before = view.copy()
+    with pytest.raises(IndexError, match=rf"slots\[1\] is {bad}, but out has 5 rows \(0 .. 4\)"):
+        _cext.gather([view], int64(0, 5), pool, slots=int64(4, bad))
+    assert (pool == 0xAB).all()
+    with pytest.raises(IndexError, match=rf"slots\[1\] is {bad}, but src has 5 rows"):
+        _cext.scatter(pool, [view], int64(0, 5), slots=int64(4, bad))
+    assert np.array_equal(view, before)
+
+
+def test_slots_that_do_not_fit_are_refused():
+    view, pool = np.zeros((6, 4), np.uint8), np.zeros((5, 4), np.uint8)
+    for slots in (int64(0), int64(0, 1, 2)):
+        with pytest.raises(ValueError, match=f"got {len(slots)} slots for 2 blocks"):
+            _cext.gather([view], int64(0, 1), pool, slots=slots)
+    for wrong in (np.arange(2, dtype=np.int32), np.zeros((2, 1), np.int64)):
+        with pytest.raises(TypeError, match="slots must be a 1-D int64 array"):
+            _cext.scatter(pool, [view], int64(0, 1), slots=wrong)
+    for wrong in (np.zeros((5, 3), np.uint8), np.zeros((5, 8), np.uint8)[:, ::2], np.zeros(21, np.uint8)):
+        with pytest.raises(ValueError, match="must be rows of 4 bytes each"):
+            _cext.gather([view], int64(0, 1), wrong, slots=int64(0, 1))
+
+
+def test_the_last_of_two_blocks_for_one_slot_wins_and_a_slot_may_feed_several_blocks():
+    view = np.arange(6, dtype=np.uint8).reshape(3, 2)
+    pool = np.zeros((2, 2), np.uint8)
+    _cext.gather([view], int64(0, 1, 2), pool, slots=int64(1, 0, 1))
+    assert pool.tolist() == [[2, 3], [4, 5]]
+    _cext.scatter(pool, [view], int64(0, 1), slots=int64(1, 1))
+    assert view.tolist() == [[4, 5], [4, 5], [4, 5]]
 
 
 def test_ids_may_be_strided_and_must_be_int64():

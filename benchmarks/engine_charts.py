@@ -1,0 +1,139 @@
+"""The charts of the benchmarks with real engines, as those of charts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import matplotlib
+
+from benchmarks.charts import COLOURS, LIMIT, STYLE, draw
+from benchmarks.published import TRANSFER_IN_FILL, TRANSFER_IN_READ
+from benchmarks.remote_kv_cache.engines import WITHOUT
+from benchmarks.remote_kv_cache.first_token import FIRST_TOKEN, OWN
+from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
+from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
+from benchmarks.remote_kv_cache.test_transfer_out import BATCH_SIZES, STORED
+from benchmarks.results_reader import Results, Spread
+
+
+def draw_lines(
+    path: Path,
+    title: str,
+    x_axis: str,
+    y_axis: str,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[Spread]]],
+    band: tuple[str, float, float] | None = None,
+    log: bool = False,
+) -> None:
+    """A line a series with the spread of its rounds. band: its label, and between which values it lies. log: both axes,
+    the horizontal one in powers of two."""
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        if band is not None:
+            axes.axhspan(band[1], band[2], color=LIMIT, alpha=0.15, linewidth=0, label=band[0])
+        for (name, (places, spreads)), colour in zip(lines.items(), COLOURS, strict=False):
+            middles = [spread.median for spread in spreads]
+            below = [spread.median - spread.low for spread in spreads]
+            above = [spread.high - spread.median for spread in spreads]
+            axes.errorbar(places, middles, [below, above], color=colour, marker="o", markersize=4, label=name)
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_axis)
+        axes.set_ylabel(y_axis)
+        axes.set_title(title, loc="left", fontsize=11)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
+def transfer_out(results: Results, path: Path) -> None:
+    """What sending costs, by tokens a step."""
+    cases = results["test_transfer_out"].group(BATCH_SIZES)
+    if not cases:
+        return
+    series = {
+        f"engine's cache {'on' if on else 'off'}": [c for c in cases if c.parameters["prefix_cache"] is on]
+        for on in (True, False)
+    }
+    draw(
+        path,
+        "Prefill with nothing cached, every block sent to the store",
+        "prompts a second until all blocks are stored, as a share of those without",
+        [f"{case.parameters['max_num_batched_tokens']} tokens a step" for case in series["engine's cache on"]],
+        {name: [case.to_limit(STORED).inverse for case in chosen] for name, chosen in series.items()},
+        WITHOUT,
+        1.0,
+    )
+
+
+def transfer_in(results: Results, path: Path) -> None:
+    """Prompts a second by hit rate, beside the reference's, both as multiples of the fill run at 0 %."""
+    cases = results["test_transfer_in"].cases
+    unit = min(cases, key=lambda case: case.parameters["hit_rate_percent"]).seconds(FILL).median
+    rates = [case.parameters["hit_rate_percent"] for case in cases]
+    low, high = (rate / TRANSFER_IN_FILL for rate in TRANSFER_IN_READ)
+    draw_lines(
+        path,
+        f"{cases[0].parameters['prompts']} prompts of {cases[0].parameters['prompt_tokens']} tokens, given twice",
+        "prefix hit rate, %",
+        "prompts a second, fill run at 0 % = 1",
+        {name: (rates, [case.seconds(name).inverse.scaled(unit) for case in cases]) for name in (READ, FILL, WITHOUT)},
+        band=("read run of the reference, measured elsewhere", low, high),
+    )
+
+
+def long_prefill(results: Results, path: Path) -> None:
+    """Prompts a second by number of output tokens, a line a tier."""
+    cases = results["test_long_prefill"].group(ROWS)
+    if not cases:
+        return
+    cached, uncached = MODES["cache on"], MODES["cache off"]
+    lines = (
+        ("engine's cache", cached, cached.rows[1]),
+        ("CPU tier", uncached, uncached.rows[1]),
+        ("store, after a restart", cached, REMOTE),
+        ("computed and filled in", cached, COMPUTE),
+        (WITHOUT, cached, WITHOUT),
+    )
+    prompts = cases[0].parameters["prompts"]
+    series = {}
+    for label, mode, row in lines:
+        chosen = [case for case in cases if case.parameters["mode"] == mode.name]
+        series[label] = (
+            [case.parameters["output_tokens"] for case in chosen],
+            [case.seconds(row).inverse.scaled(prompts) for case in chosen],
+        )
+    draw_lines(path, f"{prompts} long prompts at once", "tokens of output", "prompts a second", series, log=True)
+
+
+def first_token(results: Results, path: Path) -> None:
+    """Seconds to the first token, by tier."""
+    for case in results["test_long_prefill"].group(FIRST_TOKEN):
+        names = [name for name in case.operations if name != OWN]
+        draw(
+            path,
+            f"Time to the first token: {case.name}",
+            "s",
+            names,
+            {"median, min … max": [case.seconds(name) for name in names]},
+            OWN,
+            case.seconds(OWN).median,
+            log=True,
+        )
+
+
+# As in charts.py.
+ENGINE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
+    "transfer_out": ("test_transfer_out", transfer_out),
+    "transfer_in": ("test_transfer_in", transfer_in),
+    "long_prefill": ("test_long_prefill", long_prefill),
+    "first_token": ("test_long_prefill", first_token),
+}

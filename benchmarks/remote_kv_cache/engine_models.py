@@ -1,0 +1,109 @@
+"""The models that real engines run here: Qwen2 with random weights, made from a config, for nothing can be downloaded.
+
+*tiny* starts in seconds, for workloads of many prompts; *mid* computes slowly enough that a hit is worth something,
+for times to the first token. Their weights are spread wide (`initializer_range`), so that the output depends on every
+token of the prompt: with the usual spread such a model repeats one token whatever it was told, and could not tell a
+right cache from a wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from argparse import ArgumentParser
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+BLOCK_TOKENS: Final = 32  # vLLM's CPU attention takes multiples of 32
+_LONGEST: Final = 65536
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """A Qwen2's shape. All weights and the KV cache are bfloat16."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV cache of one token."""
+        head_size = self.hidden_size // self.num_attention_heads
+        return self.num_hidden_layers * 2 * self.num_key_value_heads * head_size * 2
+
+    @property
+    def block_bytes(self) -> int:
+        """KV cache of `BLOCK_TOKENS` tokens."""
+        return self.token_bytes * BLOCK_TOKENS
+
+    def prompts(self, seed: int, count: int, tokens: int, shared_tokens: int = 0) -> list[list[int]]:
+        """`count` prompts with their first `shared_tokens` in common, and with nothing of another seed's."""
+        chooser = random.Random(seed)
+        shared = [chooser.randrange(self.vocab_size) for _ in range(shared_tokens)]
+        return [
+            shared + [chooser.randrange(self.vocab_size) for _ in range(tokens - shared_tokens)] for _ in range(count)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """For results: what was run."""
+        return {**asdict(self), "block_tokens": BLOCK_TOKENS, "block_bytes": self.block_bytes}
+
+
+ENGINE_MODELS: Final = {
+    model.name: model
+    for model in (
+        EngineModel("tiny", 256, 512, 8, 8, 4, 4096),
+        EngineModel("mid", 1024, 2816, 12, 16, 4, 8192),  # 152 M parameters
+    )
+}
+
+
+def add_engine_model_option(parser: ArgumentParser, option: str, default: str) -> None:
+    """`option`: the name of one of `ENGINE_MODELS`."""
+    sizes = "; ".join(f"{model.name}: {model.token_bytes} bytes of KV a token" for model in ENGINE_MODELS.values())
+    parser.add_argument(option, choices=sorted(ENGINE_MODELS), help=f"default: {default}; --quick: tiny ({sizes})")
+
+
+def full_blocks(tokens: int) -> int:
+    """Blocks that are full once so many tokens are computed."""
+    return tokens // BLOCK_TOKENS
+
+
+def cacheable_tokens(tokens: int) -> int:
+    """Tokens of a prompt that can come from a cache: whole blocks, and never the last token."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def save_model(model: EngineModel) -> Path:
+    """The model's folder, made once with weights from a fixed seed and kept for the next time."""
+    cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
+    folder = Path(cache).expanduser() / "models" / f"benchmark-{model.name}-1"
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    shape = {name: value for name, value in asdict(model).items() if name != "name"}
+    config = Qwen2Config(max_position_embeddings=_LONGEST, initializer_range=0.1, **shape)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
+        scratch.rename(folder)
+    except OSError:
+        if not (folder / "config.json").exists():  # else another benchmark was first
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder

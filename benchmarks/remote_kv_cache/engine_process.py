@@ -1,0 +1,148 @@
+"""One vLLM engine in a process of its own: `run` is the whole life of that process.
+
+The other end of the pipe gets "ready", then sends an `Order` and gets a `Run`, or a `Doubt` and gets a list of
+numbers; None ends the engine. What the engine says goes to its log. The clock runs in here, around the engine's own
+call, so that the pipe is not timed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+# Imported once, by the process that engines are forked from: seconds that each engine would take.
+PRELOAD: Final = [
+    "transformers",
+    "vllm",
+    "vllm.model_executor.models.qwen2",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine is made of. `connector`: its options, None for an engine without; `arguments`: of `vllm.LLM`."""
+
+    model: Path
+    connector: dict[str, Any] | None
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Prompts given to the engine at once, each to be continued by `output_tokens` at temperature 0."""
+
+    prompts: list[list[int]]
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """How far is each token of this continuation from the one that the engine holds most likely there, by the
+    difference of their log probabilities?"""
+
+    prompt: list[int]
+    continuation: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine made of one prompt."""
+
+    token_ids: list[int]
+    cached_tokens: int
+    first_token_s: float  # since the prompt reached the engine
+
+
+@dataclass(frozen=True)
+class Run:
+    """Answers in the order of the prompts. `begin`: on the clock of `time.perf_counter`, which all processes share;
+    `seconds`: from there until the last answer."""
+
+    begin: float
+    seconds: float
+    answers: list[Answer]
+
+
+def run(setup: Setup, environment: dict[str, str], log: Path, pipe: Connection) -> None:
+    """Serve until told to end, or until it fails; then the process ends with status 1."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    try:
+        _serve(setup, pipe)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)  # past the interpreter's own end, which takes it seconds with all that is imported
+
+
+def _serve(setup: Setup, pipe: Connection) -> None:
+    from tqdm import tqdm
+    from vllm import SamplingParams
+
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a process which ends as this one does
+    engine = _make_engine(setup)
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        if isinstance(order, Doubt):
+            pipe.send(_gaps(engine, order))
+            continue
+        sampling = SamplingParams(temperature=0, max_tokens=order.output_tokens, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": tokens} for tokens in order.prompts]
+        begin = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        answers = [
+            Answer(list(output.outputs[0].token_ids), output.num_cached_tokens, output.metrics.first_token_latency)
+            for output in outputs
+        ]
+        pipe.send(Run(begin, seconds, answers))
+    engine.llm_engine.engine_core.shutdown()
+
+
+def _gaps(engine: Any, doubt: Doubt) -> list[float]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    [output] = engine.generate([{"prompt_token_ids": doubt.prompt + doubt.continuation}], sampling, use_tqdm=False)
+    gaps = []
+    for token, found in zip(doubt.continuation, output.prompt_logprobs[len(doubt.prompt) :], strict=True):
+        gaps.append(max(candidate.logprob for candidate in found.values()) - found[token].logprob)
+    return gaps
+
+
+def _make_engine(setup: Setup) -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    connector = None
+    if setup.connector is not None:
+        connector = KVTransferConfig(
+            kv_connector="KVStoreConnector",
+            kv_connector_module_path="kvstore_client.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=setup.connector,
+        )
+    return LLM(
+        model=str(setup.model),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        disable_log_stats=False,  # the time to the first token is one of them
+        kv_transfer_config=connector,
+        **setup.arguments,
+    )

@@ -1,0 +1,175 @@
+"""Real vLLM engines that are measured, and when the store holds what they sent.
+
+An engine is a process of its own, forked from one that has imported vLLM and nothing else; between orders it waits
+and takes no part of the machine, so that two can live at the same time and take turns. Its scheduler, model and
+connector share that process (no separate engine core), and the model computes on all cores: what the connector does in
+the background competes with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from benchmarks.remote_kv_cache import engine_process
+from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, EngineModel, save_model
+from benchmarks.remote_kv_cache.engine_process import Doubt, Order, Run, Setup
+from benchmarks.remote_kv_cache.processes import environment
+from kvstore.wire import NamespaceInfo
+from kvstore_client import KVStoreClient, Namespace
+
+WITHOUT: Final = "without the connector"  # what an engine is compared with, in every benchmark of engines
+
+_START_S: Final = 120.0
+_ANSWER_S: Final = 1200.0
+_STOP_S: Final = 30.0
+_LOG_TAIL: Final = 4000
+
+_STORED_S: Final = 60.0
+_POLL_S: Final = 0.005
+_QUIET_S: Final = 0.3
+
+
+def add_cpu_bytes_option(parser: argparse.ArgumentParser, default: int | None = None) -> None:
+    """`--cpu-bytes`: the connector's option of that name."""
+    said = "twice what the prompts need" if default is None else default
+    parser.add_argument("--cpu-bytes", type=int, default=default, help=f"of the CPU tier; 0: none; default: {said}")
+
+
+def compute_threads() -> int:
+    """Of each engine's model: all cores, unless OMP_NUM_THREADS says otherwise."""
+    return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+
+
+class Engine:
+    """A vLLM engine. It starts at once; the first order, or `wait_ready`, waits until it serves."""
+
+    def __init__(self, model: EngineModel, connector: dict[str, Any] | None, **arguments: Any) -> None:
+        """connector: its options; None for an engine without. arguments: of `vllm.LLM`, beside the ones below."""
+        # Read when torch and transformers are imported, which is before an engine's own settings are made.
+        os.environ["OMP_NUM_THREADS"] = str(compute_threads())
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(engine_process.PRELOAD)
+        settings = {
+            **environment(),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        setup = Setup(save_model(model), connector, {"block_size": BLOCK_TOKENS, **arguments})
+        descriptor, name = tempfile.mkstemp(suffix=".log")
+        os.close(descriptor)
+        self._log = Path(name)
+        self._pipe, far_end = context.Pipe()
+        self._process = context.Process(target=engine_process.run, args=(setup, settings, self._log, far_end))
+        self._process.start()
+        far_end.close()
+        self._ready = False
+
+    def wait_ready(self) -> None:
+        """Raises RuntimeError with the end of its log when it does not come to serve."""
+        if not self._ready:
+            self._receive(_START_S)
+            self._ready = True
+
+    def generate(self, prompts: Sequence[list[int]], output_tokens: int) -> Run:
+        """Give it all prompts at once and wait for their answers."""
+        self.wait_ready()
+        self._pipe.send(Order(list(prompts), output_tokens))
+        run = self._receive(_ANSWER_S)
+        assert isinstance(run, Run)
+        return run
+
+    def gaps(self, prompt: list[int], continuation: list[int]) -> list[float]:
+        """See `Doubt`. Computed without any cache."""
+        self.wait_ready()
+        self._pipe.send(Doubt(prompt, continuation))
+        return list(self._receive(_ANSWER_S))
+
+    def stop(self) -> None:
+        """End it, by force if it does not."""
+        if self._pipe.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):  # it ended already
+            self._pipe.send(None)
+        self._pipe.close()
+        self._process.join(_STOP_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._log.unlink()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _receive(self, timeout_s: float) -> Any:
+        what = f"no answer within {timeout_s:.0f} s"
+        if self._pipe.poll(timeout_s):
+            try:
+                return self._pipe.recv()
+            except EOFError:
+                what = "it ended"
+        log = self._log.read_text(errors="replace")[-_LOG_TAIL:]
+        raise RuntimeError(f"engine: {what}; its log ends:\n{log}")
+
+
+class Store:
+    """What the server says of its blocks: asked for while sends are awaited, and not while an engine computes."""
+
+    def __init__(self, endpoint: str) -> None:
+        nobody = Namespace(model="nobody", dtype="uint8", block_tokens=1, block_bytes=1)
+        self._client = KVStoreClient(endpoint, nobody)
+
+    def created(self) -> int:
+        """Blocks that ever came to be readable. Raises RuntimeError when some were evicted since."""
+        namespaces = self._namespaces()
+        if evicted := sum(namespace.evicted for namespace in namespaces):
+            raise RuntimeError(f"the server evicted {evicted} blocks: it is too small for this benchmark")
+        return sum(namespace.created for namespace in namespaces)
+
+    def read(self) -> int:
+        """Blocks that were ever given to a reader."""
+        return sum(namespace.hits for namespace in self._namespaces())
+
+    def wait_created(self, blocks: int) -> float:
+        """Until so many were created -> when, on the clock of `time.perf_counter`. Raises RuntimeError when they are
+        not after a minute."""
+        deadline = time.monotonic() + _STORED_S
+        while (created := self.created()) < blocks:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"after {_STORED_S:.0f} s the store has {created} of {blocks} blocks")
+            time.sleep(_POLL_S)
+        return time.perf_counter()
+
+    def settle(self, blocks: int = 0) -> int:
+        """Until at least so many were created and no more come (those of generated tokens, say) -> `created`."""
+        self.wait_created(blocks)
+        before, now = -1, self.created()
+        while now != before:
+            time.sleep(_QUIET_S)
+            before, now = now, self.created()
+        return now
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def _namespaces(self) -> list[NamespaceInfo]:
+        return [namespace for shard in self._client.info().shards for namespace in shard.namespaces]

@@ -1,0 +1,113 @@
+"""The time to the first token of one long prompt: computed, and from each tier that may have it.
+
+An engine without the connector computes the prompt, and answers it once more from its own cache, which is the limit of
+what any tier can reach. A second engine computes it and fills the store. A third, started after that, has nothing but
+the store, where it finds the prompt; asked again, it finds it in its CPU tier, since its own prefix cache is off. It
+has been warmed up by a short prompt that is not in the store: the first load it ever makes is the one that is measured.
+The time is that of the engine's own request metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final
+
+from benchmarks.remote_kv_cache.engine_checks import Checks
+from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, EngineModel, cacheable_tokens, full_blocks
+from benchmarks.remote_kv_cache.engine_process import Answer
+from benchmarks.remote_kv_cache.engines import Engine, Store
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case
+
+FIRST_TOKEN: Final = "first token"
+COMPUTED: Final = "computed, without the connector"
+OWN: Final = "from the engine's own cache"
+FILLED: Final = "computed and filled in"
+STORE: Final = "from the store, after a restart"
+CPU_TIER: Final = "from the CPU tier"
+STEPS: Final = 5
+_OUTPUT_TOKENS: Final = 8
+_WARM_UP_TOKENS: Final = 200
+
+
+class _Asking:
+    """One prompt after the other, and what is checked of each answer."""
+
+    def __init__(self, store: Store, plain: Engine, checks: Checks, step: Callable[[str], object]) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._store = store
+        self._plain = plain
+        self._checks = checks
+        self._step = step
+        self._right: list[Answer] = []
+
+    def ask(self, name: str, engine: Engine, prompt: list[int], from_cache: int = 0, from_store: int = 0) -> None:
+        """from_cache: tokens; from_store: blocks of them. What COMPUTED answers is what all others must."""
+        read_before = self._store.read()
+        answers = engine.generate([prompt], _OUTPUT_TOKENS).answers
+        if name == COMPUTED:
+            self._right = answers
+        self.seconds.setdefault(name, []).append(answers[0].first_token_s)
+        what = f"first token {name}"
+        self._checks.tokens(what, [prompt], answers, self._right, self._plain)
+        self._checks.cached(what, answers, from_cache, from_cache)
+        came = self._store.read() - read_before
+        self._checks.that(came == from_store, f"{what}: the store gave {came} blocks, expected {from_store}")
+        self._step(what)
+
+
+def measure_first_token(
+    model: EngineModel,
+    prompt_tokens: int,
+    rounds: int,
+    cpu_bytes: int | None,
+    checks: Checks,
+    step: Callable[[str], object],
+) -> Case:
+    """A round takes another prompt and another third engine. cpu_bytes: of the CPU tier, None for twice the prompt, 0
+    for none, which is then not measured. step: told what has been measured, at most `STEPS` times a round."""
+    blocks = full_blocks(prompt_tokens)
+    cached = cacheable_tokens(prompt_tokens)
+    room = (blocks + full_blocks(_WARM_UP_TOKENS) + 2) * model.block_bytes
+    arguments = {
+        "max_model_len": max(prompt_tokens, _WARM_UP_TOKENS) + 2 * _OUTPUT_TOKENS,
+        "kv_cache_memory_bytes": room + (64 << 20),
+    }
+    warm_ups = iter(model.prompts(-1, rounds + 2, _WARM_UP_TOKENS))
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(kvstore_server(room * (rounds + 2)))
+        connector = {"endpoint": endpoint, "cpu_bytes": 2 * room if cpu_bytes is None else cpu_bytes}
+        store = stack.enter_context(Store(endpoint))
+        plain = stack.enter_context(Engine(model, None, **arguments))
+        filler = stack.enter_context(Engine(model, connector, **arguments))
+        for engine in (plain, filler):
+            engine.generate([next(warm_ups)], _OUTPUT_TOKENS)
+        asking = _Asking(store, plain, checks, step)
+        for prompt in model.prompts(0, rounds, prompt_tokens):
+            asking.ask(COMPUTED, plain, prompt)
+            asking.ask(OWN, plain, prompt, cached)
+            before = store.settle()
+            asking.ask(FILLED, filler, prompt)
+            store.settle(before + blocks)
+            with Engine(model, connector, enable_prefix_caching=False, **arguments) as reader:
+                reader.generate([next(warm_ups)], _OUTPUT_TOKENS)
+                store.settle()
+                asking.ask(STORE, reader, prompt, cached, cached // BLOCK_TOKENS)
+                if connector["cpu_bytes"]:
+                    asking.ask(CPU_TIER, reader, prompt, cached)
+    return Case(
+        name=f"{prompt_tokens} tokens, {model.name} model",
+        seconds=asking.seconds,
+        moved=dict.fromkeys(asking.seconds, 0),
+        limits={name: OWN for name in (STORE, CPU_TIER) if name in asking.seconds},
+        references=(COMPUTED,),
+        parameters={
+            "group": FIRST_TOKEN,
+            "model": model.to_json(),
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": cached,
+            "output_tokens": _OUTPUT_TOKENS,
+            "cpu_bytes": connector["cpu_bytes"],
+        },
+    )

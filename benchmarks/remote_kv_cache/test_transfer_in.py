@@ -1,0 +1,152 @@
+"""Prompts a second when an earlier engine has computed them: a fill run and a read run at eleven prefix hit rates.
+
+All prompts of 1000 tokens are given at once and continued by 24. At a hit rate of 30 % their first 300 tokens are the
+same. One engine fills the store; another, which has never seen them, reads them: all but the last block's remainder
+comes from the store, or, where several prompts share it, from what an earlier request loaded. A third engine, without
+the connector, says what the tokens should be, and what a fill costs. The engines' own prefix cache is on.
+
+Prompts: 1000 divided by the scale. Needs vLLM; without it nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from contextlib import ExitStack
+from typing import Final
+
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
+from benchmarks.remote_kv_cache.engine_models import (
+    BLOCK_TOKENS,
+    ENGINE_MODELS,
+    EngineModel,
+    add_engine_model_option,
+    cacheable_tokens,
+    full_blocks,
+)
+from benchmarks.remote_kv_cache.engines import WITHOUT, Engine, Store, add_cpu_bytes_option
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console
+
+FILL: Final = "fill run"
+READ: Final = "read run"
+RATES: Final = tuple(range(0, 101, 10))  # percent
+_PROMPTS: Final = 1000
+_PROMPT_TOKENS: Final = 1000
+_OUTPUT_TOKENS: Final = 24
+_WARM_UP: Final = 8  # prompts, of an uncounted run
+
+
+class Engines:
+    """The three of them on one server, and what they took, for all hit rates."""
+
+    def __init__(self, stack: ExitStack, model: EngineModel, prompts: int, rounds: int, cpu_bytes: int) -> None:
+        """They end with the stack."""
+        self.model = model
+        self.checks = Checks()
+        prompt_bytes = (full_blocks(_PROMPT_TOKENS + _OUTPUT_TOKENS) + 1) * model.block_bytes
+        memory = prompt_bytes * (prompts * len(RATES) * rounds + _WARM_UP)
+        endpoint = stack.enter_context(kvstore_server(memory))
+        self.store = stack.enter_context(Store(endpoint))
+        arguments = {
+            "max_model_len": _PROMPT_TOKENS + 2 * _OUTPUT_TOKENS,
+            "kv_cache_memory_bytes": 2 * prompts * prompt_bytes + (64 << 20),
+        }
+        connector = {"endpoint": endpoint, "cpu_bytes": cpu_bytes}
+        self._plain = stack.enter_context(Engine(model, None, **arguments))
+        self._filler = stack.enter_context(Engine(model, connector, **arguments))
+        self._reader = stack.enter_context(Engine(model, connector, **arguments))
+        for engine in (self._plain, self._filler, self._reader):
+            engine.wait_ready()
+
+    def take_turns(self, seed: int, prompts: int, rate: int) -> dict[str, float]:
+        """Prompts that nobody has seen, at this hit rate -> seconds of each run."""
+        model, checks = self.model, self.checks
+        shared_tokens = _PROMPT_TOKENS * rate // 100
+        questions = model.prompts(seed, prompts, _PROMPT_TOKENS, shared_tokens)
+        common = full_blocks(shared_tokens)
+        different = common + (full_blocks(_PROMPT_TOKENS) - common) * (prompts if rate < 100 else 1)
+        before = self.store.settle()
+        read_before = self.store.read()
+        plain = self._plain.generate(questions, _OUTPUT_TOKENS)
+        fill = self._filler.generate(questions, _OUTPUT_TOKENS)
+        self.store.settle(before + different)
+        read = self._reader.generate(questions, _OUTPUT_TOKENS)
+        what = f"{rate} % in common, seed {seed}"
+        everything = cacheable_tokens(_PROMPT_TOKENS)
+        for name, run in ((FILL, fill), (READ, read)):
+            checks.tokens(f"{what}, {name}", questions, run.answers, plain.answers, self._plain)
+        # Requests that start together do not find in the cache what they are all about to compute.
+        in_common = common * BLOCK_TOKENS
+        checks.cached(f"{what}, {WITHOUT}", plain.answers, 0, in_common)
+        checks.cached(f"{what}, {FILL}", fill.answers, 0, in_common)
+        checks.cached(f"{what}, {READ}", read.answers, everything, everything)
+        came = self.store.read() - read_before
+        checks.that(came >= different, f"{what}: the store gave {came} blocks, expected at least {different}")
+        return {WITHOUT: plain.seconds, FILL: fill.seconds, READ: read.seconds}
+
+
+def show(cases: list[Case]) -> None:
+    table = Table("prefix hit rate", title="Prompts a second", title_justify="left")
+    for heading in (WITHOUT, FILL, READ, "read ÷ fill"):
+        table.add_column(heading, justify="right")
+    for case in cases:
+        rates = (f"{case.parameters['prompts'] / case.median(name):.2f}" for name in (WITHOUT, FILL, READ))
+        table.add_row(case.name, *rates, f"{case.ratio(FILL, READ):.2f}")
+    console().print(table)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_model_option(parser, "--model", "tiny")
+    parser.add_argument("--scale", type=int, help="1000 / SCALE prompts; default: 25; --quick: 125")
+    add_cpu_bytes_option(parser)
+
+
+def main() -> int:
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=3, add_options=_add_options)
+    if missing_module("vllm"):
+        benchmark.say(f"transfer_in: {missing_module('vllm')}, so it is not measured")
+        return 0
+    options = benchmark.options
+    scale = options.scale or (125 if benchmark.quick else 25)
+    model, prompts = ENGINE_MODELS[options.model or "tiny"], _PROMPTS // scale
+    rates = RATES[::5] if benchmark.quick else RATES
+    cpu_bytes = options.cpu_bytes
+    if cpu_bytes is None:
+        cpu_bytes = 2 * prompts * _PROMPT_TOKENS * model.token_bytes
+    seconds: dict[int, dict[str, list[float]]] = {rate: {WITHOUT: [], FILL: [], READ: []} for rate in rates}
+    with ExitStack() as stack, benchmark.progress() as bar:
+        task = bar.add_task("starting three engines", total=benchmark.rounds * len(rates))
+        bar.refresh()
+        engines = Engines(stack, model, prompts, benchmark.rounds, cpu_bytes)
+        engines.take_turns(0, _WARM_UP, 0)
+        seeds = iter(range(1, benchmark.rounds * len(rates) + 1))
+        for number in range(benchmark.rounds):
+            for rate in random.Random(number).sample(rates, len(rates)):
+                bar.update(task, description=f"round {number + 1}: {rate} % in common", refresh=True)
+                for name, value in engines.take_turns(next(seeds), prompts, rate).items():
+                    seconds[rate][name].append(value)
+                bar.advance(task)
+    parameters = {"prompts": prompts, "prompt_tokens": _PROMPT_TOKENS, "output_tokens": _OUTPUT_TOKENS}
+    for rate in rates:
+        benchmark.cases.append(
+            Case(
+                name=f"{rate} %",
+                seconds=seconds[rate],
+                moved=dict.fromkeys(seconds[rate], 0),
+                limits={},
+                references=(READ,),
+                parameters={"hit_rate_percent": rate, **parameters},
+            )
+        )
+    show(benchmark.cases)
+    scaled = _PROMPTS / prompts
+    return conclude(benchmark, engines.checks, model=model.to_json(), scale=scaled, cpu_bytes=cpu_bytes, **parameters)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

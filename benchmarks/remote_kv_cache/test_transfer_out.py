@@ -1,0 +1,185 @@
+"""What sending costs an engine that never hits: prompts a second with the connector, as a share of those without.
+
+Four different prompts at once, one token of output, nothing in any cache, for eight limits of tokens a step and with
+the engine's own prefix cache on and off. Then the prefill of a larger model with the engine's default settings, whose
+target is 0.93 of the throughput without. Two engines, with and without the connector, live at the same time and take
+turns; "until stored" ends when the server has every block, "until answered" with the last answer.
+
+The prompts have 8192 tokens divided by the scale. Needs vLLM; without it nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
+from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, add_engine_model_option, full_blocks
+from benchmarks.remote_kv_cache.engines import WITHOUT, Engine, Store, add_cpu_bytes_option
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console
+
+ANSWERED: Final = "with, until answered"
+STORED: Final = "with, until stored"
+BATCH_TOKENS: Final = (1024, 768, 512, 384, 256, 128, 64, 32)
+BATCH_SIZES: Final = "batch sizes"
+PREFILL: Final = "prefill"
+PARTS: Final = (BATCH_SIZES, PREFILL)
+TARGET: Final = 0.93
+_PROMPTS: Final = 4
+_PROMPT_TOKENS: Final = 8192
+_OUTPUT_TOKENS: Final = 1
+_SEQUENCES: Final = 32  # at most in a step: an engine refuses more than it has tokens a step
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Two engines and what they are given. `arguments`: of both engines."""
+
+    group: str
+    name: str
+    model: EngineModel
+    prompt_tokens: int
+    rounds: int
+    prefix_cache: bool
+    arguments: dict[str, Any]
+
+
+def settings(options: argparse.Namespace, quick: bool, rounds: int) -> list[Setting]:
+    """What the options ask for, the eight times two of the reference first."""
+    model = ENGINE_MODELS[options.model or "tiny"]
+    tokens = _PROMPT_TOKENS // (options.scale or (32 if quick else 8))
+    found = [
+        Setting(
+            group=BATCH_SIZES,
+            name=f"{batch} tokens a step, engine's cache {'on' if prefix_cache else 'off'}",
+            model=model,
+            prompt_tokens=tokens,
+            rounds=rounds,
+            prefix_cache=prefix_cache,
+            arguments={"max_num_batched_tokens": batch, "max_num_seqs": _SEQUENCES},
+        )
+        for prefix_cache in (True, False)
+        for batch in (BATCH_TOKENS[:: len(BATCH_TOKENS) - 1] if quick else BATCH_TOKENS)
+    ]
+    model = ENGINE_MODELS[options.prefill_model or ("tiny" if quick else "mid")]
+    tokens = _PROMPT_TOKENS // (options.prefill_scale or (32 if quick else 4))
+    found.append(
+        Setting(
+            group=PREFILL,
+            name=f"{_PROMPTS} prompts of {tokens} tokens, {model.name} model, default settings",
+            model=model,
+            prompt_tokens=tokens,
+            rounds=rounds if quick else options.prefill_rounds,
+            prefix_cache=True,
+            arguments={},
+        )
+    )
+    return [setting for setting in found if setting.group in options.parts]
+
+
+def measure(setting: Setting, cpu_bytes: int, checks: Checks, step: Callable[[], object]) -> Case:
+    """Start a server and both engines and let them take turns. step: called after each turn."""
+    model = setting.model
+    blocks = _PROMPTS * full_blocks(setting.prompt_tokens)  # of one round
+    arguments = {
+        "max_model_len": setting.prompt_tokens + 2 * _OUTPUT_TOKENS,
+        "enable_prefix_caching": setting.prefix_cache,
+        "kv_cache_memory_bytes": 2 * blocks * model.block_bytes + (64 << 20),
+        **setting.arguments,
+    }
+    seconds: dict[str, list[float]] = {WITHOUT: [], ANSWERED: [], STORED: []}
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(kvstore_server(blocks * model.block_bytes * (setting.rounds + 1)))
+        store = stack.enter_context(Store(endpoint))
+        plain = stack.enter_context(Engine(model, None, **arguments))
+        connector = {"endpoint": endpoint, "cpu_bytes": cpu_bytes}
+        sending = stack.enter_context(Engine(model, connector, **arguments))
+        plain.wait_ready()
+        sending.wait_ready()
+        for number in range(setting.rounds + 1):
+            prompts = model.prompts(number, _PROMPTS, setting.prompt_tokens)
+            runs = {}
+            stored_s = 0.0
+            for engine in random.Random(number).sample((plain, sending), 2):
+                runs[engine] = run = engine.generate(prompts, _OUTPUT_TOKENS)
+                if engine is sending:
+                    stored_s = store.wait_created((number + 1) * blocks) - run.begin
+                step()
+            if number:
+                seconds[WITHOUT].append(runs[plain].seconds)
+                seconds[ANSWERED].append(runs[sending].seconds)
+                seconds[STORED].append(stored_s)
+            what = f"{setting.name}, round {number}"
+            checks.tokens(what, prompts, runs[sending].answers, runs[plain].answers, plain)
+            checks.cached(f"{what}, with", runs[sending].answers, 0, 0)
+            checks.cached(f"{what}, without", runs[plain].answers, 0, 0)
+    return Case(
+        name=setting.name,
+        seconds=seconds,
+        moved=dict.fromkeys(seconds, 0),
+        limits={ANSWERED: WITHOUT, STORED: WITHOUT},
+        references=(ANSWERED, STORED),
+        parameters={
+            "group": setting.group,
+            "model": model.to_json(),
+            "prompts": _PROMPTS,
+            "prompt_tokens": setting.prompt_tokens,
+            "scale": _PROMPT_TOKENS / setting.prompt_tokens,
+            "output_tokens": _OUTPUT_TOKENS,
+            "prefix_cache": setting.prefix_cache,
+            "blocks_stored": blocks,
+            **setting.arguments,
+        },
+    )
+
+
+def show(cases: list[Case]) -> None:
+    table = Table("prompts a second", title="Sending at hit rate 0", title_justify="left")
+    for heading in (WITHOUT, ANSWERED, STORED, "÷ without, answered", "÷ without, stored"):
+        table.add_column(heading, justify="right")
+    for case in cases:
+        rates = (f"{_PROMPTS / case.median(name):.2f}" for name in (WITHOUT, ANSWERED, STORED))
+        table.add_row(case.name, *rates, *(f"{case.ratio(WITHOUT, name):.3f}" for name in (ANSWERED, STORED)))
+    console().print(table)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_model_option(parser, "--model", "tiny")
+    parser.add_argument("--scale", type=int, help="prompts have 8192 / SCALE tokens; default: 8; --quick: 32")
+    add_engine_model_option(parser, "--prefill-model", "mid")
+    parser.add_argument("--prefill-scale", type=int, help="the same for the prefill; default: 4; --quick: 32")
+    parser.add_argument("--prefill-rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="some of it")
+    add_cpu_bytes_option(parser, 512 << 20)
+
+
+def main() -> int:
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=5, add_options=_add_options)
+    if missing_module("vllm"):
+        benchmark.say(f"transfer_out: {missing_module('vllm')}, so it is not measured")
+        return 0
+    checks = Checks()
+    options = benchmark.options
+    planned = settings(options, benchmark.quick, benchmark.rounds)
+    with benchmark.progress() as bar:
+        task = bar.add_task("", total=sum(2 * (setting.rounds + 1) for setting in planned))
+        for setting in planned:
+            bar.update(task, description=setting.name, refresh=True)
+            benchmark.cases.append(
+                measure(setting, options.cpu_bytes, checks, lambda: bar.update(task, advance=1, refresh=True))
+            )
+    show(benchmark.cases)
+    return conclude(benchmark, checks, cpu_bytes=options.cpu_bytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

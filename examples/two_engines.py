@@ -1,0 +1,204 @@
+"""Two vLLM servers behind one kvstore: what one has computed, the other does not.
+
+    python examples/two_engines.py [--prompt-tokens 2048] [--model-size tiny|mid] [--json]
+
+Starts a kvstore-server and two `vllm serve` processes that use it, all on this machine, and holds a conversation whose
+turns go to them alternately, as a load balancer without affinity would send them. Every turn's prompt is all that was
+said before; each engine finds the other's part of it in the store. Prints, for every turn, what was cached and the time
+to the answer, then each engine's own metrics. The model has random weights (nothing is downloaded). Exit status 1 if a
+turn that could hit did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from demo import BLOCK_TOKENS, MODELS, VOCABULARY, environment, make_model, progress, start_server
+from rich.console import Console
+from rich.table import Table
+
+START_S = 300.0
+TURNS = 4
+ANSWER_TOKENS = 64
+# The store has a turn's blocks a moment after its answer; a person's next turn takes longer than that to come.
+PAUSE_S = 0.5
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class EngineServer:
+    """`vllm serve` with the connector."""
+
+    def __init__(self, name: str, model: Path, store: str, max_model_len: int, log: Path) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.log = log
+        transfer = {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore_client.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "256MiB"},
+        }
+        # The command `vllm serve MODEL …` is this module with --model.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1"]
+        command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+        # What the processor and the model without a tokenizer need.
+        command += ["--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager"]
+        command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(max_model_len)]
+        command += ["--gpu-memory-utilization", "0.3"]
+        settings = {
+            **environment(),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",  # two engines on one machine
+        }
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(command, stdout=file, stderr=file, env=settings)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def await_health(self) -> None:
+        deadline = time.monotonic() + START_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        raise SystemExit(f"{self.name} did not start; its log ends:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def complete(self, prompt: list[int]) -> dict[str, Any]:
+        """The answer to a prompt of token ids, as OpenAI's API gives it."""
+        body = {
+            "model": "demo",
+            "prompt": prompt,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            return dict(json.load(reply))
+
+    def metrics(self) -> dict[str, float]:
+        """This engine's kvstore metrics that are not 0: name and labels -> value."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        values = (line.rsplit(" ", 1) for line in lines if line.startswith("vllm:kvstore_") and "_created" not in line)
+        return {name: float(value) for name, value in values if float(value)}
+
+
+def converse(engines: list[EngineServer], prompt_tokens: int) -> list[dict[str, Any]]:
+    """One conversation, its turns to the engines in turn."""
+    chooser = random.Random(11)
+    said = [chooser.randrange(VOCABULARY) for _ in range(prompt_tokens)]
+    turns = []
+    for number in range(TURNS):
+        engine = engines[number % len(engines)]
+        started = time.perf_counter()
+        reply = engine.complete(said)
+        seconds = time.perf_counter() - started
+        details = reply["usage"].get("prompt_tokens_details") or {}
+        turns.append(
+            {
+                "engine": engine.name,
+                "prompt_tokens": len(said),
+                "cached_tokens": details.get("cached_tokens") or 0,
+                "seconds": seconds,
+            }
+        )
+        progress.print(f"turn {number + 1}: {engine.name} answered after {seconds:.2f} s")
+        said = said + reply["choices"][0]["token_ids"] + [chooser.randrange(VOCABULARY) for _ in range(40)]
+        time.sleep(PAUSE_S)
+    return turns
+
+
+def run(prompt_tokens: int, model_size: str) -> dict[str, Any]:
+    with progress.status(f"making the {model_size} model …"):
+        model = make_model(model_size)
+    longest = prompt_tokens + TURNS * (ANSWER_TOKENS + 40) + ANSWER_TOKENS
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        logs = Path(scratch)
+        server, endpoint = start_server(logs / "server.log")
+        stack.callback(server.wait)
+        stack.callback(server.terminate)
+        progress.print(f"kvstore-server is ready at {endpoint}")
+        engines = []
+        for name in ("engine A", "engine B"):
+            engines.append(EngineServer(name, model, endpoint, longest, logs / f"{name}.log"))
+            stack.callback(engines[-1].stop)
+        with progress.status("two engines are starting …"):
+            for engine in engines:
+                engine.await_health()
+        turns = converse(engines, prompt_tokens)
+        return {"turns": turns, "metrics": {engine.name: engine.metrics() for engine in engines}}
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table("turn", "engine", title="a conversation, its turns sent to two engines alternately")
+    for heading in ("prompt tokens", "cached tokens", "answer after"):
+        table.add_column(heading, justify="right")
+    for number, turn in enumerate(result["turns"], start=1):
+        table.add_row(
+            str(number),
+            turn["engine"],
+            str(turn["prompt_tokens"]),
+            str(turn["cached_tokens"]),
+            f"{turn['seconds']:.2f} s",
+        )
+    console = Console()
+    console.print(table)
+    for name, metrics in result["metrics"].items():
+        console.print(f"\n{name}, GET /metrics:")
+        for metric, value in metrics.items():
+            console.print(f"  {metric} {value:g}", highlight=False, soft_wrap=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--model-size", choices=sorted(MODELS), default="tiny")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout, nothing else there")
+    options = parser.parse_args()
+    if options.prompt_tokens <= BLOCK_TOKENS:
+        parser.error(
+            f"--prompt-tokens is {options.prompt_tokens}: a prompt must be longer than one block, {BLOCK_TOKENS}"
+        )
+    result = run(options.prompt_tokens, options.model_size)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+    return 0 if all(turn["cached_tokens"] > 0 for turn in result["turns"][1:]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The parts of vLLM that are not its public interface and may move between versions. Tested with 0.32.
+
+Imported when first needed: vLLM takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class BatchedCopy(Protocol):
+    """``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]`` for every i, in one call to the driver where it can
+    (cuMemcpyBatchAsync, CUDA 12.8), queued on the current stream. The three are int64 tensors in host memory."""
+
+    def __call__(self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, /) -> None: ...
+
+
+def batched_copy() -> BatchedCopy:
+    """Raises RuntimeError when this vLLM has none. Later versions take more arguments, all optional."""
+    copy: BatchedCopy = _part("vllm._custom_ops", "swap_blocks_batch")
+    return copy
+
+
+def host_register() -> tuple[Callable[[int, int], bool], Callable[[int], None]]:
+    """What page-locks ``(address, bytes)``, false with a warning where the system refuses, and what undoes it.
+    Raises RuntimeError when this vLLM has none."""
+    module = "vllm.v1.kv_offload.cpu.host_register"
+    return _part(module, "host_register"), _part(module, "host_unregister")
+
+
+def _part(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        version = importlib.import_module("vllm").__version__
+        raise RuntimeError(
+            f"kvstore: vLLM {version} has no {module}.{name}, which copies between GPU and CPU need; "
+            "kvstore is tested with vLLM 0.32"
+        ) from error

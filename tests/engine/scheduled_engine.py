@@ -1,0 +1,302 @@
+"""vLLM's own scheduler around the connector's scheduling half, with ranks that only keep the books.
+
+The scheduler, its KV cache manager, the connector and the aggregation of the ranks' outputs are the real ones. In the
+workers' place are `scheduled_ranks`. The store is a set of keys a rank; its lookups answer when the test says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from scheduled_ranks import BLOCK_TOKENS, Rank, Step, Work
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvstore_client.guard import Counters
+from kvstore_client.lookup import Lookup
+from kvstore_client.vllm.host_tier import HostTier
+from kvstore_client.vllm.plan import StepPlan
+from kvstore_client.vllm.scheduler import SchedulerHalf
+
+MAX_MODEL_LEN = 1024
+
+
+class FakeLookups:
+    """In the place of `PrefixLookups`: answers from ``held``, one set of keys a rank, while ``answering``; that nothing
+    was found in time unless ``certain``."""
+
+    def __init__(self, held: Sequence[set[bytes]]) -> None:
+        self.held = held
+        self.answering = self.certain = True
+        self.asked: list[Sequence[bytes]] = []
+        self.forgotten = 0
+
+    def ask(self, keys: Sequence[bytes]) -> Lookup:
+        # Asked at the end of time: an answer never grows too old by the machine's clock.
+        lookup = Lookup(list(keys), deadline=math.inf, asked_at=math.inf)
+        self.asked.append(lookup.keys)
+        self.poll(lookup)
+        return lookup
+
+    def poll(self, lookup: Lookup) -> int | None:
+        if lookup.stored is None and self.answering:
+            lookup.certain = self.certain
+            lookup.stored = self.leading(lookup.keys) if self.certain else 0
+        return lookup.stored
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        everywhere = set.intersection(*self.held)
+        return next((index for index, key in enumerate(keys) if key not in everywhere), len(keys))
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def close(self) -> None:
+        pass
+
+
+@functools.cache
+def _config(model: Path, blocks: int, budget: int, asynchronous: bool, prefix_cache: bool) -> VllmConfig:
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=prefix_cache,
+        async_scheduling=asynchronous,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVStoreConnector",
+            kv_connector_module_path="kvstore_client.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"endpoint": "tcp://127.0.0.1:1"},
+        ),
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = blocks
+    return config
+
+
+def _cache_config(blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(size=page * blocks, layers=["layer"], layer_stride=page * blocks, block_stride=page)
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        kv_cache_layout="LBHNC",
+    )
+
+
+def _raise(call: Any, _otherwise: Any) -> Any:
+    return call()
+
+
+class ScheduledEngine:
+    """An engine without a model.
+
+    ranks: each sends all of its blocks. slots, keep: of the host tier. blocks: of the engine's own cache. budget:
+    tokens a step. asynchronous: the engine schedules a step before it knows the last one's outcome.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        ranks: int = 1,
+        slots: int = 32,
+        keep: bool = True,
+        blocks: int = 32,
+        budget: int = 512,
+        min_hit_tokens: int = 0,
+        save_decode: bool = True,
+        asynchronous: bool = False,
+        prefix_cache: bool = True,
+    ) -> None:
+        init_none_hash(sha256)
+        config = _config(model, blocks, budget, asynchronous, prefix_cache)
+        self.blocks = blocks
+        self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
+            config, _cache_config(blocks), StructuredOutputManager(config), block_size=BLOCK_TOKENS
+        )
+        self.depth = 2 if asynchronous else 1
+        self.counters = Counters()
+        self.tier = HostTier(slots, keep=keep)
+        self.ranks = [Rank(slots, set()) for _ in range(ranks)]
+        self.lookups = FakeLookups([rank.held for rank in self.ranks])
+        self.half = SchedulerHalf(
+            self.lookups,  # type: ignore[arg-type]
+            self.tier,
+            ranks=ranks,
+            block_tokens=BLOCK_TOKENS,
+            min_hit_tokens=min_hit_tokens,
+            save_decode=save_decode,
+            may_load=True,
+            may_save=True,
+            counters=self.counters,
+            prefix_caching=prefix_cache,
+        )
+        connector = self.scheduler.connector
+        connector._scheduler = self.half
+        connector._never_raise = _raise  # what an engine survives is a failure here
+        self.requests: dict[str, Request] = {}
+        self.weights = 0  # their number: it changes when the model gets others
+        self._meaning: dict[bytes, tuple[int, bytes]] = {}  # key -> weights and block hash it stands for
+        self.in_flight: deque[Step] = deque()
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._aggregator = KVOutputAggregator(ranks)
+
+    # What users do.
+
+    def add(self, tokens: Sequence[int], name: str = "", max_tokens: int = 1) -> Request:
+        name = name or f"request{len(self.requests)}"
+        request = Request(
+            name,
+            list(tokens),
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            None,
+            block_hasher=self._hasher,
+        )
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """Of the whole blocks of these tokens."""
+        return list(Request("", list(tokens), SamplingParams(), None, block_hasher=self._hasher).block_hashes)
+
+    def keys_of(self, request: Request) -> Sequence[bytes]:
+        """What the request's blocks are called at present: a name means one thing for ever."""
+        keys = list(self.half._keys.of(request))
+        for block_hash, key in zip(request.block_hashes, keys, strict=True):
+            meaning = (self.weights, block_hash)
+            assert self._meaning.setdefault(key, meaning) == meaning, "blocks of two kinds of weights have one key"
+        return keys
+
+    def change_weights(self) -> bool:
+        """-> whether the engine could forget its own blocks, which it must before."""
+        if not self.scheduler.reset_prefix_cache():
+            return False
+        self.scheduler.reset_connector_cache()
+        self.weights += 1
+        return True
+
+    # What the engine does.
+
+    def schedule(self) -> Step:
+        output = self.scheduler.schedule()
+        plan = output.kv_connector_metadata
+        assert isinstance(plan, StepPlan)
+        step = Step(output, plan, [], set())
+        for name, tokens in output.num_scheduled_tokens.items():
+            request = self.requests[name]
+            end = request.num_computed_tokens
+            step.work.append(Work(request, end - tokens, end, self.block_ids(name)))
+            if not request.is_prefill_chunk:
+                step.sampling.add(name)
+        for load in plan.loads:
+            keys = self.keys_of(self.requests[load.request_id])
+            position = {block: index for index, block in enumerate(self.block_ids(load.request_id))}
+            blocks = [*load.host_block_ids, *load.block_ids]
+            step.load_keys[load.request_id] = {block: keys[position[block]] for block in blocks}
+        self.in_flight.append(step)
+        return step
+
+    def block_ids(self, name: str) -> list[int]:
+        block_ids: list[int] = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+        return list(block_ids)
+
+    def complete(self) -> None:
+        """The oldest step in flight is executed, and its outcome told to the scheduler."""
+        step = self.in_flight.popleft()
+        for work in step.work:
+            work.keys = self.keys_of(work.request)
+        for rank in self.ranks:
+            rank.execute(step)
+        names = [work.request.request_id for work in step.work]
+        outputs: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                # The same tokens always go on in the same way.
+                sampled_token_ids=[
+                    [self.requests[name].num_tokens % 50] if name in step.sampling else [] for name in names
+                ],
+                kv_connector_output=rank.output(),
+            )
+            for rank in self.ranks
+        ]
+        self.scheduler.update_from_output(step.output, self._aggregator.aggregate(outputs))
+
+    def step(self) -> Step:
+        step = self.schedule()
+        while self.in_flight:
+            self.complete()
+        return step
+
+    # What goes on meanwhile.
+
+    def transfer(self) -> None:
+        """Everything the ranks have to do is done, and works."""
+        for rank in self.ranks:
+            while rank.loads:
+                rank.finish_load()
+            while rank.copies:
+                rank.finish_copy()
+            while rank.sends:
+                rank.finish_send()
+
+    def run(self, limit: int = 200) -> None:
+        """Steps and transfers until every request is over and nothing is under way."""
+        while self.in_flight:
+            self.complete()
+        for _ in range(limit):
+            self.step()
+            self.transfer()
+            if not self.scheduler.requests and not any(self.half.under_way.values()):
+                return
+        raise AssertionError(f"after {limit} steps: {self.half.under_way}, requests {list(self.scheduler.requests)}")
+
+    def check_idle(self) -> None:
+        """Nothing is left of what was: to be called when all is over."""
+        assert not any(self.half.under_way.values()), self.half.under_way
+        assert not self.scheduler.requests
+        assert self.scheduler.kv_cache_manager.usage == 0
+        for rank in self.ranks:
+            assert not rank.writing and not +rank.reading and not rank.loads and not rank.copies and not rank.sends
+        self.check_readable()
+        self.tier.clear()
+        assert self.tier.busy == 0, "references to slots were not given back"
+
+    def check_readable(self) -> None:
+        """What the tier offers is in its slot on every rank."""
+        for request in self.requests.values():
+            keys = self.keys_of(request)
+            for key, slot in zip(keys, self.tier.find(keys).tolist(), strict=True):
+                assert slot < 0 or all(rank.pool[slot] == key for rank in self.ranks), (
+                    f"slot {slot} is not what it says"
+                )

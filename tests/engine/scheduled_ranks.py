@@ -1,0 +1,212 @@
+"""Ranks that only keep the books: which block lies in which cache block and in which slot of a host pool.
+
+They move blocks when the test says so, and fail it as soon as something is read that is not there, or is written while
+somebody else uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvstore_client.vllm.plan import Load, Saves, StepPlan, WorkerReport
+
+BLOCK_TOKENS = 32
+
+
+@dataclass
+class Work:
+    """A request's tokens in one step: ``start`` to ``end``, in these cache blocks."""
+
+    request: Request
+    start: int
+    end: int
+    block_ids: list[int]
+    keys: Sequence[bytes] = ()  # of its blocks as they are computed
+
+
+@dataclass
+class Step:
+    """A step that was scheduled, as the workers see it."""
+
+    output: SchedulerOutput
+    plan: StepPlan
+    work: list[Work]
+    sampling: set[str]
+    load_keys: dict[str, dict[int, bytes]] = field(default_factory=dict)
+
+
+@dataclass
+class LoadWork:
+    """A load under way on one rank. ``keys``: of its cache blocks, as the engine counts on them."""
+
+    load: Load
+    keys: dict[int, bytes]
+
+
+@dataclass
+class CopyWork:
+    saves: Saves
+    broken: bool
+
+
+class Rank:
+    """One worker's memory, and what it has been told to do and has not done yet.
+
+    A block's bytes are represented by the key it had when it was computed.
+    """
+
+    def __init__(self, slots: int, held: set[bytes]) -> None:
+        self.held = held
+        self.cache: dict[int, bytes] = {}  # cache block -> what bytes it has, if they are a whole block's
+        self.pool: list[bytes | None] = [None] * slots
+        self.writing: set[int] = set()
+        self.reading: Counter[int] = Counter()
+        self.copies: deque[CopyWork] = deque()
+        self.sends: list[tuple[int, int, bytes]] = []  # job, slot, key
+        self.loads: list[LoadWork] = []
+        self.break_next_copy = False
+        self._finished_requests: dict[str, int] = {}
+        self._copied_job = -1
+        self._loaded: set[str] = set()
+        self._failed: set[int] = set()
+        self._report = WorkerReport()
+
+    # Memory, and who uses it.
+
+    def begin_read(self, slot: int, key: bytes) -> None:
+        assert slot not in self.writing, f"slot {slot} is read while it is written"
+        assert self.pool[slot] == key, f"slot {slot} has another block than the one it is read for"
+        self.reading[slot] += 1
+
+    def end_read(self, slot: int, key: bytes) -> None:
+        assert self.pool[slot] == key, f"slot {slot} changed while it was read"
+        self.reading[slot] -= 1
+
+    def begin_write(self, slot: int) -> None:
+        assert slot not in self.writing, f"slot {slot} is written twice at a time"
+        assert not self.reading[slot], f"slot {slot} is written while it is read"
+        self.writing.add(slot)
+        self.pool[slot] = None
+
+    def end_write(self, slot: int, key: bytes | None) -> None:
+        self.writing.remove(slot)
+        self.pool[slot] = key
+
+    # A step, in the order in which a worker does it.
+
+    def execute(self, step: Step) -> None:
+        plan = step.plan
+        self._finished_requests.update(plan.held)
+        if plan.preempting:
+            while self.copies:
+                self.finish_copy()
+        self._compute(step)
+        for load in plan.loads:
+            self._begin_load(load, step.load_keys[load.request_id])
+        if plan.saves is not None:
+            self._begin_save(plan.saves)
+
+    def _compute(self, step: Step) -> None:
+        copied_from = {block for work in self.copies for block in work.saves.block_ids}
+        loaded_to = {block for work in self.loads for block in work.keys}
+        for work in step.work:
+            for index in range(work.start // BLOCK_TOKENS, (work.end - 1) // BLOCK_TOKENS + 1):
+                block = work.block_ids[index]
+                assert block not in copied_from, f"block {block} is computed while it is copied from"
+                assert block not in loaded_to, f"block {block} is computed while it is loaded"
+                self.cache.pop(block, None)
+                if (index + 1) * BLOCK_TOKENS <= work.end and index < len(work.keys):
+                    self.cache[block] = work.keys[index]
+        for work in step.work:
+            for index in range(work.start // BLOCK_TOKENS):
+                found = self.cache.get(work.block_ids[index])
+                assert found == work.keys[index], (
+                    f"request {work.request.request_id} attends to the wrong bytes in its block {index}"
+                )
+
+    def _begin_load(self, load: Load, keys: dict[int, bytes]) -> None:
+        assert sorted(keys) == sorted([*load.host_block_ids, *load.block_ids])
+        assert [keys[block] for block in load.block_ids] == list(load.keys)
+        for slot, block in zip(load.host_slots, load.host_block_ids, strict=True):
+            self.begin_read(slot, keys[block])
+        for slot in load.slots or ():
+            self.begin_write(slot)
+        for block in keys:
+            self.cache.pop(block, None)
+        self.loads.append(LoadWork(load, keys))
+
+    def _begin_save(self, saves: Saves) -> None:
+        for slot in saves.slots:
+            self.begin_write(slot)
+        if saves.slots:
+            self.copies.append(CopyWork(saves, self.break_next_copy))
+            self.break_next_copy = False
+        for slot, key in zip(saves.send_slots, saves.send_keys, strict=True):
+            self.begin_read(slot, key)
+            self.sends.append((saves.job, slot, key))
+
+    # What goes on behind the model's back.
+
+    def finish_copy(self) -> None:
+        """The oldest job's copies out of the cache are made."""
+        work = self.copies.popleft()
+        saves = work.saves
+        for slot, block, key in zip(saves.slots, saves.block_ids, saves.keys, strict=True):
+            if work.broken:
+                self.end_write(slot, None)
+                self._report.released[saves.job, slot] += 1
+                continue
+            assert self.cache.get(block) == key, f"block {block} does not have the bytes it is saved for"
+            self.end_write(slot, key)
+            self.begin_read(slot, key)
+            self.sends.append((saves.job, slot, key))
+        self._copied_job = saves.job
+        self._report.copied[saves.job] += 1
+        if work.broken:
+            self._report.broken.add(saves.job)
+
+    def finish_send(self, index: int = 0, *, stored: bool = True) -> None:
+        job, slot, key = self.sends.pop(index)
+        self.end_read(slot, key)
+        if stored:
+            self.held.add(key)
+        self._report.released[job, slot] += 1
+
+    def finish_load(self, index: int = 0, *, deliver: float = math.inf) -> None:
+        """A load ends. ``deliver``: blocks that come from the store at most; what it lacks does not come anyway."""
+        work = self.loads.pop(index)
+        load = work.load
+        placed = set(load.host_block_ids)
+        for slot, block in zip(load.host_slots, load.host_block_ids, strict=True):
+            self.end_read(slot, work.keys[block])
+        complete = True
+        for number, (key, block) in enumerate(zip(load.keys, load.block_ids, strict=True)):
+            complete = complete and number < deliver and key in self.held
+            if load.slots is not None:
+                self.end_write(load.slots[number], key if complete else None)
+            if complete:
+                placed.add(block)
+        self.cache.update({block: work.keys[block] for block in placed})
+        self._loaded.add(load.request_id)
+        self._failed |= work.keys.keys() - placed
+
+    def output(self) -> KVConnectorOutput:
+        """What the worker tells at the end of a step."""
+        sent = {name for name, job in self._finished_requests.items() if job <= self._copied_job}
+        for name in sent:
+            del self._finished_requests[name]
+        output = KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=self._loaded,
+            invalid_block_ids=self._failed,
+            kv_connector_worker_meta=self._report or None,
+        )
+        self._loaded, self._failed, self._report = set(), set(), WorkerReport()
+        return output

@@ -1,0 +1,103 @@
+"""The network between an engine and its store, in the hands of a test: a TCP relay that is slow, or stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Final
+
+RELAY_HOST: Final = "127.0.0.2"  # with the server's own port, which clients take from the server when they reconnect
+PIECE_BYTES: Final = 1 << 16
+LOOK_S: Final = 0.005
+
+
+class SlowLink:
+    """Passes on what connections to ``endpoint`` say to 127.0.0.1:``port``, and back. Connections end as their other
+    half does, also while the link is held.
+
+    Threads of its own, two for each connection; the switches may be turned from any thread.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.endpoint = f"tcp://{RELAY_HOST}:{port}"
+        self.bytes_per_s: float | None = None  # each way, each connection
+        self._port = port
+        self._held = False
+        self._hold_after: int | None = None  # bytes that still come back before it is held
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._closed = False
+        self._listener = socket.create_server((RELAY_HOST, port))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self, after_bytes: int = 0) -> None:
+        """Let nothing through any more, once so many bytes came back from the server."""
+        with self._lock:
+            self._hold_after = after_bytes
+            self._held = not after_bytes
+
+    @property
+    def held(self) -> bool:
+        """Nothing comes through."""
+        return self._held
+
+    def release(self) -> None:
+        """Pass on again, beginning with what was held."""
+        with self._lock:
+            self._held, self._hold_after = False, None
+
+    def __enter__(self) -> SlowLink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._closed = True
+        _end(self._listener)
+        for sock in self._sockets:
+            _end(sock)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            far = socket.socket()
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)  # what is held waits at the server
+            try:
+                far.connect(("127.0.0.1", self._port))
+            except OSError:
+                _end(far)
+                _end(near)
+                continue
+            self._sockets += [near, far]
+            for source, sink, back in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self._pump, args=(source, sink, back), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, back: bool) -> None:
+        with contextlib.suppress(OSError):
+            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while data := source.recv(PIECE_BYTES):
+                while self._held and not self._closed:
+                    time.sleep(LOOK_S)
+                sink.sendall(data)
+                if self.bytes_per_s is not None:
+                    time.sleep(len(data) / self.bytes_per_s)
+                if back:
+                    self._count(len(data))
+        _end(source)
+        _end(sink)
+
+    def _count(self, passed: int) -> None:
+        with self._lock:
+            if self._hold_after is not None and not self._held:
+                self._hold_after -= passed
+                self._held = self._hold_after <= 0
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

@@ -1,0 +1,298 @@
+"""A store that dies, freezes, fills, lies or crawls: it costs its engine hits, and nothing else.
+
+Every request is answered with the right tokens, and none takes longer than computing it and the deadlines together.
+What happened is in the engine's metrics, and when the store is back, so are the hits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from driver import Answer, Ask
+from engines import (
+    BLOCK,
+    BLOCK_BYTES,
+    Engine,
+    Expected,
+    StartEngine,
+    full_blocks,
+    namespaces,
+    prompt,
+    stored_blocks,
+    until_it_hits,
+)
+from harness import RawClient, Server, StartServer, block_of, set_frames, wait_until
+from slow_link import SlowLink
+
+from kvstore_client import KVStoreClient, Namespace
+
+MiB = 1 << 20
+LOOKUP_TIMEOUT_S = 0.5
+TIMEOUT_S = 1.5
+SLACK_S = 2.0  # of a busy machine
+BLOCKS = 500 // BLOCK  # of a prompt
+LONG = 1900  # tokens; what comes of it is more than sockets hold
+
+
+class Place(NamedTuple):
+    """An engine without a cache of its own, and a store that may be harmed, as long as it is mended."""
+
+    engine: Engine
+    server: Server
+    link: SlowLink
+    compute_s: float  # of a long prompt
+
+
+@pytest.fixture(scope="module")
+def shared_place(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("faults")
+    server = Server(folder / "server.log", "--memory", "256MiB", "--segment", "4MiB")
+    with SlowLink(server.port) as link:
+        options = {"endpoint": link.endpoint, "timeout_s": TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S}
+        engine = Engine(model, folder / "engine.log", connector=options, enable_prefix_caching=False)
+        engine.generate(prompt(1))  # the first takes longer
+        compute_s = max(engine.generate(prompt(seed, LONG))[0].seconds for seed in (2, 3))
+        yield Place(engine, server, link, compute_s)
+        engine.stop()
+    server.kill()
+
+
+@pytest.fixture
+def place(shared_place: Place) -> Iterator[Place]:
+    """The engine uses the store. After the test it is idle, and no defect was seen."""
+    until_it_hits(shared_place.engine, prompt(1))
+    yield shared_place
+    if not shared_place.server.running:
+        shared_place.server.restart()
+    shared_place.link.release()
+    shared_place.engine.settle()
+    assert shared_place.engine.metrics()["defects"] == 0
+
+
+class Ledger:
+    """What an engine's metrics gained since it was opened."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        engine.settle()
+        self._before = engine.metrics()
+
+    def __getitem__(self, name: str) -> float:
+        self._engine.settle()
+        return self._engine.metrics()[name] - self._before[name]
+
+
+def check(expected: Expected, prompts: list[list[int]], answers: list[Answer]) -> None:
+    assert [answer.token_ids for answer in answers] == expected(*prompts)
+
+
+def check_time(place: Place, answers: list[Answer], requests: int = 1) -> None:
+    """None took longer than computing them all, a lookup and a load."""
+    longest_s = requests * place.compute_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
+    assert max(answer.seconds for answer in answers) < longest_s
+
+
+def load_until(place: Place, passing_bytes: int, questions: list[list[int]]) -> None:
+    """Questions whose blocks are on their way when nothing comes through any more."""
+    place.link.hold(passing_bytes)
+    place.engine.order(*questions)
+    wait_until(lambda: place.link.held, what="the load is under way")
+
+
+def test_a_server_killed_in_the_middle_of_a_load(place: Place, expected: Expected) -> None:
+    questions = [prompt(10, LONG), prompt(11, LONG)]
+    check(expected, questions, place.engine.generate(*questions))
+    ledger = Ledger(place.engine)
+    load_until(place, 5 * BLOCK_BYTES, questions)
+    place.server.kill()
+    place.link.release()
+    answers = place.engine.result()
+    check(expected, questions, answers)
+    check_time(place, answers, 2)
+    assert 0 < ledger["failed_loads"] <= 2
+    assert ledger["missed_blocks"] > 0
+    assert ledger["failed_calls"] > 0
+    assert ledger["checksum_errors"] == 0
+    # Dead for good: nobody waits for it.
+    for question in (questions[0], prompt(12, LONG)):
+        answers = place.engine.generate(question)
+        check(expected, [question], answers)
+        assert answers[0].seconds < place.compute_s + SLACK_S
+    assert ledger["failed_loads"] <= 2
+    # It comes back, empty, is filled and used again.
+    place.server.restart()
+    until_it_hits(place.engine, questions[0])
+    check(expected, questions, place.engine.generate(*questions))
+
+
+def test_a_server_frozen_in_the_middle_of_a_load(place: Place, expected: Expected) -> None:
+    questions = [prompt(20, LONG), prompt(21, LONG)]
+    check(expected, questions, place.engine.generate(*questions))
+    ledger = Ledger(place.engine)
+    load_until(place, 5 * BLOCK_BYTES, questions)
+    with place.server.stopped():
+        place.link.release()
+        answers = place.engine.result()
+        check(expected, questions, answers)
+        check_time(place, answers, 2)
+        # Still frozen, from the beginning.
+        answers = place.engine.generate(*questions)
+        check(expected, questions, answers)
+        check_time(place, answers, 2)
+    assert 0 < ledger["failed_loads"] <= 2
+    assert ledger["missed_blocks"] > 0
+    until_it_hits(place.engine, questions[0])
+    check(expected, questions, place.engine.generate(*questions))
+
+
+def test_a_server_that_freezes_before_it_is_asked(place: Place, expected: Expected) -> None:
+    questions = [prompt(25), prompt(26)]
+    check(expected, questions, place.engine.generate(*questions))
+    ledger = Ledger(place.engine)
+    with place.server.stopped():
+        answers = place.engine.generate(*questions)
+        check(expected, questions, answers)
+        check_time(place, answers, 2)
+    assert ledger["lookup_timeouts"] > 0 or ledger["failed_calls"] > 0
+    assert ledger["failed_loads"] == 0
+    until_it_hits(place.engine, questions[0])
+
+
+def test_a_server_restarted_empty_between_the_lookup_and_the_load(place: Place, expected: Expected) -> None:
+    """An answer of the store is believed for a moment, also when it is not true any more."""
+    question = prompt(30)
+    check(expected, [question], place.engine.generate(question))
+    until_it_hits(place.engine, question)
+    ledger = Ledger(place.engine)
+    place.server.kill()
+    place.server.restart()
+    answers = place.engine.generate(question)
+    check(expected, [question], answers)
+    check_time(place, answers)
+    until_it_hits(place.engine, question)
+    check(expected, [question], place.engine.generate(question))
+    assert ledger["transfer_blocks/out"] >= BLOCKS
+
+
+def spoil(server: Server, keys: list[bytes], number: int) -> None:
+    """Store other bytes as block ``number``, with the checksum of the right ones."""
+    [described] = [each for each in namespaces(server) if each.blocks]
+    namespace = msgspec.json.decode(described.namespace, type=Namespace)
+    key = keys[number]
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert client.delete([key]) == 1
+    with RawClient(server) as raw:
+        raw.hello(namespace.canonical())
+        wrong = block_of(key, namespace.block_bytes)
+        raw.send(*set_frames(1, [key], [wrong], sums=bytes(8)))
+        raw.reply()
+
+
+@pytest.mark.parametrize("number", [0, 6, BLOCKS - 1])
+def test_a_corrupted_block_is_computed_and_replaced(place: Place, expected: Expected, number: int) -> None:
+    question = prompt(40 + number)
+    [played] = place.engine.play(Ask(question))
+    place.engine.settle()
+    spoil(place.server, played.keys, number)
+    ledger = Ledger(place.engine)
+    answers = place.engine.generate(question)
+    check(expected, [question], answers)
+    check_time(place, answers)
+    assert (ledger["checksum_errors"], ledger["failed_loads"]) == (1, 1)
+    assert ledger["swap_blocks/in"] == number, "what came before it was used"
+    assert ledger["transfer_blocks/out"] == 1, "the store has it again"
+    answers = place.engine.generate(question)
+    check(expected, [question], answers)
+    assert answers[0].cached_tokens == full_blocks(500)
+    assert (ledger["checksum_errors"], ledger["failed_loads"]) == (1, 1)
+
+
+def test_a_slow_store_loses_blocks_and_slows_nobody(
+    server: Server, link: SlowLink, start_engine: StartEngine, expected: Expected
+) -> None:
+    engine = start_engine(
+        link.endpoint,
+        options={"staging_bytes": 16 * BLOCK_BYTES, "timeout_s": 20, "lookup_timeout_s": LOOKUP_TIMEOUT_S},
+        enable_prefix_caching=False,
+        max_num_batched_tokens=128,
+    )
+
+    def ask(first: int) -> float:
+        prompts = [prompt(seed) for seed in range(first, first + 6)]
+        started = time.monotonic()
+        for each in prompts:
+            check(expected, [each], engine.generate(each))
+        return time.monotonic() - started
+
+    ask(100)
+    fast_s = ask(110)
+    engine.settle()
+    ledger = Ledger(engine)
+    link.bytes_per_s = 1e6
+    assert ask(120) < 1.5 * fast_s + SLACK_S
+    numbers = engine.metrics()
+    assert numbers["dropped_blocks"] > 0
+    assert numbers["waiting_blocks"] <= 16
+    link.bytes_per_s = None
+    sent = sum(ledger[name] for name in ("transfer_blocks/out", "present_blocks", "dropped_blocks", "unsaved_blocks"))
+    assert sent == 6 * BLOCKS, "each is sent or counted"
+
+
+def test_a_store_too_small_for_its_engines(
+    start_server: StartServer, start_engine: StartEngine, expected: Expected
+) -> None:
+    server = start_server(memory="8MiB")
+    room = 8 * MiB // BLOCK_BYTES
+    engines = [
+        start_engine(server.endpoint, options={"cpu_bytes": cpu_bytes}, enable_prefix_caching=False)
+        for cpu_bytes in (0, 16 * BLOCK_BYTES)
+    ]
+    prompts = [prompt(seed) for seed in range(130, 136)]
+    for _ in range(2):
+        for engine in engines:
+            check(expected, prompts, engine.generate(*prompts))
+            for each in prompts:
+                check(expected, [each], engine.generate(each))
+    assert room // 2 < stored_blocks(server) <= room
+    assert sum(each.evicted for each in namespaces(server)) > room
+    for engine in engines:
+        until_it_hits(engine, prompts[0])
+        assert engine.metrics()["defects"] == 0
+
+
+def test_the_cpu_tier_keeps_nothing_of_a_load_that_failed(
+    server: Server, link: SlowLink, start_engine: StartEngine, expected: Expected
+) -> None:
+    questions = [prompt(seed, LONG) for seed in (140, 141)]
+    filler = start_engine(link.endpoint)
+    [played, _] = filler.play(*[Ask(question) for question in questions])
+    filler.stop()
+    engine = start_engine(
+        link.endpoint,
+        options={"cpu_bytes": "64MiB", "timeout_s": TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S},
+        enable_prefix_caching=False,
+    )
+    ledger = Ledger(engine)
+    spoil(server, played.keys, 40)
+    check(expected, questions[:1], engine.generate(questions[0]))
+    assert (ledger["checksum_errors"], ledger["failed_loads"], ledger["swap_blocks/in"]) == (1, 1, 40)
+    link.hold(5 * BLOCK_BYTES)
+    engine.order(questions[1])
+    wait_until(lambda: link.held, what="the load is under way")
+    server.kill()
+    link.release()
+    check(expected, questions[1:], engine.result())
+    assert ledger["failed_loads"] == 2
+    # What did come and what was computed is all here now, and nothing else.
+    before = ledger["swap_blocks/in"]
+    for _ in range(2):
+        for question in questions:
+            check(expected, [question], engine.generate(question))
+    assert ledger["hit_tokens/cpu"] == 4 * full_blocks(LONG)
+    assert ledger["swap_blocks/in"] - before == 4 * (LONG // BLOCK)
+    assert (ledger["failed_loads"], ledger["defects"]) == (2, 0)

@@ -1,0 +1,227 @@
+"""A client that cannot hurt its engine: starts before its store, never raises, counts, does not flood the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
+
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client.guard import Counters, StoreGuard
+
+NOBODY = "tcp://127.0.0.1:1"
+TIMEOUT_S = 1.0
+SLACK_S = 1.0  # what a busy machine may add to a deadline
+
+MakeGuard: TypeAlias = Callable[..., StoreGuard]
+
+
+@pytest.fixture
+def make_guard() -> Iterator[MakeGuard]:
+    guards: list[StoreGuard] = []
+
+    def make(endpoint: str, namespace: Namespace, counters: Counters | None = None, **options: Any) -> StoreGuard:
+        guard = StoreGuard(endpoint, namespace, timeout_s=TIMEOUT_S, counters=counters or Counters(), **options)
+        guards.append(guard)
+        return guard
+
+    yield make
+    for guard in guards:
+        guard.close()
+
+
+def holds(guard: StoreGuard, keys: list[bytes]) -> int:
+    """How many of the keys the store has, -1 for a miss of the call itself."""
+    return guard.call(lambda client: int(client.contains(keys).sum()), -1)
+
+
+def test_an_amount_of_nothing_leaves_no_trace_and_what_was_taken_is_gone() -> None:
+    counters = Counters()
+    counters.add("drops", 0)
+    assert counters.take() == {}
+    counters.add("drops")
+    counters.add("drops", 2.5)
+    assert counters.take() == {"drops": 3.5}
+    assert counters.take() == {}
+
+
+def test_counts_of_many_threads_add_up() -> None:
+    counters, taken = Counters(), Counters()
+
+    def count() -> None:
+        for _ in range(500):
+            counters.add("calls")
+            for name, amount in counters.take().items():
+                taken.add(name, amount)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken.take() == {"calls": 2000}
+
+
+def test_an_engine_may_start_before_its_store(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
+) -> None:
+    server = start_server()
+    server.kill()
+    counters = Counters()
+    started = time.monotonic()
+    guard = make_guard(server.endpoint, new_namespace(), counters)
+    assert time.monotonic() - started < TIMEOUT_S + SLACK_S
+    keys = make_keys(3)
+    assert holds(guard, keys) == -1
+    assert counters.take()["failed_calls"] >= 1
+    server.restart()
+    wait_until(lambda: holds(guard, keys) == 0)
+    assert guard.call(lambda client: client.set(keys, blocks_of(keys, 4096)).created, 0) == 3
+
+
+def test_a_store_that_dies_and_comes_back_is_used_again(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
+) -> None:
+    server = start_server()
+    guard = make_guard(server.endpoint, new_namespace())
+    keys = make_keys(2)
+    guard.call(lambda client: client.set(keys, blocks_of(keys, 4096)), None)
+    assert holds(guard, keys) == 2
+    server.kill()
+    assert holds(guard, keys) == -1
+    server.restart()
+    wait_until(lambda: holds(guard, keys) == 0)
+
+
+def test_a_frozen_store_costs_the_first_call_its_deadline_and_the_others_nothing(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
+) -> None:
+    server = start_server()
+    guard = make_guard(server.endpoint, new_namespace())
+    keys = make_keys(1)
+    with server.stopped():
+        started = time.monotonic()
+        assert holds(guard, keys) == -1
+        assert time.monotonic() - started < TIMEOUT_S + SLACK_S
+        started = time.monotonic()
+        for _ in range(100):
+            assert holds(guard, keys) == -1
+        assert time.monotonic() - started < TIMEOUT_S
+    wait_until(lambda: holds(guard, keys) == 0)
+
+
+def test_a_frozen_store_does_not_keep_an_engine_from_starting(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
+) -> None:
+    server = start_server()
+    with server.stopped():
+        started = time.monotonic()
+        guard = make_guard(server.endpoint, new_namespace())
+        assert time.monotonic() - started < TIMEOUT_S + SLACK_S
+        assert holds(guard, make_keys(1)) == -1
+    wait_until(lambda: holds(guard, make_keys(1)) == 0)
+
+
+def test_an_endpoint_that_can_never_work_stops_the_engine_with_the_reason(new_namespace: MakeNamespace) -> None:
+    with pytest.raises(ValueError, match="expected tcp://HOST:PORT"):
+        StoreGuard("http://somewhere", new_namespace(), timeout_s=TIMEOUT_S, counters=Counters())
+
+
+def test_no_exception_of_a_call_comes_out(server: Server, new_namespace: MakeNamespace, make_guard: MakeGuard) -> None:
+    counters = Counters()
+    guard = make_guard(server.endpoint, new_namespace(), counters)
+
+    def defect(client: KVStoreClient) -> int:
+        raise ZeroDivisionError("ours")
+
+    assert guard.call(defect, 7) == 7
+    assert guard.call(lambda client: client.get_into(make_keys(1), np.empty((1, 5), dtype=np.uint8)), None) is None
+    assert counters.take() == {"failed_calls": 2}
+
+
+def test_a_defect_is_logged_with_its_traceback_and_a_failing_store_without(
+    server: Server, new_namespace: MakeNamespace, make_guard: MakeGuard, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_guard(server.endpoint, new_namespace()).call(lambda client: 1 // 0, 0)
+    [record] = caplog.records
+    assert record.exc_info and "ZeroDivisionError" in record.getMessage()
+    caplog.clear()
+    guard = make_guard(NOBODY, new_namespace(rank=3, world=4))
+    assert holds(guard, make_keys(1)) == -1
+    record = next(record for record in caplog.records if "counts as a miss" in record.getMessage())
+    assert not record.exc_info and "rank 3" in record.getMessage() and NOBODY in record.getMessage()
+
+
+def test_many_failures_are_one_line_in_the_log_which_the_next_one_sums_up(
+    new_namespace: MakeNamespace, make_guard: MakeGuard, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    counters = Counters()
+    guard = make_guard(NOBODY, new_namespace(), counters, logger=logging.getLogger("engine"))
+    threads = [
+        threading.Thread(target=lambda: [holds(guard, make_keys(1)) for _ in range(50)], daemon=True) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "engine"]
+
+    assert counters.take() == {"failed_calls": 200}
+    assert len(lines()) == 1
+    monkeypatch.setattr("kvstore_client.guard.LOG_INTERVAL_S", 0.0)
+    guard._next_log = 0.0  # as if the interval were over
+    holds(guard, make_keys(1))
+    assert len(lines()) == 2 and "199 more since" in lines()[1]
+
+
+def test_a_store_that_refuses_is_asked_again_only_after_a_pause(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard, monkeypatch: Any
+) -> None:
+    """A block larger than its segments is refused by this store, and by the next one on the same port is not."""
+    monkeypatch.setattr("kvstore_client.guard.REFUSED_PAUSE_S", 0.5)
+    server = start_server(memory="8MiB", segment="1MiB")
+    counters = Counters()
+    guard = make_guard(server.endpoint, new_namespace(2 << 20), counters)
+    asked = len(server.log_text())
+    started = time.monotonic()
+    for _ in range(1000):
+        assert holds(guard, make_keys(1)) == -1
+    assert time.monotonic() - started < 0.5, "every call asked anew"
+    assert counters.take() == {"failed_calls": 1001}
+    assert len(server.log_text()) - asked < 1000
+    server.kill()
+    server._arguments = ("--memory", "8MiB", "--segment", "4MiB")
+    server.restart()
+    wait_until(lambda: holds(guard, make_keys(1)) == 0)
+
+
+def test_after_closing_every_call_is_a_miss_and_nothing_is_logged(
+    server: Server, new_namespace: MakeNamespace, make_guard: MakeGuard, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = make_guard(server.endpoint, new_namespace())
+    guard.close()
+    guard.close()
+    assert holds(guard, make_keys(1)) == -1
+    assert not caplog.records
+
+
+def test_closing_while_calls_wait_for_a_frozen_store_ends_them(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
+) -> None:
+    server = start_server()
+    guard = make_guard(server.endpoint, new_namespace())
+    answers: list[int] = []
+    with server.stopped():
+        thread = threading.Thread(target=lambda: answers.append(holds(guard, make_keys(1))))
+        thread.start()
+        guard.close()
+        thread.join(TIMEOUT_S + SLACK_S)
+    assert answers == [-1]

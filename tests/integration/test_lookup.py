@@ -1,0 +1,274 @@
+"""Prefix lookups: asked once, shared, bounded in time, and never more than all ranks can deliver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import pytest
+from harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
+
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client import lookup as lookup_module
+from kvstore_client.guard import Counters, StoreGuard
+from kvstore_client.lookup import Lookup, PrefixLookups
+
+TIMEOUT_S = 1.0
+SLACK_S = 1.0  # what a busy machine may add to a deadline
+BLOCK_BYTES = 4096
+
+StartLookups: TypeAlias = Callable[..., PrefixLookups]
+
+
+class CountingGuard(StoreGuard):
+    """Counts what it asks the store."""
+
+    calls = 0
+
+    def call(self, operation: Callable[[KVStoreClient], Any], miss: Any) -> Any:
+        self.calls += 1
+        return super().call(operation, miss)
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def start_lookups(counters: Counters) -> Iterator[StartLookups]:
+    """``start_lookups(endpoint, namespace, ...)``: one rank a namespace."""
+    started: list[PrefixLookups] = []
+
+    def start(endpoint: str, *namespaces: Namespace, timeout_s: float = TIMEOUT_S) -> PrefixLookups:
+        guards = [CountingGuard(endpoint, one, timeout_s=timeout_s, counters=counters) for one in namespaces]
+        started.append(PrefixLookups(guards, timeout_s=timeout_s, counters=counters))
+        return started[-1]
+
+    yield start
+    for lookups in started:
+        lookups.close()
+        for guard in lookups._guards:
+            guard.close()
+
+
+def calls(lookups: PrefixLookups) -> int:
+    return sum(guard.calls for guard in lookups._guards if isinstance(guard, CountingGuard))
+
+
+def put(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> None:
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.set(keys, blocks_of(keys, namespace.block_bytes), deferred=False)
+
+
+def answer(lookups: PrefixLookups, lookup: Lookup) -> int:
+    wait_until(lambda: lookups.poll(lookup) is not None)
+    assert lookup.stored is not None
+    return lookup.stored
+
+
+def test_the_answer_is_pending_and_then_there(
+    start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    keys = make_keys(5)
+    put(server, namespace, keys[:3])
+    lookups = start_lookups(server.endpoint, namespace)
+    with server.stopped():
+        started = time.monotonic()
+        lookup = lookups.ask(keys)
+        assert lookup.stored is None and lookups.poll(lookup) is None and lookups.pending == 1
+        assert time.monotonic() - started < 0.1
+    assert answer(lookups, lookup) == 3 and lookup.certain
+    assert lookups.pending == 0 and calls(lookups) == 1
+
+
+@pytest.mark.parametrize("stored", [0, 1, 4])
+def test_a_chain_is_found_up_to_its_first_gap(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups, stored: int
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(5)
+    put(server, namespace, [*keys[:stored], *keys[stored + 1 :]])
+    lookups = start_lookups(server.endpoint, namespace)
+    assert answer(lookups, lookups.ask(keys)) == stored
+
+
+def test_of_many_requests_with_one_prefix_the_first_asks_for_all(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    shared = make_keys(8)
+    put(server, namespace, shared)
+    lookups = start_lookups(server.endpoint, namespace)
+    asked = [lookups.ask(shared) for _ in range(20)]
+    assert [answer(lookups, lookup) for lookup in asked] == [8] * 20
+    later = lookups.ask(shared[:5])
+    assert later.stored == 5, "known from the others at once"
+    assert calls(lookups) == 1
+
+
+def test_each_request_asks_only_for_what_the_others_did_not(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    """Two prompts with one beginning: the second asks for its own end, and only when the beginning is known."""
+    namespace = new_namespace(BLOCK_BYTES)
+    shared, first_end, second_end = make_keys(4), make_keys(2, first=10), make_keys(3, first=20)
+    put(server, namespace, [*shared, *first_end, *second_end[:1]])
+    lookups = start_lookups(server.endpoint, namespace)
+    first, second = lookups.ask([*shared, *first_end]), lookups.ask([*shared, *second_end])
+    assert lookups.pending == 1
+    assert answer(lookups, first) == 6 and answer(lookups, second) == 5
+    assert calls(lookups) == 2
+
+
+def test_a_hit_is_what_every_rank_has(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    ranks = [new_namespace(BLOCK_BYTES, rank=rank, world=3) for rank in range(3)]
+    keys = make_keys(6)
+    for namespace, stored in zip(ranks, (6, 2, 4), strict=True):
+        put(server, namespace, keys[:stored])
+    lookups = start_lookups(server.endpoint, *ranks)
+    lookup = lookups.ask(keys)
+    assert answer(lookups, lookup) == 2 and lookup.certain
+    assert calls(lookups) == 3
+
+
+def test_a_rank_that_never_saved_anything_means_no_hit(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    ranks = [new_namespace(BLOCK_BYTES, rank=rank, world=2) for rank in range(2)]
+    keys = make_keys(3)
+    put(server, ranks[0], keys)
+    lookups = start_lookups(server.endpoint, *ranks)
+    assert answer(lookups, lookups.ask(keys)) == 0
+
+
+def test_what_is_found_is_pinned_until_it_can_have_been_read(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(3)
+    put(server, namespace, [*keys, *make_keys(10, first=10)])
+    lookups = start_lookups(server.endpoint, namespace)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert answer(lookups, lookups.ask([*keys, *make_keys(1, first=100)])) == 3
+        assert namespace_info(client).pinned == 3
+
+
+def test_a_frozen_store_is_a_miss_at_the_deadline_and_nobody_waits_longer(
+    start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups, counters: Counters
+) -> None:
+    server = start_server()
+    namespaces = [new_namespace(BLOCK_BYTES, rank=rank, world=2) for rank in range(2)]
+    lookups = start_lookups(server.endpoint, *namespaces)
+    with server.stopped():
+        started = time.monotonic()
+        asked = [lookups.ask(make_keys(3, first=10 * number)) for number in range(50)]
+        assert time.monotonic() - started < 0.2
+        for lookup in asked:
+            assert answer(lookups, lookup) == 0 and not lookup.certain
+        assert time.monotonic() - started < TIMEOUT_S + SLACK_S
+        assert counters.take()["lookups"] == 50
+    wait_until(lambda: answer(lookups, lookups.ask(make_keys(1, first=1000))) == 0 and not lookups.pending)
+
+
+def test_what_was_known_by_the_deadline_counts(
+    start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups, counters: Counters
+) -> None:
+    """The beginning is known from another request when the store freezes."""
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    keys = make_keys(6)
+    put(server, namespace, keys)
+    lookups = start_lookups(server.endpoint, namespace, timeout_s=0.5)
+    assert answer(lookups, lookups.ask(keys[:4])) == 4
+    with server.stopped():
+        lookup = lookups.ask(keys)
+        assert answer(lookups, lookup) == 4 and not lookup.certain
+
+
+def test_a_store_that_is_gone_is_a_miss_at_once(
+    start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    server = start_server()
+    lookups = start_lookups(server.endpoint, new_namespace(BLOCK_BYTES), timeout_s=30)
+    server.kill()
+    started = time.monotonic()
+    lookup = lookups.ask(make_keys(3))
+    assert answer(lookups, lookup) == 0 and not lookup.certain
+    assert time.monotonic() - started < 10
+
+
+def test_what_is_missing_is_asked_for_again_soon_and_what_was_found_later(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(4)
+    put(server, namespace, keys[:2])
+    lookups = start_lookups(server.endpoint, namespace)
+    assert answer(lookups, lookups.ask(keys)) == 2
+    put(server, namespace, keys)
+    wait_until(lambda: answer(lookups, lookups.ask(keys)) == 4)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.delete(keys)
+    assert lookups.ask(keys).stored == 4, "believed for a moment"
+    wait_until(lambda: answer(lookups, lookups.ask(keys)) == 0)
+
+
+def test_nothing_is_believed_any_more_after_a_read_has_shown_it_wrong(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(4)
+    put(server, namespace, keys)
+    lookups = start_lookups(server.endpoint, namespace)
+    assert answer(lookups, lookups.ask(keys)) == 4
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.delete(keys)
+    lookups.forget()
+    assert answer(lookups, lookups.ask(keys)) == 0
+
+
+def test_beyond_a_bound_of_questions_the_store_is_not_asked(
+    start_server: StartServer,
+    new_namespace: MakeNamespace,
+    start_lookups: StartLookups,
+    counters: Counters,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup_module, "MOST_QUESTIONS", 5)
+    server = start_server()
+    lookups = start_lookups(server.endpoint, new_namespace(BLOCK_BYTES))
+    with server.stopped():
+        asked = [lookups.ask(make_keys(1, first=number)) for number in range(8)]
+        assert lookups.pending == 5
+        assert [lookup.stored for lookup in asked] == [None] * 5 + [0] * 3
+        assert not any(lookup.certain for lookup in asked[5:])
+    assert counters.take()["skipped_lookups"] == 3
+
+
+def test_what_was_told_is_forgotten_in_the_end(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_module, "FOUND_VALID_S", 0.05)
+    monkeypatch.setattr(lookup_module, "MISSING_VALID_S", 0.01)
+    namespace = new_namespace(BLOCK_BYTES)
+    put(server, namespace, make_keys(1000))
+    lookups = start_lookups(server.endpoint, namespace)
+    for first in range(0, 1000, 50):
+        answer(lookups, lookups.ask([*make_keys(50, first), *make_keys(1, first=5000 + first)]))
+    time.sleep(0.1)
+    last = make_keys(1, first=9999)
+    answer(lookups, lookups.ask(last))
+    assert set(lookups._facts) <= set(last) and len(lookups._expiring) <= 1 and not lookups._questions
+
+
+def test_after_closing_a_lookup_is_a_miss_at_its_deadline(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    lookups = start_lookups(server.endpoint, new_namespace(BLOCK_BYTES), timeout_s=0.2)
+    lookups.close()
+    lookups.close()
+    assert answer(lookups, lookups.ask(make_keys(2))) == 0

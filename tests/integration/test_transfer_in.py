@@ -1,0 +1,368 @@
+"""Transfers into an engine: right bytes or a miss by the deadline, and every job ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from harness import (
+    MakeNamespace,
+    RawClient,
+    Server,
+    StartServer,
+    block_of,
+    blocks_of,
+    make_keys,
+    namespace_info,
+    set_frames,
+    wait_until,
+)
+
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client import transfer as transfer_module
+from kvstore_client.guard import Counters, StoreGuard
+from kvstore_client.transfer import TransferIn
+
+TIMEOUT_S = 1.0
+SLACK_S = 1.0  # what a busy machine may add to a deadline
+BLOCK_BYTES = 64 << 10
+
+Rows: TypeAlias = "npt.NDArray[np.uint8]"
+StartIn: TypeAlias = Callable[..., TransferIn]
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def start_in(counters: Counters) -> Iterator[StartIn]:
+    started: list[tuple[TransferIn, StoreGuard]] = []
+
+    def start(server: Server, namespace: Namespace, threads: int = 2, timeout_s: float = TIMEOUT_S) -> TransferIn:
+        guard = StoreGuard(server.endpoint, namespace, timeout_s=timeout_s, counters=counters)
+        transfer = TransferIn(guard, threads=threads, counters=counters)
+        started.append((transfer, guard))
+        return transfer
+
+    yield start
+    for transfer, guard in started:
+        transfer.close()
+        assert transfer.waiting == 0
+        guard.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Round trips of so many blocks."""
+    monkeypatch.setattr(transfer_module, "CHUNK_BYTES", 4 * BLOCK_BYTES)
+    return 4
+
+
+class Job:
+    """One request of a `TransferIn`, and what it was told."""
+
+    def __init__(
+        self,
+        transfer: TransferIn,
+        keys: Sequence[bytes],
+        rows: Any,
+        slots: Sequence[int] | None = None,
+        *,
+        left_s: float = 10.0,
+        chunks: int = 1000,
+    ) -> None:
+        """chunks: so many are asked for."""
+        self.chunks: list[tuple[int, list[bool]]] = []
+        self.done_at: list[float] = []
+        self._asked_for = chunks
+        self.started = time.monotonic()
+        transfer.submit(
+            keys,
+            rows,
+            list(range(len(keys))) if slots is None else slots,
+            deadline=self.started + left_s,
+            arrived=self._arrived,
+            done=lambda: self.done_at.append(time.monotonic()),
+        )
+
+    def _arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
+        assert not self.done_at
+        self.chunks.append((first, hits.tolist()))
+        return len(self.chunks) < self._asked_for
+
+    def wait(self, within_s: float = 10.0) -> list[bool]:
+        """-> the hits of all chunks, when it is done."""
+        wait_until(lambda: self.done_at, within_s)
+        return [hit for _, hits in self.chunks for hit in hits]
+
+    @property
+    def seconds(self) -> float:
+        return self.done_at[0] - self.started
+
+
+def put(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> None:
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.set(keys, blocks_of(keys, namespace.block_bytes), deferred=False)
+
+
+def put_damaged(server: Server, namespace: Namespace, key: bytes) -> None:
+    """A block whose checksum is not that of its bytes."""
+    with RawClient(server) as raw, KVStoreClient(server.endpoint, namespace) as client:
+        raw.hello(namespace.canonical())
+        raw.ask(*set_frames(1, [key], [block_of(key, namespace.block_bytes)], sums=bytes(8)))
+        wait_until(lambda: client.contains([key]).all())
+
+
+def empty_rows(count: int) -> Rows:
+    return np.zeros((count, BLOCK_BYTES), dtype=np.uint8)
+
+
+def test_blocks_arrive_in_their_rows_chunk_after_chunk(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(10)
+    put(server, namespace, keys)
+    rows = empty_rows(20)
+    slots = list(range(19, 9, -1))
+    job = Job(start_in(server, namespace), keys, rows, slots)
+    assert job.wait() == [True] * 10
+    assert [first for first, _ in job.chunks] == [0, 4, 8]
+    assert [bytes(rows[slot]) for slot in slots] == blocks_of(keys, BLOCK_BYTES)
+    assert not rows[:10].any()
+    counted = counters.take()
+    assert counted.pop("transfer_in_seconds") > 0
+    assert counted == {"transfer_in_blocks": 10, "transfer_in_bytes": 10 * BLOCK_BYTES}
+
+
+def test_a_chunk_is_in_its_rows_when_it_is_told_of(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
+) -> None:
+    """The next one may use the same rows."""
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(12)
+    put(server, namespace, keys)
+    rows = empty_rows(small_chunks)
+    seen: list[bytes] = []
+    done = threading.Event()
+
+    def arrived(first: int, hits: npt.NDArray[np.bool_]) -> bool:
+        seen.extend(bytes(row) for row in rows)
+        return True
+
+    start_in(server, namespace).submit(
+        keys,
+        lambda: rows,
+        [0, 1, 2, 3] * 3,
+        deadline=time.monotonic() + 10,
+        arrived=arrived,
+        done=done.set,
+    )
+    assert done.wait(10)
+    assert seen == blocks_of(keys, BLOCK_BYTES)
+
+
+def test_what_the_store_lacks_is_a_miss_and_the_rest_a_hit(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(5)
+    put(server, namespace, [*keys[:2], *keys[3:]])
+    assert Job(start_in(server, namespace), keys, empty_rows(5)).wait() == [True, True, False, True, True]
+    assert counters.take()["missed_blocks"] == 1
+
+
+def test_a_job_ends_when_its_owner_has_seen_enough(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(12)
+    put(server, namespace, keys)
+    job = Job(start_in(server, namespace), keys, empty_rows(12), chunks=2)
+    assert len(job.wait()) == 8
+    assert counters.take()["transfer_in_blocks"] == 8
+
+
+def test_a_damaged_block_is_a_miss_that_is_counted_once(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(10)
+    put(server, namespace, [*keys[:2], *keys[3:]])
+    put_damaged(server, namespace, keys[2])
+    transfer = start_in(server, namespace)
+    assert Job(transfer, keys, empty_rows(10)).wait() == [True, True, False, *[True] * 7]
+    for _ in range(3):
+        Job(transfer, keys, empty_rows(10)).wait()
+    counted = counters.take()
+    assert counted["checksum_errors"] == 1 and counted["missed_blocks"] == 4
+
+
+def test_damaged_blocks_of_many_jobs_at_a_time_are_each_counted_once(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(24)
+    for key in keys:
+        put_damaged(server, namespace, key)
+    transfer = start_in(server, namespace, threads=4)
+    for job in [Job(transfer, [key], empty_rows(1)) for key in keys]:
+        assert job.wait() == [False]
+    assert counters.take()["checksum_errors"] == len(keys)
+
+
+def test_a_total_that_is_told_late_is_not_counted_twice(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
+) -> None:
+    """Two threads read the client's total, 1 and then 2, and the second is the first to count."""
+    transfer = start_in(server, new_namespace(BLOCK_BYTES))
+    for total in (2, 1, 2, 3):
+        transfer._count_corrupt(total)
+    assert counters.take()["checksum_errors"] == 3
+
+
+def test_a_frozen_store_is_given_up_at_the_deadline(
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
+) -> None:
+    """Of all jobs, also of those that had to wait for their turn."""
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    keys = make_keys(8)
+    put(server, namespace, keys)
+    transfer = start_in(server, namespace, timeout_s=30)
+    with server.stopped():
+        jobs = [Job(transfer, keys, empty_rows(8), left_s=0.5) for _ in range(5)]
+        for job in jobs:
+            assert job.wait() == [False] * 8
+            assert job.seconds < 0.5 + SLACK_S
+    assert counters.take()["missed_blocks"] == 40
+
+
+def test_no_byte_arrives_after_a_job_is_done(
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn
+) -> None:
+    """The rows belong to somebody else by then."""
+    server, namespace = start_server(memory="256MiB"), new_namespace(1 << 20)
+    keys = make_keys(16)
+    put(server, namespace, keys)
+    transfer = start_in(server, namespace)
+    rows = np.zeros((16, 1 << 20), dtype=np.uint8)
+    for left_s in (0.001, 0.002, 0.004, 0.008, 0.016):
+        job = Job(transfer, keys, rows, left_s=left_s)
+        job.wait()
+        rows[:] = 0xEE
+        again = Job(transfer, keys[:1], np.zeros((1, 1 << 20), dtype=np.uint8))
+        again.wait()
+        assert (rows == 0xEE).all()
+    wait_until(lambda: Job(transfer, keys, rows).wait() == [True] * 16)
+
+
+def test_a_deadline_that_has_passed_asks_nothing(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(3)
+    put(server, namespace, keys)
+    assert Job(start_in(server, namespace), keys, empty_rows(3), left_s=-1).wait() == [False] * 3
+    assert counters.take() == {"missed_blocks": 3}
+
+
+def test_a_job_without_blocks_is_done(server: Server, new_namespace: MakeNamespace, start_in: StartIn) -> None:
+    """One whose blocks are all in host memory, for instance."""
+    job = Job(start_in(server, new_namespace(BLOCK_BYTES)), [], empty_rows(0))
+    assert job.wait() == [] and job.chunks == []
+
+
+def test_a_store_killed_between_two_chunks_is_a_miss_for_the_others(
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
+) -> None:
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    keys = make_keys(12)
+    put(server, namespace, keys)
+    hits: list[bool] = []
+    done = threading.Event()
+
+    def arrived(first: int, some: npt.NDArray[np.bool_]) -> bool:
+        hits.extend(some.tolist())
+        if first == 0:
+            server.kill()
+        return True
+
+    transfer = start_in(server, namespace)
+    transfer.submit(keys, empty_rows(12), range(12), deadline=time.monotonic() + 30, arrived=arrived, done=done.set)
+    assert done.wait(3 * TIMEOUT_S + SLACK_S)
+    assert hits == [True] * 4 + [False] * 8
+    server.restart()
+    put(server, namespace, keys)
+    wait_until(lambda: Job(transfer, keys, empty_rows(12)).wait() == [True] * 12)
+
+
+@pytest.mark.parametrize("broken", ["out", "arrived", "slots"])
+def test_whatever_goes_wrong_in_a_job_it_is_done(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, broken: str
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(2)
+    put(server, namespace, keys)
+    done = threading.Event()
+
+    def fail(*_: object) -> Any:
+        raise ZeroDivisionError("the engine's")
+
+    start_in(server, namespace).submit(
+        keys,
+        fail if broken == "out" else empty_rows(2),
+        [0, 7] if broken == "slots" else [0, 1],
+        deadline=time.monotonic() + 10,
+        arrived=fail if broken == "arrived" else lambda first, hits: False,
+        done=done.set,
+    )
+    assert done.wait(10)
+    assert counters.take()["failed_calls"] == 1
+
+
+def test_jobs_wait_for_their_turn_and_all_come_to_it(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(6)
+    put(server, namespace, keys)
+    transfer = start_in(server, namespace, threads=1)
+    jobs = [Job(transfer, keys, empty_rows(6)) for _ in range(20)]
+    assert transfer.drain(10) and transfer.waiting == 0
+    assert all(job.wait() == [True] * 6 for job in jobs)
+
+
+def test_closing_ends_every_job_and_further_ones_at_once(
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
+) -> None:
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    keys = make_keys(8)
+    put(server, namespace, keys)
+    transfer = start_in(server, namespace)
+    with server.stopped():
+        jobs = [Job(transfer, keys, empty_rows(8), left_s=30) for _ in range(6)]
+        assert not transfer.drain(0.05)
+        started = time.monotonic()
+        transfer.close()
+        assert time.monotonic() - started < 2 * TIMEOUT_S + SLACK_S
+    for job in jobs:
+        assert job.done_at and not any(job.wait())
+    late = Job(transfer, keys, empty_rows(8))
+    assert late.done_at and late.chunks == []
+
+
+def test_what_was_read_can_be_evicted_again(server: Server, new_namespace: MakeNamespace, start_in: StartIn) -> None:
+    """A transfer leaves no pin behind."""
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(4)
+    put(server, namespace, keys)
+    Job(start_in(server, namespace), keys, empty_rows(4)).wait()
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert namespace_info(client).pinned == 0

@@ -1,0 +1,303 @@
+"""Transfers out of an engine: every block is named once, whatever the store does, and nobody waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
+
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client import transfer as transfer_module
+from kvstore_client.guard import Counters, StoreGuard
+from kvstore_client.transfer import Outcome, TransferOut
+
+TIMEOUT_S = 1.0
+SLACK_S = 1.0  # what a busy machine may add to a deadline
+AT_ONCE_S = 0.2
+BLOCK_BYTES = 64 << 10
+
+Rows: TypeAlias = "npt.NDArray[np.uint8]"
+StartOut: TypeAlias = Callable[..., "Out"]
+
+STORED, PRESENT, DROPPED, FAILED = Outcome.STORED, Outcome.PRESENT, Outcome.DROPPED, Outcome.FAILED
+
+
+class Out(TransferOut):
+    """Remembers what ``done`` was told. Tokens are positions in ``rows``, which are scribbled over once named."""
+
+    def __init__(self, guard: StoreGuard, counters: Counters, limit: int) -> None:
+        self.guard = guard
+        self.outcomes: dict[Hashable, Outcome] = {}
+        self.named: Counter[Hashable] = Counter()
+        self.rows: dict[Hashable, Rows] = {}
+        self._told = threading.Lock()
+        super().__init__(guard, limit=limit, counters=counters, done=self._note)
+
+    def _note(self, results: Sequence[tuple[Hashable, Outcome]]) -> None:
+        with self._told:
+            for token, outcome in results:
+                self.named[token] += 1
+                self.outcomes[token] = outcome
+                self.rows[token][:] = 0xEE
+
+    def send(self, keys: Sequence[bytes], block_bytes: int = BLOCK_BYTES) -> None:
+        """Puts the keys' blocks, each of which is its own token."""
+        for key in keys:
+            self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
+        self.put(keys, [self.rows[key] for key in keys], keys)
+
+    def of(self, keys: Sequence[bytes]) -> list[Outcome | None]:
+        return [self.outcomes.get(key) for key in keys]
+
+    def tally(self) -> dict[Outcome, int]:
+        return dict(Counter(self.outcomes.values()))
+
+    def all_named_once(self) -> bool:
+        """When nothing is under way any more."""
+        return not self.waiting and self.named == Counter(dict.fromkeys(self.rows, 1))
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def start_out(counters: Counters) -> Iterator[StartOut]:
+    """``start_out(server, namespace, limit=...)``. In the end every block has been named exactly once."""
+    started: list[Out] = []
+
+    def start(server: Server, namespace: Namespace, limit: int = 1000, timeout_s: float = TIMEOUT_S) -> Out:
+        guard = StoreGuard(server.endpoint, namespace, timeout_s=timeout_s, counters=counters)
+        started.append(Out(guard, counters, limit))
+        return started[-1]
+
+    yield start
+    for out in started:
+        out.close(0.0)
+        wait_until(out.all_named_once, what="every block is named once")
+        out.guard.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Round trips of so many blocks."""
+    monkeypatch.setattr(transfer_module, "CHUNK_BYTES", 4 * BLOCK_BYTES)
+    return 4
+
+
+def stored_right(client: KVStoreClient, keys: Sequence[bytes]) -> list[bool]:
+    """Which keys are stored; all that are have the right bytes."""
+    blocks = client.get(keys).blocks
+    for key, block in zip(keys, blocks, strict=True):
+        assert block is None or bytes(block) == block_of(key, client.namespace.block_bytes)
+    return [block is not None for block in blocks]
+
+
+def test_blocks_arrive_whole_in_the_store(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters, small_chunks: int
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    out = start_out(server, namespace)
+    keys = make_keys(5 * small_chunks + 1)
+    out.send(keys[:7])
+    out.send(keys[7:])
+    assert out.drain(10) and out.waiting == 0
+    assert out.tally() == {STORED: len(keys)}
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert all(stored_right(client, keys))
+    counted = counters.take()
+    assert counted.pop("transfer_out_seconds") > 0
+    assert counted == {"transfer_out_blocks": len(keys), "transfer_out_bytes": len(keys) * BLOCK_BYTES}
+
+
+def test_what_the_store_has_is_not_sent(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(6)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.set(keys[::2], blocks_of(keys[::2], BLOCK_BYTES), deferred=False)
+    out = start_out(server, namespace)
+    out.send(keys)
+    assert out.drain(10)
+    assert out.of(keys) == [PRESENT, STORED] * 3
+    counted = counters.take()
+    assert counted["present_blocks"] == 3 and counted["transfer_out_bytes"] == 3 * BLOCK_BYTES
+
+
+def test_a_key_queued_twice_is_named_twice(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
+    out = start_out(server, new_namespace(BLOCK_BYTES))
+    [key] = make_keys(1)
+    for token in ("one", "two"):
+        out.rows[token] = np.frombuffer(block_of(key, BLOCK_BYTES), dtype=np.uint8).copy()
+    out.put([key, key], [out.rows["one"], out.rows["two"]], ["one", "two"])
+    assert out.drain(10) and out.outcomes.keys() == {"one", "two"}
+
+
+def test_a_frozen_store_makes_nobody_wait_and_costs_the_oldest_blocks(
+    start_server: StartServer,
+    new_namespace: MakeNamespace,
+    start_out: StartOut,
+    counters: Counters,
+    small_chunks: int,
+) -> None:
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    out = start_out(server, namespace, limit=10, timeout_s=30)
+    first, keys = make_keys(small_chunks), make_keys(50, first=1000)
+    with server.stopped():
+        out.send(first)
+        wait_until(lambda: not out._queue, what="the first batch is on its way")
+        slowest = 0.0
+        for key in keys:
+            started = time.monotonic()
+            out.send([key])
+            slowest = max(slowest, time.monotonic() - started)
+        assert slowest < AT_ONCE_S
+        assert out.of(keys) == [DROPPED] * 40 + [None] * 10
+        assert out.waiting == small_chunks + 10
+        assert not out.drain(0.1)
+    assert out.drain(10)
+    assert out.of(first) == [STORED] * small_chunks and out.of(keys[40:]) == [STORED] * 10
+    assert counters.take()["dropped_blocks"] == 40
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert stored_right(client, keys) == [False] * 40 + [True] * 10
+
+
+def test_of_one_put_larger_than_the_queue_the_last_blocks_survive(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
+) -> None:
+    server = start_server()
+    out = start_out(server, new_namespace(BLOCK_BYTES), limit=3, timeout_s=30)
+    keys = make_keys(8)
+    with server.stopped():
+        out.send(make_keys(1, first=100))
+        wait_until(lambda: not out._queue, what="the first batch is on its way")
+        out.send(keys)
+        assert out.of(keys) == [DROPPED] * 5 + [None] * 3
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
+def test_a_store_that_freezes_fails_blocks_at_the_deadline_and_gets_no_wrong_byte_afterwards(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters, after_s: float
+) -> None:
+    """Rows are used for other things as soon as they are named: nothing may be read from them then."""
+    server, namespace = start_server(memory="256MiB"), new_namespace(1 << 20)
+    out = start_out(server, namespace)
+    keys, more = make_keys(64), make_keys(3, first=500)
+    out.send(keys, 1 << 20)
+    threading.Event().wait(after_s)  # before, in the middle of, or between the requests
+    with server.stopped():
+        wait_until(lambda: set(out.outcomes) == set(keys), 6 * TIMEOUT_S)
+    assert set(out.tally()) <= {STORED, FAILED}
+    assert counters.take().get("unsaved_blocks", 0) == out.tally().get(FAILED, 0)
+    wait_until(lambda: out.guard.call(lambda client: bool(client.ping()), False))
+    out.send(more, 1 << 20)
+    assert out.drain(10) and out.of(more) == [STORED] * 3
+    with KVStoreClient(server.endpoint, namespace) as client:
+        present = stored_right(client, keys)
+        assert all(there for there, key in zip(present, keys, strict=True) if out.outcomes[key] is STORED)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
+def test_a_store_killed_while_it_receives_fails_what_it_did_not_take(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, after_s: float, small_chunks: int
+) -> None:
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    out = start_out(server, namespace)
+    keys = make_keys(200)
+    out.send(keys)
+    threading.Event().wait(after_s)
+    server.kill()
+    wait_until(lambda: set(out.outcomes) == set(keys), 5 * TIMEOUT_S)
+    assert set(out.tally()) <= {STORED, FAILED}
+    server.restart()
+    more = make_keys(3, first=1000)
+    wait_until(lambda: out.guard.call(lambda client: bool(client.ping()), False))
+    out.send(more)
+    assert out.drain(10) and out.of(more) == [STORED] * 3
+
+
+def test_closing_sends_what_waits(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    out = start_out(server, namespace)
+    keys = make_keys(30)
+    out.send(keys)
+    out.close(10)
+    assert out.tally() == {STORED: 30}
+    late = make_keys(2, first=100)
+    out.send(late)
+    assert out.of(late) == [DROPPED] * 2
+    assert not out._thread.is_alive()
+
+
+def test_closing_waits_for_a_frozen_store_no_longer_than_it_was_told(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
+) -> None:
+    server = start_server()
+    out = start_out(server, new_namespace(BLOCK_BYTES))
+    keys = make_keys(20)
+    with server.stopped():
+        out.send(keys)
+        wait_until(lambda: out._sending, what="the first batch is on its way")
+        started = time.monotonic()
+        out.close(0.3)
+        assert time.monotonic() - started < 0.3 + TIMEOUT_S + SLACK_S
+        assert out.of(keys[small_chunks:]) == [DROPPED] * (20 - small_chunks)
+        wait_until(lambda: out.of(keys[:small_chunks]) == [FAILED] * small_chunks, 3 * TIMEOUT_S)
+
+
+def test_blocks_put_while_it_is_closed_are_named_too(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
+) -> None:
+    """From several threads, so that some come before, some during and some after."""
+    out = start_out(server, new_namespace(BLOCK_BYTES), limit=8)
+
+    def put(number: int) -> None:
+        for key in make_keys(50, first=100 * number):
+            out.send([key])
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    out.close(0.01)
+    for thread in threads:
+        thread.join()
+    wait_until(out.all_named_once)
+    assert len(out.outcomes) == 150
+
+
+def test_a_store_without_room_fails_what_it_cannot_take(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters
+) -> None:
+    server = start_server(memory="4MiB", segment="4MiB")
+    namespace = new_namespace(3 << 20)
+    out = start_out(server, namespace)
+    keys = make_keys(4)
+    out.send(keys, 3 << 20)
+    assert out.drain(10)
+    assert out.tally() == {STORED: 1, FAILED: 3}
+    assert counters.take()["unsaved_blocks"] == 3
+
+
+def test_a_store_that_refuses_the_namespace_fails_everything(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, counters: Counters
+) -> None:
+    out = start_out(start_server(memory="8MiB", segment="1MiB"), new_namespace(2 << 20))
+    keys = make_keys(3)
+    out.send(keys, 2 << 20)
+    assert out.drain(10) and out.tally() == {FAILED: 3}
+    assert counters.take()["unsaved_blocks"] == 3
+
+
+def test_a_queue_without_room_is_an_error(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:
+    guard = start_out(server, new_namespace()).guard
+    with pytest.raises(ValueError, match="at least 1"):
+        TransferOut(guard, limit=0, counters=Counters(), done=lambda results: None)

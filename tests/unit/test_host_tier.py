@@ -1,0 +1,185 @@
+"""The middle tier's index: which slot holds which block, who gives way, and who may not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from harness import environment, make_keys
+
+from kvstore_client.vllm.host_tier import HostTier
+
+
+def put(tier: HostTier, keys: Sequence[bytes]) -> list[int]:
+    """Blocks that are in the tier. -> their slots."""
+    slots = tier.reserve(keys)
+    tier.commit(slots[slots >= 0])
+    return [int(slot) for slot in slots]
+
+
+def present(tier: HostTier, keys: Sequence[bytes]) -> list[bool]:
+    return [slot >= 0 for slot in tier.find(keys).tolist()]
+
+
+def test_the_package_and_its_index_need_no_engine() -> None:
+    code = (
+        "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "import kvstore_client.vllm.host_tier, kvstore_client.guard, kvstore_client.lookup, kvstore_client.transfer"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
+
+
+def test_a_tier_that_was_never_written_to_answers_everything() -> None:
+    tier = HostTier(4, keep=True)
+    keys = make_keys(3)
+    assert tier.find(keys).tolist() == [-1, -1, -1] and tier.acquire(keys).tolist() == [-1, -1, -1]
+    assert tier.find([]).tolist() == [] and tier.reserve([]).tolist() == []
+    tier.touch(keys)
+    tier.release([])
+    tier.commit([])
+    tier.abort(np.empty(0, dtype=np.int32))
+    tier.clear()
+    assert tier.blocks == 0 and tier.busy == 0
+
+
+def test_a_block_can_be_read_when_it_is_written_and_not_before() -> None:
+    tier = HostTier(4, keep=True)
+    [key] = make_keys(1)
+    slots = tier.reserve([key])
+    assert present(tier, [key]) == [False] and (tier.blocks, tier.busy) == (0, 1)
+    tier.commit(slots)
+    assert tier.find([key]).tolist() == slots.tolist() and (tier.blocks, tier.busy) == (1, 0)
+
+
+def test_each_slot_is_handed_out_once() -> None:
+    tier = HostTier(8, keep=True)
+    slots = [*tier.reserve(make_keys(5)).tolist(), *tier.reserve(make_keys(3, first=5)).tolist()]
+    assert sorted(slots) == list(range(8))
+
+
+def test_a_block_that_is_here_or_on_its_way_is_not_given_a_second_slot() -> None:
+    tier = HostTier(4, keep=True)
+    first, second, third = make_keys(3)
+    put(tier, [first])
+    tier.reserve([second])
+    slots = tier.reserve([first, second, third, third]).tolist()
+    assert [slot >= 0 for slot in slots] == [False, False, True, False]
+    assert all(HostTier.is_known(slots[index]) for index in (0, 1, 3))
+
+
+def test_without_room_a_block_is_refused_which_is_not_the_same_as_known() -> None:
+    tier = HostTier(2, keep=True)
+    tier.reserve(make_keys(2))
+    [slot] = tier.reserve(make_keys(1, first=2)).tolist()
+    assert slot < 0 and not HostTier.is_known(slot)
+
+
+def test_the_least_recently_used_chain_gives_way_tail_first() -> None:
+    tier = HostTier(6, keep=True)
+    old, new = make_keys(3), make_keys(3, first=3)
+    put(tier, old)
+    put(tier, new)
+    put(tier, make_keys(2, first=6))
+    assert present(tier, old) == [True, False, False] and present(tier, new) == [True, True, True]
+
+
+def test_a_chain_that_was_used_outlives_one_that_was_not() -> None:
+    tier = HostTier(6, keep=True)
+    old, new = make_keys(3), make_keys(3, first=3)
+    put(tier, old)
+    put(tier, new)
+    tier.touch(old)
+    put(tier, make_keys(3, first=6))
+    assert present(tier, old) == [True, True, True] and present(tier, new) == [False, False, False]
+
+
+def test_looking_is_no_use() -> None:
+    tier = HostTier(2, keep=True)
+    old, new = make_keys(2)
+    put(tier, [old])
+    put(tier, [new])
+    assert present(tier, [old]) == [True]
+    put(tier, make_keys(1, first=2))
+    assert present(tier, [old, new]) == [False, True]
+
+
+def test_touching_a_chain_ends_at_its_first_gap() -> None:
+    tier = HostTier(3, keep=True)
+    head, gap, tail = make_keys(3)
+    other = make_keys(1, first=3)
+    put(tier, [tail])
+    put(tier, other)
+    put(tier, [head])
+    tier.touch([head, gap, tail])
+    put(tier, make_keys(1, first=4))
+    assert present(tier, [head, tail, *other]) == [True, False, True]
+
+
+def test_a_slot_that_is_read_is_never_given_away() -> None:
+    tier = HostTier(2, keep=True)
+    keys = make_keys(2)
+    put(tier, keys)
+    held = tier.acquire(keys[:1])
+    assert [slot >= 0 for slot in put(tier, make_keys(2, first=2))] == [True, False]
+    assert present(tier, keys) == [True, False]
+    tier.release(held)
+    put(tier, make_keys(1, first=4))
+    assert present(tier, keys) == [False, False]
+
+
+def test_a_dropped_blocks_slot_is_free_when_its_last_reader_is_done() -> None:
+    tier = HostTier(1, keep=False)
+    [key] = make_keys(1)
+    slots = put(tier, [key])
+    tier.hold(slots)
+    tier.hold(slots)
+    tier.drop(slots)
+    assert present(tier, [key]) == [False] and tier.busy == 1
+    tier.release(slots)
+    assert tier.busy == 1 and tier.reserve(make_keys(1, first=1)).tolist()[0] < 0
+    tier.release(slots)
+    assert tier.busy == 0 and tier.reserve(make_keys(1, first=1)).tolist() == slots
+
+
+def test_a_key_can_be_written_anew_while_its_dropped_slot_is_still_read() -> None:
+    tier = HostTier(2, keep=False)
+    [key] = make_keys(1)
+    old = put(tier, [key])
+    tier.hold(old)
+    tier.drop(old)
+    new = put(tier, [key])
+    assert new != old and tier.find([key]).tolist() == new
+    tier.release(old)
+    assert tier.find([key]).tolist() == new
+
+
+def test_slots_that_will_not_be_written_are_free_again() -> None:
+    tier = HostTier(2, keep=True)
+    keys = make_keys(3)
+    slots = tier.reserve(keys)
+    tier.abort(slots)  # one of them was refused
+    assert tier.busy == 0 and present(tier, keys) == [False, False, False]
+    assert (tier.reserve(keys[1:]) >= 0).all()
+
+
+def test_clearing_forgets_what_can_be_read_and_spares_what_is_read_or_written() -> None:
+    tier = HostTier(3, keep=True)
+    keys = make_keys(3)
+    put(tier, keys[:2])
+    held = tier.acquire(keys[:1])
+    writing = tier.reserve(keys[2:])
+    tier.clear()
+    assert present(tier, keys) == [False, False, False] and (tier.blocks, tier.busy) == (0, 2)
+    tier.release(held)
+    tier.commit(writing)
+    assert present(tier, keys) == [False, False, True] and tier.busy == 0
+
+
+def test_giving_back_more_than_was_taken_is_an_error() -> None:
+    tier = HostTier(2, keep=True)
+    slots = put(tier, make_keys(1))
+    with pytest.raises(ValueError, match="reader"):
+        tier.release(slots)
