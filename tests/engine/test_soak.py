@@ -25,7 +25,7 @@ WARM_UP_S = max(8.0, SOAK_S / 4)
 GROWTH_BYTES = CPU_BYTES + 16 * MiB  # after the warm-up: rows not used before, and what the allocator keeps
 NEW_TOPIC_ROUNDS = 12
 TOPICS = 6  # talked about at a time
-MOST_TOKENS = 40
+MOST_TOKENS = 70
 ABORTS = ("waiting", "loading", "prefilling", "decoding", 0.0, 0.1)
 
 
@@ -41,7 +41,7 @@ class Talk:
         leaf = choose.randrange(4)
         tokens = prompt(1000 + topic, 300)[: 100 + 50 * leaf] + prompt(5000 + 10 * topic + leaf, 60 + 70 * leaf)
         abort = choose.choice(ABORTS) if choose.random() < 0.3 else None
-        return Ask(tokens, choose.choice((1, 8, MOST_TOKENS)), at=choose.randrange(8), abort=abort)
+        return Ask(tokens, choose.choice((1, 40, MOST_TOKENS)), at=choose.randrange(4), abort=abort)
 
 
 def harm(server: Server, link: SlowLink, choose: random.Random) -> None:
