@@ -166,7 +166,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if half := self._scheduler:
             self._never_raise(lambda: half.update(connector_output), None)
         if isinstance(stats := connector_output.kv_connector_stats, TransferStats):
-            self._traffic.observe(stats.data)
+            self._never_raise(lambda: self._traffic.observe(stats.data), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if (half := self._scheduler) is None:
@@ -273,7 +273,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         counters = self._counters.take()
         if self._role == KVConnectorRole.SCHEDULER:
             stats = TransferStats.of(counters)
-            self._traffic.observe(stats.data)
+            self._never_raise(lambda: self._traffic.observe(stats.data), None)
             return stats if counters else None
         waiting = self._worker.waiting_blocks if self._worker else 0
         if not counters and waiting == self._waiting_told:
