@@ -3,6 +3,8 @@
 No flag here depends on the building machine's CPU: instruction sets beyond the baseline are chosen at run time.
 """
 
+from glob import glob
+
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -13,7 +15,7 @@ setup(
                 "kvstore._cext",
                 ["cext/_cext.pyx"],
                 include_dirs=["cext"],
-                depends=["cext/xxh3.h", "cext/hashing.pxi", "cext/copying.pxi", "cext/index.pxi"],
+                depends=["cext/xxh3.h", *glob("cext/*.pxi")],
                 extra_compile_args=["-O3", "-fno-strict-aliasing"],
                 extra_link_args=["-pthread"],
             )

@@ -57,6 +57,26 @@ def serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics over HTTP there; 0 picks a free port. [default: off]")
     ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="What is evicted first: default, lru or s3fifo. [default: default]")
+    ] = None,
+    ttl_seconds: Annotated[
+        int | None, typer.Option(help="Blocks expire so long after they were set; 0: never. [default: 0]")
+    ] = None,
+    disk: Annotated[str | None, typer.Option(help="Folder of the disk tier. [default: no disk tier]")] = None,
+    disk_size: Annotated[
+        str | None, typer.Option(help="What all shards together may take on disk. [default: 50GiB]")
+    ] = None,
+    disk_write: Annotated[
+        str | None, typer.Option(help="Which blocks are written to disk: all, reused or evicted. [default: all]")
+    ] = None,
+    warm_start: Annotated[
+        bool | None,
+        typer.Option(help="At start, bring the hottest blocks from disk to memory. [default: --warm-start]"),
+    ] = None,
+    scrub_mbps: Annotated[
+        int | None, typer.Option(help="Check blocks on disk in the background, in MB/s; 0: never. [default: 0]")
+    ] = None,
     version: VersionOption = False,
 ) -> None:
     """Serve KV blocks over ZeroMQ TCP until SIGTERM or SIGINT.
@@ -73,6 +93,13 @@ def serve(
         "segment": segment,
         "log_level": log_level,
         "metrics_port": metrics_port,
+        "policy": policy,
+        "ttl_seconds": ttl_seconds,
+        "disk": disk,
+        "disk_size": disk_size,
+        "disk_write": disk_write,
+        "warm_start": warm_start,
+        "scrub_mbps": scrub_mbps,
     }
     try:
         settings = load(config, os.environ, flags)
@@ -131,7 +158,7 @@ def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json:
 
 @app.command()
 def info(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
-    """Show shards, memory and namespaces."""
+    """Show shards, both tiers and namespaces."""
     from kvstore import tables
 
     with _session(endpoint, None, timeout) as session:
@@ -258,6 +285,58 @@ def bench(
             _print_json(measured)
         else:
             tables.print_bench(measured)
+
+
+@app.command()
+def verify(
+    path: Annotated[
+        Path | None, typer.Argument(help="Folder of the disk tier, as given to --disk, of a server that is stopped.")
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option("--endpoint", help="tcp://HOST:PORT of a server that runs; repeat for several nodes."),
+    ] = None,
+    timeout: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every block on disk against its checksum. Damage found is status 1.
+
+    With PATH the folder of a stopped server is read, and nothing in it is changed. With --endpoint the shards of a
+    running one check their own; they drop what is damaged.
+    """
+    if (path is None) == (not endpoint):
+        _fail("expected either PATH, of a server that is stopped, or --endpoint, of one that runs", BAD_USAGE)
+    if path is not None:
+        _verify_folder(path, as_json)
+    else:
+        _verify_store(endpoint, timeout, as_json)
+
+
+def _verify_folder(path: Path, as_json: bool) -> None:
+    from kvstore import tables
+    from kvstore.disk.format import DiskFormatError
+    from kvstore.disk.verify import verify as verify_folder
+
+    try:
+        with tables.verifying(of_bytes=True, shown=not as_json) as progress:
+            report = verify_folder(path, progress)
+    except DiskFormatError as error:
+        _fail(str(error), BAD_USAGE)
+    _Session.show(report, as_json, lambda: tables.print_verified(report))
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def _verify_store(endpoint: list[str] | None, timeout: float, as_json: bool) -> None:
+    from kvstore import tables
+    from kvstore_client.verify import verify as verify_store
+
+    with _session(endpoint, None, timeout) as session:
+        with tables.verifying(of_bytes=False, shown=not as_json) as progress:
+            report = verify_store(session.client, progress)
+        session.show(report, as_json, lambda: tables.print_scrubbed(report))
+    if not report.ok:
+        raise typer.Exit(FAILED)
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from kvstore._cext import BlockIndex
 from kvstore.logs import LEVELS
 from kvstore.sizes import format_size, parse_size
-from kvstore.wire import ShardAddress
+from kvstore.wire import MAX_PRIORITY, ShardAddress
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,10 +26,24 @@ else:
 ENVIRONMENT_PREFIX: Final = "KVSTORE_SERVER_"
 MIN_SEGMENT_BYTES: Final = 1 << 20
 MAX_SHARDS: Final = 256
+MAX_TTL_SECONDS: Final = 10 * 365 * 86400
+DISK_WRITES: Final = ("all", "reused", "evicted")
+MIN_DISK_BYTES: Final = 8 << 20
+MIN_DISK_SEGMENT_BYTES: Final = 1 << 20
+DISK_SEGMENT_BYTES: Final = 256 << 20
+DISK_SEGMENTS: Final = (16, 1024)  # at least, if they can be of any size; at most, where that takes larger ones
 
 
 class ConfigError(Exception):
     """The configuration cannot be used. The message names the setting, its value and what is expected."""
+
+
+class NamespaceRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the namespaces whose model matches a pattern; the first rule that matches counts."""
+
+    match: str  # as a shell's: * ? [seq]
+    ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_SECONDS)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = 0  # at least that of each block
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +56,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment: str = "32MiB"
     log_level: str = "info"
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
+    policy: str = "default"
+    ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_SECONDS)] = 0
+    disk: str | None = None
+    disk_size: str = "50GiB"
+    disk_write: str = "all"
+    warm_start: bool = True
+    scrub_mbps: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
+    namespaces: list[NamespaceRule] = []  # in the file only
 
     @property
     def memory_bytes(self) -> int:
@@ -57,15 +80,41 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Block memory of one shard."""
         return self.memory_bytes // self.shards
 
+    @property
+    def shard_disk_bytes(self) -> int:
+        """What one shard's folder may take on disk."""
+        return parse_size(self.disk_size) // self.shards
+
+    @property
+    def disk_segment_bytes(self) -> int:
+        """The size of a new disk tier's segment files: a power of two, some dozens to some hundreds of them."""
+        size = MIN_DISK_SEGMENT_BYTES
+        while size * DISK_SEGMENTS[0] <= self.shard_disk_bytes // 2 and (
+            size < DISK_SEGMENT_BYTES or self.shard_disk_bytes // size > DISK_SEGMENTS[1]
+        ):
+            size *= 2
+        return size
+
     def check(self) -> None:
         """Raise `ConfigError` where settings do not fit each other."""
-        for name in ("memory", "segment"):
+        for name in ("memory", "segment", "disk_size"):
             try:
                 parse_size(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
         if self.log_level not in LEVELS:
             raise ConfigError(f"log_level {self.log_level!r}: expected one of {', '.join(LEVELS)}")
+        if self.policy not in BlockIndex.POLICIES:
+            raise ConfigError(f"policy {self.policy!r}: expected one of {', '.join(BlockIndex.POLICIES)}")
+        if self.disk_write not in DISK_WRITES:
+            raise ConfigError(f"disk_write {self.disk_write!r}: expected one of {', '.join(DISK_WRITES)}")
+        if self.disk == "":
+            raise ConfigError("disk is empty: expected the path of a folder")
+        if self.shard_disk_bytes < MIN_DISK_BYTES:
+            raise ConfigError(
+                f"disk_size {self.disk_size!r} gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: "
+                f"expected at least {format_size(MIN_DISK_BYTES)}; raise --disk-size"
+            )
         if not self.segment_bytes >= MIN_SEGMENT_BYTES or self.segment_bytes % 4096:
             raise ConfigError(
                 f"segment {self.segment!r}: expected at least {format_size(MIN_SEGMENT_BYTES)}, a multiple of 4 KiB"
@@ -76,6 +125,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"expected at least one segment of {self.segment_bytes} bytes; raise --memory, or lower --shards or "
                 "--segment"
             )
+
+
+class DiskConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a shard of its disk tier."""
+
+    directory: str
+    limit_bytes: int
+    segment_bytes: int
+    write: str
+    scrub_bytes_per_s: int
+    warm_start: bool
 
 
 class ShardConfig(msgspec.Struct, frozen=True):
@@ -91,6 +151,9 @@ class ShardConfig(msgspec.Struct, frozen=True):
     epoch: int
     log_level: str
     drain_s: float
+    policy: str
+    rules: list[NamespaceRule]
+    disk: DiskConfig | None
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
@@ -129,13 +192,22 @@ def _from_file(file: Path) -> dict[str, Any]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    names = [ENVIRONMENT_PREFIX + name.upper() for name in ServerConfig.__struct_fields__]
+    names = [ENVIRONMENT_PREFIX + name.upper() for name in ServerConfig.__struct_fields__ if name != "namespaces"]
     given = {name: value for name, value in environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+    if f"{ENVIRONMENT_PREFIX}NAMESPACES" in given:
+        raise ConfigError(
+            f"environment: {ENVIRONMENT_PREFIX}NAMESPACES: rules for namespaces are [[namespaces]] tables of the "
+            "configuration file (--config); no variable sets them"
+        )
     _known(names, sorted(set(given) - set(names)), "environment")
     settings: dict[str, Any] = {}
     for name, value in given.items():
         field = name[len(ENVIRONMENT_PREFIX) :].lower()
-        if ServerConfig.__annotations__[field] == "str":
+        if ServerConfig.__annotations__[field] == "bool":
+            if value not in ("true", "false"):
+                raise ConfigError(f"environment: {name}={value!r}: expected true or false")
+            settings[field] = value == "true"
+        elif "int" not in ServerConfig.__annotations__[field]:
             settings[field] = value
         else:
             try:

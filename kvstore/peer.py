@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvstore import wire, zmtp
-from kvstore.memory.store import NamespaceStore, Slots
+from kvstore.store import NamespaceStore
 from kvstore.stream import Outgoing, Stream
+from kvstore.tier import Slots
 from kvstore.wire import ErrorCode, WireError
 from kvstore.zmtp import ZMTPError
 
@@ -49,6 +50,8 @@ class Write:
     slots: Slots
     keys: bytes
     missing: int  # keys that were not there before
+    parent: bytes  # the key before the first in its chain, as far as known
+    ends_chain: bool
     arrived: int = 0  # blocks
 
 
@@ -74,8 +77,8 @@ class Loop(Protocol):
     def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
         """Reserve slots for a SET whose payload follows."""
 
-    def commit(self, write: Write, sums: bytes) -> wire.SetReply:
-        """The payload of a SET is in its slots."""
+    def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
+        """The payload of a SET is in its slots: its blocks are readable, and its sender is told."""
 
     def stream_ended(self, stream: Stream) -> None:
         """A GET is over."""
@@ -98,6 +101,8 @@ class Peer:
         self.client = ""
         self.streams: dict[int, Stream] = {}
         self.write: Write | None = None
+        self.writer = False  # it has sent a SET
+        self.chain = b""  # the keys it asked for last: a SET usually continues them
         self.message_deadline = now + HANDSHAKE_S
         self.progress = now  # when the kernel last took something we had to send
         self._receiver = zmtp.Receiver(sock, self)
@@ -268,7 +273,7 @@ class Peer:
                 if more:
                     raise WireError(ErrorCode.PROTOCOL, "a frame after the checksums: expected the message's end")
                 write, self.write = self.write, None
-                self._queue_reply(self.shard.commit(write, bytes(data)))
+                self.shard.commit(self, write, bytes(data))
             elif not more:
                 raise WireError(
                     ErrorCode.PROTOCOL,
@@ -293,6 +298,7 @@ class Peer:
 
     def _take_keys(self, request: wire.Set | wire.KeyedRequest, keys: bytes, more: bool) -> None:
         if isinstance(request, wire.Set):
+            self.writer = True
             if not more:
                 raise WireError(ErrorCode.PROTOCOL, "SET without its payload and checksums frames")
             self.write = self.shard.begin_write(self, request, keys)
@@ -315,7 +321,7 @@ class Peer:
         """Give the slots of an unfinished SET back."""
         if self.write is not None:
             write, self.write = self.write, None
-            write.namespace.index.abort(write.slots)
+            write.namespace.memory.index.abort(write.slots)
             write.namespace.wake_parked()
 
     # ---- writing ---------------------------------------------------------------------------------------------
@@ -429,7 +435,7 @@ class Peer:
         log.debug("client %s %r: closed: %s", self.address, self.client, reason)
         self.abort_write()
         self._release_sent()
-        self.shard.buffered_bytes -= self._collecting
+        self.shard.buffered_bytes -= self._collecting + len(self.chain)
         for stream in list(self.streams.values()):
             self.end_stream(stream)
         self.shard.forget(self)

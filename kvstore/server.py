@@ -23,12 +23,14 @@ from typing import Final
 import msgspec
 
 import kvstore
-from kvstore.config import ServerConfig, ShardConfig
+from kvstore.config import DiskConfig, NamespaceRule, ServerConfig, ShardConfig
+from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_directory
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.server")
 
 DRAIN_S: Final = 5.0
+DISK_STOP_S: Final = 360.0  # a shard may have its memory to write, and the index to commit
 START_S: Final = 30.0
 MAX_RESTART_DELAY_S: Final = 5.0
 STABLE_S: Final = 10.0  # a shard that lived so long restarts without delay
@@ -91,6 +93,19 @@ def bind(host: str, port: int, shards: int) -> list[socket.socket]:
     return sockets
 
 
+def _open_disk(config: ServerConfig) -> Layout | None:
+    """The disk tier's folder, made if it is new and used by nobody else. Raises `StartError`."""
+    if config.disk is None:
+        return None
+    try:
+        layout = open_directory(Path(config.disk).absolute(), config.shards, config.disk_segment_bytes)
+        for shard in range(config.shards):
+            os.close(lock_shard(layout.shard_directory(shard)))  # the shard takes it again
+    except DiskFormatError as error:
+        raise StartError(f"disk tier: {error}") from None
+    return layout
+
+
 class Supervisor:
     """One node."""
 
@@ -102,12 +117,15 @@ class Supervisor:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._disk = _open_disk(config)
         listeners = bind(config.host, config.port, config.shards)
         self._children = [_Child(number, listener) for number, listener in enumerate(listeners)]
         self.port: int = listeners[0].getsockname()[1]
         self.node = f"{socket.gethostname()}:{self.port}"
+        # Placement hashes the shards' names: with blocks on disk they must be the same after every restart.
+        name = self._disk.identity if self._disk is not None else self.node
         self._addresses = [
-            ShardAddress(f"{self.node}/{number}", "", listener.getsockname()[1], float(config.shard_memory_bytes))
+            ShardAddress(f"{name}/{number}", "", listener.getsockname()[1], float(config.shard_memory_bytes))
             for number, listener in enumerate(listeners)
         ]
 
@@ -166,6 +184,9 @@ class Supervisor:
             epoch=1,
             log_level=self.config.log_level,
             drain_s=DRAIN_S,
+            policy=self.config.policy,
+            rules=[*self.config.namespaces, NamespaceRule("*", self.config.ttl_seconds)],
+            disk=self._disk_config(child.number),
         )
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN_SHARD, _CODE],
@@ -185,6 +206,18 @@ class Supervisor:
         child.pid_fd = os.pidfd_open(process.pid)
         self._selector.register(child.pid_fd, selectors.EVENT_READ, child)
         self._selector.register(ready_r, selectors.EVENT_READ, child)
+
+    def _disk_config(self, shard: int) -> DiskConfig | None:
+        if self._disk is None:
+            return None
+        return DiskConfig(
+            directory=str(self._disk.shard_directory(shard)),
+            limit_bytes=self.config.shard_disk_bytes,
+            segment_bytes=self._disk.segment_bytes,
+            write=self.config.disk_write,
+            scrub_bytes_per_s=self.config.scrub_mbps * 1_000_000 // self.config.shards,
+            warm_start=self.config.warm_start,
+        )
 
     def _await_ready(self) -> bool:
         """Wait until every shard accepts requests; False: stopped or failed before that."""
@@ -246,7 +279,7 @@ class Supervisor:
         child.restart_at = now + child.delay_s
         cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         log.error(
-            "shard %d (pid %d) died: %s; its blocks are gone and count as misses; restarting in %.1f s",
+            "shard %d (pid %d) died: %s; what it held in memory is gone and counts as misses; restarting in %.1f s",
             child.number,
             process.pid,
             cause,
@@ -260,7 +293,7 @@ class Supervisor:
             child.listener.close()
         for process in running:
             process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + DRAIN_S + 5.0
+        deadline = time.monotonic() + DRAIN_S + 5.0 + (DISK_STOP_S if self._disk else 0.0)
         for process in running:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

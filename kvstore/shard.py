@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -25,10 +26,12 @@ import msgspec
 import numpy as np
 
 from kvstore import __version__, wire
+from kvstore._cext import BlockIndex
 from kvstore.config import ShardConfig
+from kvstore.disk.tier import DiskTier
 from kvstore.logs import configure as configure_logs
-from kvstore.memory.store import NamespaceStore, Store
 from kvstore.peer import Peer, Write
+from kvstore.store import NamespaceStore, Store, find_parent
 from kvstore.stream import Stream
 from kvstore.wire import ErrorCode, WireError
 
@@ -36,9 +39,13 @@ log = logging.getLogger("kvstore.shard")
 
 MAX_CONNECTIONS: Final = 2048
 MAX_BUFFERED_BYTES: Final = 64 << 20  # headers, keys and checksums of all peers together
+MAX_REMEMBERED_BYTES: Final = 16 << 20  # while they take less than this, what peers asked for last is remembered
 SMALL_BUFFER_BYTES: Final = 8 << 10  # a frame this small is always taken
 HOUSEKEEPING_S: Final = 0.1
 MAX_PINNED_SHARE: Final = 0.5
+DISK_TURN_S: Final = 0.02  # how often work of the disk tier is looked after
+DISK_FINISH_S: Final = 300.0  # what a clean stop may take to write what is only in memory
+QUIET_BYTES: Final = 1 << 20  # less than this in a turn is no traffic
 DEAD_PEER_MS: Final = 30_000
 _PR_SET_PDEATHSIG: Final = 1
 _M_MMAP_THRESHOLD: Final = -3
@@ -51,7 +58,7 @@ class Shard:
     def __init__(self, config: ShardConfig, listener: socket.socket) -> None:
         self.config = config
         self.now = self._started = time.monotonic()
-        self.store = Store(config.memory_bytes, config.segment_bytes)
+        self.store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
         log.info("%d bytes of block memory in %s", config.memory_bytes, self.store.arena.pages)
         self.to_flush: set[Peer] = set()
         self.buffered_bytes = 0
@@ -61,6 +68,11 @@ class Shard:
         self._listener = listener
         self._poll = select.epoll()
         self._drain_until: float | None = None
+        self._behind = False  # the disk tier is, and who sets must wait
+        self._finishing = False  # clients are gone, the disk tier is brought up to date
+        self._traffic = (0, 0.0)  # payload bytes so far, and when there were last more of them
+        if config.disk is not None:
+            self.store.disk = DiskTier(self.store, config.disk, self._poll)
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -70,11 +82,13 @@ class Shard:
         poll.register(listener.fileno(), select.EPOLLIN)
         housekeeping = 0.0
         while not self._drained():
-            events = poll.poll(HOUSEKEEPING_S)
+            events = poll.poll(self._patience_s())
             self.now = now = time.monotonic()
             for fd, event in events:
                 if fd == listener.fileno():
                     self._accept()
+                    continue
+                if self.store.disk is not None and self.store.disk.on_event(fd, event):
                     continue
                 peer = self._peers.get(fd)
                 if peer is None:
@@ -83,14 +97,35 @@ class Shard:
                     peer.on_readable(now)
                 if event & select.EPOLLOUT:
                     self.to_flush.add(peer)
+            if self.store.disk is not None:
+                self._pump_disk(self.store.disk, now)
             while self.to_flush:
                 self._flush(self.to_flush.pop(), now)
             if now >= housekeeping:
                 housekeeping = now + HOUSEKEEPING_S
                 self._enforce_deadlines(now)
+                self.store.expire(now)
         for peer in list(self._peers.values()):
             peer.close("the server is shutting down")
+        if self.store.disk is not None:
+            self.store.disk.close()
         self.store.arena.close()
+
+    def _patience_s(self) -> float:
+        """How long the loop may sleep when nothing happens."""
+        disk = self.store.disk
+        if disk is None or not (disk.restless or disk.working):
+            return HOUSEKEEPING_S
+        return 0.0 if disk.restless else DISK_TURN_S
+
+    def _pump_disk(self, disk: DiskTier, now: float) -> None:
+        payload = self.bytes_in + self.bytes_out
+        if payload - self._traffic[0] > QUIET_BYTES:
+            self._traffic = (payload, now)
+        disk.pump(now, self._traffic[1], self._finishing)
+        if disk.writing.behind != self._behind:
+            self._behind = disk.writing.behind
+            self.to_flush.update(self._peers.values())  # writers are read no further, or again
 
     def drain(self) -> None:
         """Finish what has begun, take nothing new; safe to call from a signal handler."""
@@ -100,9 +135,17 @@ class Shard:
     def _drained(self) -> bool:
         if self._drain_until is None:
             return False
-        if time.monotonic() > self._drain_until:
-            return True
-        return all(peer.idle for peer in self._peers.values())
+        disk = self.store.disk
+        if not self._finishing:
+            if time.monotonic() < self._drain_until and not all(peer.idle for peer in self._peers.values()):
+                return False
+            if disk is None:
+                return True
+            for peer in list(self._peers.values()):
+                peer.close("the server is shutting down")
+            self._finishing = True
+            disk.finish(time.monotonic())
+        return disk is None or disk.finished or time.monotonic() > self._drain_until + DISK_FINISH_S
 
     def _accept(self) -> None:
         for _ in range(64):
@@ -133,7 +176,7 @@ class Shard:
         if peer.closed:
             return
         events = select.EPOLLOUT if more else 0
-        if not (peer.closing or peer.backed_up):
+        if not (peer.closing or peer.backed_up or (peer.writer and self._behind)):
             events |= select.EPOLLIN
         if events != peer.events:
             peer.events = events
@@ -194,6 +237,9 @@ class Shard:
             peer.reply(wire.FlushReply(request.id))
         elif isinstance(request, wire.Info):
             peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
+        elif isinstance(request, wire.Scrub):
+            disk = self.store.disk
+            peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.on else 0))
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
         if request.protocol != wire.PROTOCOL_VERSION:
@@ -231,6 +277,7 @@ class Shard:
     def handle_keyed(self, peer: Peer, request: wire.KeyedRequest, keys: bytes) -> None:
         """A request whose keys have arrived."""
         namespace = self.store.find(peer.namespace, request.key_bytes)
+        self._remember(peer, keys)
         if isinstance(request, wire.Get):
             self._gets += 1
             stream = Stream(self.store, namespace, request, keys, self.now, peer.resume)
@@ -239,10 +286,23 @@ class Shard:
             peer.add_stream(stream)
             self.buffered_bytes += stream.nbytes
         elif isinstance(request, wire.Delete):
-            deleted = namespace.index.delete(keys) if namespace else 0
-            peer.reply(wire.DeleteReply(request.id, deleted))
+            self._delete(peer, request, namespace, keys)
         else:
             self._lookup(peer, request, namespace, keys)
+
+    def _delete(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore | None, keys: bytes) -> None:
+        disk = self.store.disk
+        if namespace is None and disk is not None and disk.recovering:  # it may turn out to be on disk
+            namespace = self.store.open(peer.namespace, request.key_bytes)
+        deleted = namespace.delete(keys, self.now) if namespace else 0
+        self._reply_for_good(peer, wire.DeleteReply(request.id, deleted))
+
+    def _reply_for_good(self, peer: Peer, reply: wire.Reply) -> None:
+        """Tell the client what holds even if the server dies now: what was removed does not come back from disk."""
+        if self.store.disk is None:
+            peer.reply(reply)
+        else:
+            self.store.disk.after_removals(lambda: None if peer.closed else peer.reply(reply))
 
     def _lookup(
         self,
@@ -261,19 +321,26 @@ class Shard:
         if request.pin_s > 0 and self._may_pin(namespace, request.count):
             pin_until = self.now + request.pin_s
         tick = self.store.ticks(request.count) if request.refresh else 0
-        index = namespace.index
         if matching:
-            length = index.match_prefix(keys, self.now, request.refresh, tick, pin_until)
+            length = namespace.match_prefix(keys, self.now, request.refresh, tick, pin_until)
             peer.reply(wire.MatchReply(request.id, length))
         else:
-            present = index.contains(keys, self.now, request.refresh, tick, pin_until)
+            present = namespace.contains(keys, self.now, request.refresh, tick, pin_until)
             peer.reply(wire.ContainsReply(request.id, present))
 
     def _may_pin(self, namespace: NamespaceStore, count: int) -> bool:
         """Pins never cover so much of a namespace that it could not take new blocks."""
-        index = namespace.index
+        index = namespace.memory.index
         slots = index.slots + self.store.arena.free * index.slots_per_segment
         return index.pinned(self.now) + count <= slots * MAX_PINNED_SHARE
+
+    def _remember(self, peer: Peer, keys: bytes) -> None:
+        """What a peer asks for tells where in its chain the blocks belong that it sets next."""
+        if peer.chain.startswith(keys):  # a GET of what the question before it found
+            return
+        self.buffered_bytes -= len(peer.chain)
+        peer.chain = keys if self.buffered_bytes + len(keys) <= MAX_REMEMBERED_BYTES else b""
+        self.buffered_bytes += len(peer.chain)
 
     def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
         """Reserve a slot for every block that is wanted."""
@@ -281,32 +348,43 @@ class Shard:
         if self._drain_until is not None:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         namespace = self.store.open(peer.namespace, request.key_bytes)
-        index = namespace.index
-        missing = index.missing(keys)
-        self.store.make_room(namespace, request.count if request.force else missing, self.now)
-        slots = index.reserve(keys, request.force, self.store.ticks(request.count))
-        return Write(request, namespace, slots, keys, missing)
+        slots, missing = self.store.reserve(namespace, keys, request.force, self.now, request.priority)
+        parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)
+        return Write(request, namespace, slots, keys, missing, parent, ends_chain)
 
-    def commit(self, write: Write, sums: bytes) -> wire.SetReply:
+    def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
         """All blocks of a SET are in their slots: they are readable from here on."""
         request, namespace, slots = write.request, write.namespace, write.slots
         checksums = np.frombuffer(sums, dtype="<u8")
-        placed = namespace.index.commit(slots, checksums, self.store.ticks(request.count))
+        index = namespace.memory.index
+        expires = self.now + namespace.ttl_s if namespace.ttl_s else 0.0
+        placed = index.commit(slots, checksums, self.store.ticks(request.count), expires)
         created = min(placed, write.missing)
         namespace.created += placed
-        existed = int((slots == -1).sum())
+        existed = int((slots == BlockIndex.EXISTED).sum())
         if existed:  # the chain's new tail must not outlive the head it hangs on
-            namespace.index.contains(write.keys, self.now, True, self.store.ticks(request.count))
+            namespace.contains(write.keys, self.now, True, self.store.ticks(request.count))
         namespace.wake_parked()
-        return wire.SetReply(
+        reply = wire.SetReply(
             id=request.id,
             total=request.count,
             created=created,
             existed=existed,
             forced=placed - created,
-            duplicated=int((slots == -2).sum()),
-            error=int((slots == -3).sum()),
+            duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
+            error=int((slots == BlockIndex.NO_SPACE).sum()),
         )
+        written = slots[slots >= 0]
+        if self.store.disk is None or not len(written):
+            peer.reply(reply)
+            return
+        if request.force and namespace.disk is not None:  # what is on disk was replaced
+            namespace.disk.delete(index.keys_of(written))
+        self.store.disk.writing.was_set(namespace, written, self.now)
+        if request.force:
+            self._reply_for_good(peer, reply)
+        else:
+            peer.reply(reply)
 
     def stream_ended(self, stream: Stream) -> None:
         """Its memory is free again."""
@@ -340,6 +418,10 @@ class Shard:
             bytes_out=self.bytes_out,
             errors=self.errors,
             namespaces=[namespace.info(self.now) for namespace in self.store],
+            policy=config.policy,
+            index_bytes=self.store.index_bytes,
+            disk=self.store.disk.info() if self.store.disk is not None else None,
+            name=config.shards[config.shard].name,
         )
 
 
@@ -359,6 +441,9 @@ def main() -> None:
         shard = Shard(config, listener)
     except (OSError, OverflowError) as error:
         sys.exit(f"error: a shard's memory of {config.memory_bytes} bytes cannot be reserved: {error}; lower --memory")
+    if config.disk is not None:  # a descriptor a segment file
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     signal.signal(signal.SIGTERM, lambda *_: shard.drain())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     os.write(config.ready_fd, b"1")

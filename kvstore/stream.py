@@ -13,17 +13,23 @@ is no failure, a vanished one is.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.memory.store import NamespaceStore, Slots, Store
+from kvstore.store import NamespaceStore, Store
+from kvstore.tier import Slots
 from kvstore.wire import GROUP_BYTES, Get, Part, encode
 from kvstore.zmtp import frame, frame_head
+
+READ_AHEAD_BYTES: Final = 32 << 20  # what a GET has the disk read before its turn comes
+
+Positions = npt.NDArray[np.uint32]
 
 
 @dataclass(eq=False)
@@ -38,7 +44,9 @@ class Stream:
     """The reply to one GET."""
 
     __slots__ = (
+        "_ahead",
         "_count",
+        "_fetched",
         "_group",
         "_hit",
         "_key_bytes",
@@ -47,6 +55,7 @@ class Stream:
         "_miss",
         "_next",
         "_resume",
+        "_store",
         "_waiting",
         "credit",
         "deadline",
@@ -68,20 +77,23 @@ class Stream:
         self.namespace = namespace
         self.credit = request.credit if request.credit > 0 else None
         self.done = False
+        self._store = store
         self._resume = resume  # called when there may be something to send again
         self._keys = memoryview(keys)
         self._key_bytes = request.key_bytes
         self._count = request.count
         self._next = 0
+        self._ahead = 0  # keys before this one were looked for on disk
+        self._fetched = False  # something came from disk
         self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
-        self._group: deque[tuple[list[int], list[int]]] = deque()  # positions and slots of the parts made ready
+        self._group: deque[tuple[Positions, Slots]] = deque()  # of the parts made ready
         self._hit = self._miss = 0
         self._limit_s = request.deadline_ms / 1000
         self.deadline = now + self._limit_s
         if namespace is None:
             self._next, self._miss = self._count, self._count
         else:  # the chain is touched as one, whatever order its parts leave in
-            namespace.index.contains(keys, now, True, store.ticks(self._count))
+            namespace.contains(keys, now, True, store.ticks(self._count))
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +123,7 @@ class Stream:
             return self._end()
         if not self._group and not self._make_group(namespace, now):
             return None
-        return self._part(namespace, *self._group.popleft())
+        return self._part(namespace, *self._group.popleft(), now)
 
     def _make_group(self, namespace: NamespaceStore, now: float) -> bool:
         """Make the next parts ready; False: nothing can be sent now."""
@@ -121,9 +133,10 @@ class Stream:
             room = min(room, self.credit // block_bytes)
             if room < 1 and (self._next < self._count or self._waiting):
                 return False
+        self._read_ahead(namespace, now)
         positions, slots = self._acquire(namespace, room, now)
         if self._next < self._count or self._waiting:
-            if not positions:
+            if not len(positions):
                 namespace.parked.add(self)
                 return False
         else:
@@ -138,65 +151,94 @@ class Stream:
         """The stream is over, sent to its end or not: what was made ready and not sent is let go."""
         for _, slots in self._group:
             assert self.namespace is not None
-            self.namespace.index.release(slots)
+            self.namespace.memory.index.release(slots)
         self._group.clear()
 
-    def _acquire(self, namespace: NamespaceStore, room: int, now: float) -> tuple[list[int], list[int]]:
+    def _read_ahead(self, namespace: NamespaceStore, now: float) -> None:
+        """Have the disk read what comes next, so that it is in memory when its turn comes."""
+        if namespace.disk is None or namespace.disk.empty or self._ahead == self._count:
+            return
+        window = max(1, min(READ_AHEAD_BYTES, self._store.limit_bytes // 8) // namespace.block_bytes)
+        self._ahead = max(self._ahead, self._next)
+        end = min(self._count, self._next + window)
+        if end - self._ahead < min(self._count - self._ahead, window // 4):
+            return  # many at a time
+        keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[self._ahead : end]
+        self._ahead = end
+        present = namespace.memory.index.contains(keys.reshape(-1), now, False, 0)
+        absent = np.frombuffer(present, dtype=np.uint8) == 0
+        if absent.any():
+            self._fetch(namespace, keys[absent], now)
+
+    def _fetch(self, namespace: NamespaceStore, keys: npt.NDArray[np.uint8], now: float) -> npt.NDArray[np.bool_]:
+        """Have blocks that are not in memory read from disk. -> which of them are worth waiting for."""
+        assert self._store.disk is not None
+        expected = self._store.disk.fetching.fetch(namespace, keys.tobytes(), now) < -1
+        self._fetched = self._fetched or bool(expected.any())
+        return expected
+
+    def _acquire(self, namespace: NamespaceStore, room: int, now: float) -> tuple[Positions, Slots]:
         """Reference up to `room` blocks that are there, waiting ones first."""
-        index, size = namespace.index, self._key_bytes
-        positions: list[int] = []
-        slots: list[int] = []
+        found: list[tuple[Positions, Slots]] = []
         waiting, self._waiting = self._waiting, array("I")
         at = 0
-        while at < len(waiting) and len(positions) < room:
-            some = waiting[at : at + room - len(positions)]
+        while at < len(waiting) and room > 0:
+            some = np.array(waiting[at : at + room], dtype=np.uint32)
             at += len(some)
-            keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, size)[np.frombuffer(some, dtype=np.uint32)]
-            for position, slot in zip(some, index.acquire(keys.reshape(-1), now, 0, False).tolist(), strict=True):
-                self._sort(position, slot, positions, slots)
+            found.append(self._find(namespace, some, now))
+            room -= len(found[-1][0])
         self._waiting.extend(waiting[at:])
-        while self._next < self._count and len(positions) < room:
+        while self._next < self._count and room > 0:
             first = self._next
-            self._next = min(self._count, first + room - len(positions))
-            found = index.acquire(self._keys[first * size : self._next * size], now, 0, False).tolist()
-            if min(found) >= 0:
-                positions.extend(range(first, self._next))
-                slots.extend(found)
-                continue
-            for position, slot in enumerate(found, first):
-                self._sort(position, slot, positions, slots)
-        return positions, slots
+            self._next = min(self._count, first + room)
+            found.append(self._find(namespace, np.arange(first, self._next, dtype=np.uint32), now))
+            room -= len(found[-1][0])
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int32)
+        positions, slots = zip(*found, strict=True)
+        return np.concatenate(positions), np.concatenate(slots)
 
-    def _sort(self, position: int, slot: int, positions: list[int], slots: list[int]) -> None:
-        if slot >= 0:
-            positions.append(position)
-            slots.append(slot)
-        elif slot == -2:
-            self._waiting.append(position)
-        else:
-            self._miss += 1
+    def _find(self, namespace: NamespaceStore, positions: Positions, now: float) -> tuple[Positions, Slots]:
+        """Reference those that are in memory; the others are waited for or counted as misses."""
+        keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[positions]
+        slots = namespace.memory.index.acquire(keys.reshape(-1), now, 0, False)
+        there = slots >= 0
+        if there.all():
+            return positions, slots
+        expected = slots == -2
+        absent = slots == -1
+        if absent.any() and namespace.disk is not None and not namespace.disk.empty:
+            expected[absent] = self._fetch(namespace, keys[absent], now)
+        self._waiting.extend(positions[expected].tolist())
+        self._miss += int((~there & ~expected).sum())
+        return positions[there], slots[there]
 
-    def _part(self, namespace: NamespaceStore, positions: list[int], slots: list[int]) -> Outgoing:
+    def _part(self, namespace: NamespaceStore, positions: Positions, slots: Slots, now: float) -> Outgoing:
         block_bytes = namespace.block_bytes
         self._hit += len(positions)
         self.done = last = not self._group and self._next == self._count and not self._waiting
-        slot_array: Slots = np.array(slots, dtype=np.int32)
-        where = struct.pack(f"<{len(positions)}I", *positions)
-        sums = namespace.index.checksums(slot_array).tobytes()
+        sums = namespace.memory.index.checksums(slots).tobytes()
         following = sum(len(later) for later, _ in self._group) * block_bytes
-        header = encode(Part(self.id, where, sums, last, self._hit, self._miss, following))
+        header = encode(Part(self.id, positions.astype("<u4").tobytes(), sums, last, self._hit, self._miss, following))
         if last:
             namespace.hits += self._hit
             namespace.misses += self._miss
-        if not positions:
+            if self._fetched:  # block by block they became the most recent; as a chain, its tail goes first
+                keys = bytes(self._keys)
+                namespace.memory.index.contains(keys, now, True, self._store.ticks(self._count))
+        if not len(positions):
             return Outgoing([frame(header, False)])
+        if self._store.disk is not None:
+            self._store.disk.writing.was_read(namespace, slots, now)
         head = frame(header, True) + frame_head(len(positions) * block_bytes, False)
-        views: list[bytes | memoryview] = [head, *namespace.views(slot_array)]
-        return Outgoing(views, lambda: self._release(namespace, slot_array))
+        views: list[bytes | memoryview] = [head, *namespace.views(slots)]
+        return Outgoing(views, lambda: self._release(namespace, slots))
 
     @staticmethod
     def _release(namespace: NamespaceStore, slots: Slots) -> None:
-        namespace.index.release(slots)
+        namespace.memory.index.release(slots)
 
     def _end(self) -> Outgoing:
         self.done = True

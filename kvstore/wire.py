@@ -29,6 +29,7 @@ MAX_KEYS: Final = 8192  # per request: a client splits longer batches
 MAX_NAMESPACE_BYTES: Final = 8 * 1024
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_PIN_S: Final = 60.0
+MAX_PRIORITY: Final = 3
 MAX_DEADLINE_MS: Final = 600_000
 CHECKSUM_BYTES: Final = 8
 
@@ -95,6 +96,7 @@ class Set(_Header, tag=2, frozen=True):
     key_bytes: int
     force: bool = False
     deferred: bool = True
+    priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when nothing of a lower one is left
 
 
 class Get(_Header, tag=3, frozen=True):
@@ -166,6 +168,13 @@ class Cancel(_Header, tag=11, frozen=True):
     """The reader of GET `id` is gone. No reply."""
 
     id: int
+
+
+class Scrub(_Header, tag=12, frozen=True):
+    """Check every block on disk against its checksum, now, in one pass; INFO tells how far it is."""
+
+    id: int
+    deadline_ms: int
 
 
 # ---- shard -> client -------------------------------------------------------------------------------------------
@@ -254,6 +263,13 @@ class Pong(_Header, tag=73, frozen=True):
     id: int
 
 
+class ScrubReply(_Header, tag=74, frozen=True):
+    """The pass is under way, and complete when INFO's `scrub_passes` has reached `passes`; 0: no disk tier is on."""
+
+    id: int
+    passes: int
+
+
 class Error(_Header, tag=127, frozen=True):
     """`id` 0: the message was too broken to tell which request it was."""
 
@@ -263,9 +279,19 @@ class Error(_Header, tag=127, frozen=True):
 
 
 KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete
-Request: TypeAlias = Hello | Set | KeyedRequest | Flush | Info | Ping | Credit | Cancel
+Request: TypeAlias = Hello | Set | KeyedRequest | Flush | Info | Ping | Credit | Cancel | Scrub
 Reply: TypeAlias = (
-    Welcome | SetReply | Part | ContainsReply | MatchReply | DeleteReply | FlushReply | InfoReply | Pong | Error
+    Welcome
+    | SetReply
+    | Part
+    | ContainsReply
+    | MatchReply
+    | DeleteReply
+    | FlushReply
+    | InfoReply
+    | Pong
+    | ScrubReply
+    | Error
 )
 
 # ---- what INFO carries -----------------------------------------------------------------------------------------
@@ -285,6 +311,40 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
     misses: int
     created: int
     evicted: int
+    disk_blocks: int = 0
+    disk_bytes: int = 0
+    disk_evicted: int = 0
+
+
+class DiskInfo(msgspec.Struct, frozen=True):
+    """One shard's disk tier. Counters count since the shard started."""
+
+    directory: str
+    state: str  # "recovering", "on" or "off"
+    reason: str  # why it is off
+    limit_bytes: int
+    used_bytes: int
+    segment_bytes: int
+    segments_free: int
+    blocks: int
+    evicted: int
+    dirty_blocks: int  # in memory, to be written
+    dirty_bytes: int
+    behind: bool  # clients that set are read no further until the disk has caught up
+    written_blocks: int
+    written_bytes: int
+    skipped_blocks: int  # not written: the disk had no room for them
+    fetched_blocks: int  # read into memory for a client, or after the start
+    fetched_bytes: int
+    corrupt_blocks: int  # damaged on disk, and dropped
+    recovered_blocks: int  # found at the start
+    recovery_s: float
+    warming: bool  # the hottest blocks are on their way to memory
+    scrub_passes: int
+    scrubbing: bool
+    scrubbed_blocks: int
+    scrubbed_bytes: int
+    scrub_corrupt_blocks: int
 
 
 class ShardInfo(msgspec.Struct, frozen=True):
@@ -310,6 +370,10 @@ class ShardInfo(msgspec.Struct, frozen=True):
     bytes_out: int
     errors: int
     namespaces: list[NamespaceInfo]
+    policy: str = "lru"
+    index_bytes: int = 0
+    disk: DiskInfo | None = None
+    name: str = ""  # as in WELCOME: what placement hashes
 
 
 # ---- codec -----------------------------------------------------------------------------------------------------
@@ -359,6 +423,8 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
         )
     if isinstance(request, Contains | MatchPrefix) and not 0.0 <= request.pin_s <= MAX_PIN_S:
         raise WireError(ErrorCode.LIMIT, f"a pin of {request.pin_s} s: expected 0 to {MAX_PIN_S:g} s", request.id)
+    if isinstance(request, Set) and not 0 <= request.priority <= MAX_PRIORITY:
+        raise WireError(ErrorCode.LIMIT, f"a priority of {request.priority}: expected 0 to {MAX_PRIORITY}", request.id)
     if isinstance(request, Get) and request.credit < 0:
         raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more", request.id)
 

@@ -94,11 +94,18 @@ class AsyncKVStoreClient:
         return self._client.stats if self._client is not None else ClientStats()
 
     async def set(
-        self, keys: Keys, blocks: Any, force: bool = False, deferred: bool = True, *, timeout_s: float | None = None
+        self,
+        keys: Keys,
+        blocks: Any,
+        force: bool = False,
+        deferred: bool = True,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> SetResult:
         """See `KVStoreClient.set`."""
         client = await self._connected()
-        return await self._run(client.set, keys, blocks, force, deferred, timeout_s=timeout_s)
+        return await self._run(client.set, keys, blocks, force, deferred, priority=priority, timeout_s=timeout_s)
 
     async def contains(
         self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
@@ -155,3 +162,8 @@ class AsyncKVStoreClient:
         """See `KVStoreClient.info`."""
         client = await self._connected()
         return await self._run(client.info)
+
+    async def scrub(self) -> dict[str, int]:
+        """See `KVStoreClient.scrub`."""
+        client = await self._connected()
+        return await self._run(client.scrub)

@@ -114,14 +114,24 @@ class KVStoreClient:
     # ---- the calls -------------------------------------------------------------------------------------------
 
     def set(
-        self, keys: Keys, blocks: Any, force: bool = False, deferred: bool = True, *, timeout_s: float | None = None
+        self,
+        keys: Keys,
+        blocks: Any,
+        force: bool = False,
+        deferred: bool = True,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> SetResult:
         """Store `blocks[i]` under `keys[i]`; what is there already is left alone unless `force`.
 
         `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. Keys of
         one prefix chain go head first: the tail is evicted first. `deferred`: acknowledged when the server owns the
-        bytes; False: when they can be read, too. Raises `BlockSizeMismatch`, `ValueError`, and as the class says.
+        bytes; False: when they can be read, too. `priority`, 0 to 3: a block is evicted only when nothing of a lower
+        priority can be. Raises `BlockSizeMismatch`, `ValueError`, and as the class says.
         """
+        if priority not in range(wire.MAX_PRIORITY + 1):
+            raise ValueError(f"priority={priority!r}: expected 0 to {wire.MAX_PRIORITY}")
         timeout_s = self._timeout_s(timeout_s)
         packed = pack_keys(keys)
         source = BlockSource(blocks, self.namespace.block_bytes)
@@ -130,7 +140,9 @@ class KVStoreClient:
         per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // self.namespace.block_bytes))
 
         def message(operation: Operation, part: KeyArray, positions: npt.NDArray[np.intp]) -> Message:
-            return set_message(operation.id, part, positions, source, _milliseconds(timeout_s), force, deferred)
+            return set_message(
+                operation.id, part, positions, source, _milliseconds(timeout_s), force, deferred, int(priority)
+            )
 
         _, unique = first_occurrences(packed)
         done = self._exchange(packed, per_request, message, timeout_s, unique)
@@ -285,6 +297,15 @@ class KVStoreClient:
             shard.memory_limit_bytes // shard.segment_bytes * (shard.segment_bytes // block_bytes) for shard in shards
         )
         return StoreInfo(block_bytes, total, full, total - full, shards)
+
+    def scrub(self) -> dict[str, int]:
+        """Have every shard check its blocks on disk now; returns at once.
+
+        -> by shard (its `name` in `info`), the `disk.scrub_passes` with which the check is complete; 0: the
+        shard has no disk tier that is on. Shards that do not answer are left out with `fail_open`.
+        """
+        replies = [(call.link.name, self._outcome(call, wire.ScrubReply)) for call in self._ask_all(wire.Scrub)]
+        return {name: reply.passes for name, reply in replies if reply is not None}
 
     # ---- how they work ---------------------------------------------------------------------------------------
 

@@ -96,11 +96,12 @@ def set_message(
     deadline_ms: int,
     force: bool,
     deferred: bool,
+    priority: int,
 ) -> Message:
     """Header and keys, the payload frame by frame, each hashed just before it is sent, the checksums."""
     block_bytes = source.block_bytes
     numbers = positions.tolist()
-    request = wire.Set(request_id, deadline_ms, len(numbers), keys.shape[1], force, deferred)
+    request = wire.Set(request_id, deadline_ms, len(numbers), keys.shape[1], force, deferred, priority)
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
     per_frame = wire.frame_blocks(block_bytes)

@@ -88,6 +88,7 @@ class Arena:
         self.segments = count
         size = count * segment_bytes
         self._map, self.pages = _map(size)
+        self._discard = mmap.MADV_DONTNEED if "private" in self.pages else mmap.MADV_REMOVE
         self.memory = memoryview(self._map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._free = list(range(count - 1, -1, -1))  # a stack: the lowest segment first
@@ -114,6 +115,13 @@ class Arena:
     def give_back(self, segment: int) -> None:
         """Return a segment none of whose bytes anybody reads or writes any more."""
         self._free.append(segment)
+
+    def discard_free(self) -> None:
+        """Return the memory of free segments to the system; they are touched again when they are needed."""
+        for segment in self._free:
+            if self._populated[segment]:
+                self._populated[segment] = 0
+                self._map.madvise(self._discard, segment * self.segment_bytes, self.segment_bytes)
 
     def view(self, segment: int) -> memoryview:
         """The segment's bytes."""

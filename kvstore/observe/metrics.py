@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvstore.observe.ask import AskError, ask_info
-from kvstore.wire import NamespaceInfo, ShardInfo
+from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ _SHARD: Final[dict[str, _Family]] = {
     "memory_limit_bytes": _Family("kvstore_memory_limit_bytes", "Block memory the shard may use."),
     "memory_used_bytes": _Family("kvstore_memory_used_bytes", "Segments that belong to a namespace, in bytes."),
     "rss_bytes": _Family("kvstore_resident_bytes", "Resident memory of the shard process."),
+    "index_bytes": _Family("kvstore_index_bytes", "Memory of the indexes of both tiers."),
     "connections": _Family("kvstore_connections", "Open client connections."),
     "streams": _Family("kvstore_streams", "GETs in progress."),
     "sets": _Family("kvstore_set_requests", "SET requests.", True),
@@ -53,7 +54,32 @@ _NAMESPACE: Final[dict[str, _Family]] = {
     "hits": _Family("kvstore_hit_blocks", "Blocks asked for by GET and sent.", True),
     "misses": _Family("kvstore_missed_blocks", "Blocks asked for by GET and not there.", True),
     "created": _Family("kvstore_created_blocks", "Blocks stored.", True),
-    "evicted": _Family("kvstore_evicted_blocks", "Blocks evicted to make room.", True),
+    "evicted": _Family("kvstore_evicted_blocks", "Blocks evicted from memory to make room.", True),
+    "disk_blocks": _Family("kvstore_namespace_disk_blocks", "Blocks on disk."),
+    "disk_bytes": _Family("kvstore_namespace_disk_bytes", "Segments on disk of the namespace, in bytes."),
+    "disk_evicted": _Family("kvstore_namespace_disk_evicted_blocks", "Blocks evicted from disk to make room.", True),
+}
+_DISK: Final[dict[str, _Family]] = {
+    "limit_bytes": _Family("kvstore_disk_limit_bytes", "What the shard may take on disk."),
+    "used_bytes": _Family("kvstore_disk_used_bytes", "What the shard's segment files take on disk."),
+    "blocks": _Family("kvstore_disk_blocks", "Blocks on disk."),
+    "evicted": _Family("kvstore_disk_evicted_blocks", "Blocks evicted from disk to make room.", True),
+    "dirty_blocks": _Family("kvstore_disk_dirty_blocks", "Blocks in memory that wait to be written."),
+    "dirty_bytes": _Family("kvstore_disk_dirty_bytes", "Bytes in memory that wait to be written."),
+    "behind": _Family("kvstore_disk_behind", "1 while clients that set wait for the disk to catch up."),
+    "written_blocks": _Family("kvstore_disk_written_blocks", "Blocks written from memory to disk.", True),
+    "written_bytes": _Family("kvstore_disk_written_bytes", "Bytes written from memory to disk.", True),
+    "skipped_blocks": _Family("kvstore_disk_skipped_blocks", "Blocks not written: no room on disk.", True),
+    "fetched_blocks": _Family("kvstore_disk_fetched_blocks", "Blocks read from disk into memory.", True),
+    "fetched_bytes": _Family("kvstore_disk_fetched_bytes", "Bytes read from disk into memory.", True),
+    "corrupt_blocks": _Family("kvstore_disk_corrupt_blocks", "Blocks found damaged on disk, and dropped.", True),
+    "recovered_blocks": _Family("kvstore_disk_recovered_blocks", "Blocks found on disk at the start."),
+    "recovery_s": _Family("kvstore_disk_recovery_seconds", "Seconds from the start until they could be read."),
+    "warming": _Family("kvstore_disk_warming", "1 while the hottest blocks are being brought to memory."),
+    "scrub_passes": _Family("kvstore_disk_scrub_passes", "Complete passes of the scrubber.", True),
+    "scrubbed_blocks": _Family("kvstore_disk_scrubbed_blocks", "Blocks the scrubber checked.", True),
+    "scrubbed_bytes": _Family("kvstore_disk_scrubbed_bytes", "Bytes the scrubber checked.", True),
+    "scrub_corrupt_blocks": _Family("kvstore_disk_scrub_corrupt_blocks", "Damaged blocks the scrubber found.", True),
 }
 
 
@@ -80,12 +106,25 @@ class NodeCollector(Collector):
         restarts.add_metric([], self._restarts())
         yield restarts
         yield from _families(_SHARD, ["shard"], [((str(shard.shard),), shard) for shard in shards])
+        disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
+        yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
+        yield _in_state(
+            "kvstore_disk_recovering", "1 until it is known what an earlier run left on disk.", "recovering", disks
+        )
+        yield from _families(_DISK, ["shard"], [((shard,), disk) for shard, disk in disks])
         of_namespaces = [
             ((str(shard.shard), namespace.id, _model(namespace)), namespace)
             for shard in shards
             for namespace in shard.namespaces
         ]
         yield from _families(_NAMESPACE, ["shard", "namespace", "model"], of_namespaces)
+
+
+def _in_state(name: str, help_: str, state: str, disks: Sequence[tuple[str, DiskInfo]]) -> Metric:
+    metric = GaugeMetricFamily(name, help_, labels=["shard"])
+    for shard, disk in disks:
+        metric.add_metric([shard], disk.state == state)
+    return metric
 
 
 def _families(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 
+from kvstore._cext import BlockIndex
 from kvstore.sizes import parse_size
 from kvstore.wire import MAX_DEADLINE_MS
 
@@ -34,6 +35,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or a discovery URL.
     cpu_bytes: host memory of the CPU tier between the engine's cache and the store, for the whole engine: every rank
         has an equal share. 0 leaves the tier out.
+    cpu_policy: which block of the CPU tier goes first, as the server's ``--policy``.
     staging_bytes: without a CPU tier, host memory of each rank for blocks on their way to and from the store. When
         the store is slower than the engine it fills, and the oldest blocks that wait in it are dropped.
     timeout_s: deadline of the transfer in of one request, after which its missing blocks are computed, and of every
@@ -46,6 +48,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
     cpu_bytes: Size = Size(0)
+    cpu_policy: str = "default"
     staging_bytes: Size = Size(512 << 20)
     timeout_s: float = 5.0
     lookup_timeout_s: float = 1.0
@@ -60,6 +63,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"endpoint is {self.endpoint!r}; expected an address such as 'tcp://127.0.0.1:7070', "
                 "a list of them, or a discovery URL"
             )
+        if self.cpu_policy not in BlockIndex.POLICIES:
+            raise ValueError(f"cpu_policy is {self.cpu_policy!r}; expected one of {', '.join(BlockIndex.POLICIES)}")
         if self.staging_bytes < LEAST_STAGING_BYTES:
             raise ValueError(
                 f"staging_bytes is {self.staging_bytes}; expected at least 1MiB, room for a block of the model and "

@@ -118,7 +118,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._scheduler = SchedulerHalf(
             PrefixLookups(self._guards, timeout_s=self._config.lookup_timeout_s, counters=self._counters),
-            HostTier(min(rank.slots for rank in ranks), keep=self._config.cpu_bytes > 0),
+            HostTier(
+                min(rank.slots for rank in ranks), keep=self._config.cpu_bytes > 0, policy=self._config.cpu_policy
+            ),
             ranks=len(ranks),
             block_tokens=self._vllm_config.cache_config.block_size,
             min_hit_tokens=self._config.min_hit_tokens,

@@ -1,8 +1,7 @@
 """The middle tier's index: which slot of the workers' host pools holds which block, and who goes first.
 
-It is the server's own index (`kvstore._cext.BlockIndex`) over one segment: least recently used goes first, a chain's
-tail before its head. Without a middle tier (``keep=False``) the same slots are only where blocks wait to be sent, and
-are free again afterwards.
+It is the server's own index (`kvstore._cext.BlockIndex`) over one segment, with its eviction policies. Without a middle
+tier (``keep=False``) the same slots are only where blocks wait to be sent, and are free again afterwards.
 
 A slot is reserved (being written), then kept (readable). References protect a slot from eviction while workers read
 it. One thread, the scheduler's.
@@ -22,10 +21,11 @@ Slots = npt.NDArray[np.int32]
 
 
 class HostTier:
-    """Slots 0 … ``slots`` - 1. Keys are all of one length."""
+    """Slots 0 … ``slots`` - 1. Keys are all of one length. ``policy``: one of `BlockIndex.POLICIES`."""
 
-    def __init__(self, slots: int, *, keep: bool) -> None:
+    def __init__(self, slots: int, *, keep: bool, policy: str = "default") -> None:
         self.slots = slots
+        self.policy = policy
         self.keep = keep
         self._index: BlockIndex | None = None  # made when the first key tells how long keys are
         self._tick = 1
@@ -67,7 +67,7 @@ class HostTier:
         if not keys:
             return np.empty(0, dtype=np.int32)
         if self._index is None:
-            self._index = BlockIndex(len(keys[0]), self.slots)
+            self._index = BlockIndex(len(keys[0]), self.slots, self.policy)
             self._index.attach()
         packed = b"".join(keys)
         lacking = self._index.missing(packed) - self._index.free

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Server, environment
+from harness import Server, StartServer, blocks_of, environment, make_keys, make_namespace, wait_until
+
+from kvstore_client import KVStoreClient
 
 NAMESPACE = '{"model":"cli","dtype":"uint8","block_tokens":16,"block_bytes":4096}'
 KEY = "00112233445566778899aabbccddeeff"
@@ -81,6 +83,40 @@ def test_ping_and_info_tell_shards_and_namespaces(server: Server, block_file: Pa
     assert any('"model":"cli"' in namespace["namespace"] for namespace in shard["namespaces"])
     table = kvstore("info", "--endpoint", server.endpoint).stdout
     assert "cli" in table and "resident" in table
+
+
+def test_info_shows_both_tiers(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB", "--policy", "s3fifo")
+    keys = make_keys(50)
+    with KVStoreClient(server.endpoint, make_namespace(4096, "tiers")) as client:
+        client.set(keys, blocks_of(keys, 4096))
+        wait_until(lambda: (disk := client.info().shards[0].disk) and disk.blocks == 50, what="all is written")
+    (shard,) = json.loads(kvstore("info", "--json", "--endpoint", server.endpoint).stdout)["shards"]
+    assert shard["policy"] == "s3fifo" and shard["index_bytes"] > 0
+    assert (shard["disk"]["state"], shard["disk"]["written_blocks"]) == ("on", 50)
+    table = kvstore("info", "--endpoint", server.endpoint).stdout
+    assert "s3fifo" in table and "64.0 MiB" in table and "disk blocks" in table and "50 (200.0 KiB)" in table
+
+
+def test_info_tells_why_a_disk_tier_is_off(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+    with KVStoreClient(server.endpoint, make_namespace(4096, "off")) as client:
+        wait_until(lambda: (disk := client.info().shards[0].disk) and disk.state == "on", what="the tier is on")
+        (tmp_path / "disk" / "shard-0" / "segments").rmdir()
+        keys = make_keys(10)
+        client.set(keys, blocks_of(keys, 4096))
+        wait_until(lambda: (disk := client.info().shards[0].disk) and disk.state == "off", what="the tier is off")
+        assert client.get(keys).hit == 10
+    table = kvstore("info", "--endpoint", server.endpoint).stdout
+    assert "off: [Errno 2]" in table
+    failed = kvstore("verify", "--endpoint", server.endpoint, status=1)
+    assert "disk tier is off" in failed.stdout
+
+
+def test_info_of_a_server_without_a_disk_tier_shows_none(server: Server) -> None:
+    (shard,) = json.loads(kvstore("info", "--json", "--endpoint", server.endpoint).stdout)["shards"]
+    assert shard["disk"] is None
+    assert "dirty" not in kvstore("info", "--endpoint", server.endpoint).stdout
 
 
 def test_bench_reports_rates_and_latencies_and_leaves_nothing_behind(server: Server) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import urllib.request
+from pathlib import Path
 
-from harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
+from harness import ROOT, MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_client import KVStoreClient
@@ -43,6 +44,68 @@ def test_a_scrape_tells_blocks_hits_misses_and_bytes(start_server: StartServer, 
     assert values["kvstore_missed_blocks_total", "0"] == 2
     assert values["kvstore_received_bytes_total", "0"] > 8 * 4096
     assert values["kvstore_memory_limit_bytes", "0"] == 64 << 20
+
+
+def test_a_scrape_tells_what_moves_between_the_tiers(
+    start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
+) -> None:
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+    server = start_server("--metrics-port", "0", *disk, memory="8MiB", segment="1MiB")
+    port = metrics_port(server.log_text())
+    namespace = new_namespace(65536)
+    keys = make_keys(256)  # twice what fits memory
+    with KVStoreClient(server.endpoint, namespace) as client:
+        for at in range(0, len(keys), 16):
+            client.set(keys[at : at + 16], blocks_of(keys[at : at + 16], 65536))
+        values = wait_until(
+            lambda: (found := scrape(port))["kvstore_disk_written_blocks_total", "0"] == 256 and found,
+            what="every block is written",
+        )
+        assert values["kvstore_disk_up", "0"] == 1 and values["kvstore_disk_recovering", "0"] == 0
+        assert values["kvstore_disk_written_bytes_total", "0"] == 256 * 65536
+        assert values["kvstore_disk_blocks", "0"] == values["kvstore_namespace_disk_blocks", "0"] == 256
+        assert values["kvstore_disk_limit_bytes", "0"] == 64 << 20
+        assert 256 * 65536 <= values["kvstore_disk_used_bytes", "0"] <= 64 << 20
+        assert values["kvstore_namespace_disk_bytes", "0"] == values["kvstore_disk_used_bytes", "0"]
+        assert values["kvstore_evicted_blocks_total", "0"] > 0
+        assert values["kvstore_disk_dirty_blocks", "0"] == values["kvstore_disk_dirty_bytes", "0"] == 0
+        assert values["kvstore_index_bytes", "0"] > 0
+        assert client.get(keys[:16]).hit == 16
+        values = scrape(port)
+    assert values["kvstore_disk_fetched_blocks_total", "0"] >= 16
+    assert values["kvstore_disk_fetched_bytes_total", "0"] >= 16 * 65536
+    for name in ("corrupt_blocks", "skipped_blocks", "evicted_blocks", "scrub_passes", "scrub_corrupt_blocks"):
+        assert values[f"kvstore_disk_{name}_total", "0"] == 0, name
+
+
+def test_a_scrape_tells_what_an_earlier_run_left_on_disk(
+    start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
+) -> None:
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+    first = start_server(*disk)
+    keys = make_keys(100)
+    with KVStoreClient(first.endpoint, new_namespace(4096)) as client:
+        client.set(keys, blocks_of(keys, 4096))
+    assert first.stop() == 0
+    port = metrics_port(start_server("--metrics-port", "0", *disk).log_text())
+    values = wait_until(
+        lambda: (found := scrape(port))["kvstore_disk_up", "0"] == 1 and found, what="the tier is recovered"
+    )
+    assert values["kvstore_disk_recovered_blocks", "0"] == 100
+    assert values["kvstore_disk_recovery_seconds", "0"] > 0
+
+
+def test_every_metric_of_the_disk_tier_is_in_the_manual(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--metrics-port", "0", "--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+    manual = (ROOT / "docs" / "persistence.md").read_text(encoding="utf-8")
+    served = {name for name, _ in scrape(metrics_port(server.log_text())) if "disk" in name or "index" in name}
+    assert len(served) > 20
+    assert not {name for name in served if f"`{name}`" not in manual}
+
+
+def test_a_server_without_a_disk_tier_has_no_metrics_of_one(start_server: StartServer) -> None:
+    values = scrape(metrics_port(start_server("--metrics-port", "0").log_text()))
+    assert not [name for name, _ in values if name.startswith("kvstore_disk")]
 
 
 def test_a_dead_shard_is_down_in_the_metrics_until_it_is_back(start_server: StartServer) -> None:

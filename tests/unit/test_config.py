@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.config import ConfigError, ServerConfig, load
+from kvstore.config import ConfigError, NamespaceRule, ServerConfig, load
 
 
 def refused(
@@ -33,6 +34,14 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert config == ServerConfig()
     assert (config.host, config.port, config.shards, config.log_level) == ("127.0.0.1", 7070, 1, "info")
     assert config.memory_bytes == 4 << 30
+    assert (config.disk, config.disk_size, config.disk_write, config.scrub_mbps) == (None, "50GiB", "all", 0)
+    assert (config.policy, config.ttl_seconds, config.namespaces, config.warm_start) == ("default", 0, [], True)
+
+
+def test_every_setting_is_in_the_operators_manual() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    for name in ServerConfig.__struct_fields__:
+        assert ("[[namespaces]]" if name == "namespaces" else f"`--{name.replace('_', '-')}`") in manual, name
 
 
 def test_a_flag_beats_the_environment_and_that_the_file(write: Any) -> None:
@@ -51,13 +60,59 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "memory": "128MiB",
         "segment": "2MiB",
         "log_level": "error",
+        "metrics_port": 9100,
+        "policy": "s3fifo",
+        "ttl_seconds": 3600,
+        "disk": "/data/kv",
+        "disk_size": "1GiB",
+        "disk_write": "reused",
+        "warm_start": False,
+        "scrub_mbps": 20,
     }
-    assert set(settings) <= set(ServerConfig.__struct_fields__)
-    toml = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
-    environment = {f"KVSTORE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+    assert set(settings) == set(ServerConfig.__struct_fields__) - {"namespaces"}
+    toml = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    environment = {f"KVSTORE_SERVER_{name.upper()}": text for name, text in texts.items()}
     from_file, from_environment = load(write(toml), {}, {}), load(None, environment, {})
     assert from_file == from_environment == load(None, {}, settings)
     assert {name: getattr(from_file, name) for name in settings} == settings
+
+
+def test_rules_for_namespaces_are_tables_of_the_file(write: Any) -> None:
+    rules = """
+ttl_seconds = 3600
+[[namespaces]]
+match = "Qwen/*"
+ttl_seconds = 60
+priority = 2
+[[namespaces]]
+match = "*"
+"""
+    config = load(write(rules), {}, {})
+    assert config.namespaces == [NamespaceRule("Qwen/*", 60, 2), NamespaceRule("*", 0, 0)]
+    assert config.ttl_seconds == 3600
+
+
+SIZES = [f"{count}{unit}" for unit in ("MiB", "GiB", "TiB") for count in (8, 9, 15, 31, 64, 100)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_disk_of_any_size_is_cut_into_some_dozens_to_some_hundreds_of_segments(size: str, shards: int) -> None:
+    config = ServerConfig(disk_size=size, shards=shards)
+    segment, limit = config.disk_segment_bytes, config.shard_disk_bytes
+    assert segment >= 1 << 20 and segment & (segment - 1) == 0
+    if limit >= 8 << 20:
+        config.check()
+        assert 8 <= limit // segment <= 1024
+    if limit >= 16 << 20:
+        assert limit // segment >= 16
+
+
+def test_no_more_segments_than_needed_while_they_may_be_larger() -> None:
+    assert ServerConfig(disk_size="8MiB").disk_segment_bytes == 1 << 20
+    assert ServerConfig(disk_size="50GiB").disk_segment_bytes == 256 << 20
+    assert ServerConfig(disk_size="100TiB").disk_segment_bytes == 128 << 30
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
@@ -107,6 +162,17 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
         ({"segment": "1048577"}, ["segment", "'1048577'", "multiple of 4 KiB"]),
         ({"memory": "16MiB"}, ["memory", "'16MiB'", "one segment", "33554432", "--segment"]),
         ({"memory": "64MiB", "shards": 3}, ["memory", "3 shard", "22369621", "--shards"]),
+        ({"policy": "mru"}, ["policy", "'mru'", "default", "lru", "s3fifo"]),
+        ({"ttl_seconds": -1}, ["ttl_seconds", "-1", "0"]),
+        ({"ttl_seconds": 10**10}, ["ttl_seconds", "10000000000", "315360000"]),
+        ({"disk": ""}, ["disk", "empty", "folder"]),
+        ({"disk": 5}, ["disk", "5", "str"]),
+        ({"disk_size": "big"}, ["disk_size", "'big'", "GiB"]),
+        ({"disk_size": "4MiB"}, ["disk_size", "'4MiB'", "4194304", "8.0 MiB", "--disk-size"]),
+        ({"disk_size": "64MiB", "shards": 9}, ["disk_size", "9 shard", "7456540", "8.0 MiB"]),
+        ({"disk_write": "some"}, ["disk_write", "'some'", "all, reused, evicted"]),
+        ({"scrub_mbps": -1}, ["scrub_mbps", "-1", "0"]),
+        ({"scrub_mbps": 200_000}, ["scrub_mbps", "200000", "100000"]),
         ({"log_level": "loud"}, ["log_level", "'loud'", "debug, info, warning, error"]),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) and len(str(value)) < 40 else "",
@@ -122,6 +188,35 @@ def test_a_setting_that_cannot_be_says_what_was_given_and_what_is_expected(
 def test_a_number_in_the_environment_is_a_number(value: str) -> None:
     message = refused(environment={"KVSTORE_SERVER_SHARDS": value})
     assert "KVSTORE_SERVER_SHARDS" in message and repr(value) in message and "whole number" in message
+
+
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    [
+        ('match = "*"\nttl = 5', ["namespaces", "ttl"]),
+        ("ttl_seconds = 5", ["namespaces", "match"]),
+        ('match = "*"\nttl_seconds = "5"', ["namespaces", "'5'", "int"]),
+        ('match = "*"\nttl_seconds = -1', ["namespaces", "-1", ">= 0"]),
+        ('match = "*"\npriority = 4', ["namespaces", "4", "<= 3"]),
+        ("match = 5", ["namespaces", "5", "str"]),
+    ],
+)
+def test_a_rule_that_cannot_be_is_named(write: Any, rule: str, parts: list[str]) -> None:
+    message = refused(write(f"[[namespaces]]\n{rule}\n"))
+    assert all(part in message for part in parts), message
+
+
+def test_no_variable_makes_rules_for_namespaces() -> None:
+    message = refused(environment={"KVSTORE_SERVER_NAMESPACES": "[]"})
+    assert "KVSTORE_SERVER_NAMESPACES" in message and "[[namespaces]]" in message and "--config" in message
+    unknown = refused(environment={"KVSTORE_SERVER_NAMESPACE": "[]"})
+    assert "'KVSTORE_SERVER_NAMESPACE'" in unknown and "KVSTORE_SERVER_NAMESPACES" not in unknown
+
+
+@pytest.mark.parametrize("value", ["yes", "", "1", "True"])
+def test_a_switch_in_the_environment_is_true_or_false(value: str) -> None:
+    message = refused(environment={"KVSTORE_SERVER_WARM_START": value})
+    assert "KVSTORE_SERVER_WARM_START" in message and repr(value) in message and "true or false" in message
 
 
 def test_a_value_of_the_wrong_kind_in_the_file_is_named(write: Any) -> None:

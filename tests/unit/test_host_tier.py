@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness import environment, make_keys
 
+from kvstore._cext import BlockIndex
 from kvstore_client.vllm.host_tier import HostTier
 
 
@@ -183,3 +184,19 @@ def test_giving_back_more_than_was_taken_is_an_error() -> None:
     slots = put(tier, make_keys(1))
     with pytest.raises(ValueError, match="reader"):
         tier.release(slots)
+
+
+@pytest.mark.parametrize("policy", BlockIndex.POLICIES)
+def test_every_policy_of_the_server_decides_here_too(policy: str) -> None:
+    tier = HostTier(100, keep=True, policy=policy)
+    hot = make_keys(10)
+    put(tier, hot)
+    for first in range(1000, 2000, 10):  # a scan ten times the tier, beside what is used all the time
+        tier.touch(hot)
+        put(tier, make_keys(10, first=first))
+    assert all(present(tier, hot)) and tier.blocks == 100
+
+
+def test_a_policy_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="lfu"):
+        HostTier(4, keep=True, policy="lfu").reserve(make_keys(1))

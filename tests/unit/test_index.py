@@ -49,6 +49,7 @@ class Block:
     tick: int = 0
     batch: int = -1
     replaces: int | None = None
+    priority: int = 0
 
 
 @dataclass
@@ -110,17 +111,21 @@ class Model:
 
     def evict(self, n: int, now: float) -> int:
         count = 0
-        for spare in (True, False):
-            batch = None
-            for slot in list(self.recency):
-                if count == n:
-                    return count
-                if self.held(slot, now):
-                    batch = self.blocks[slot].batch
-                elif not (spare and self.blocks[slot].batch == batch):
-                    self.retire(slot)
-                    count += 1
+        for priority in range(4):
+            for spare in (True, False):
+                batch = None
+                for slot in self.by_priority(priority):
+                    if count == n:
+                        return count
+                    if self.held(slot, now):
+                        batch = self.blocks[slot].batch
+                    elif not (spare and self.blocks[slot].batch == batch):
+                        self.retire(slot)
+                        count += 1
         return count
+
+    def by_priority(self, priority: int) -> list[int]:
+        return [slot for slot in self.recency if self.blocks[slot].priority == priority]
 
 
 NAMES = st.integers(0, 9)
@@ -194,11 +199,11 @@ class IndexMachine(RuleBasedStateMachine):
         absent = {name for name in names if not self.model.present(name)}
         assert self.index.missing(self.keys(names)) == len(absent)
 
-    @rule(names=BATCH, force=st.booleans())
-    def reserve(self, names: list[int], force: bool) -> None:
+    @rule(names=BATCH, force=st.booleans(), priority=st.sampled_from([0, 0, 0, 1, 3]))
+    def reserve(self, names: list[int], force: bool, priority: int) -> None:
         model = self.model
         tick = self.next_tick(len(names))
-        slots = self.index.reserve(self.keys(names), force, tick).tolist()
+        slots = self.index.reserve(self.keys(names), force, tick, priority).tolist()
         touched: list[int | None] = []
         seen: set[int] = set()
         for name, slot in zip(names, slots, strict=True):
@@ -214,7 +219,7 @@ class IndexMachine(RuleBasedStateMachine):
                 assert slot == NO_SPACE
             else:
                 assert slot in model.free()
-                model.blocks[slot] = Block(name, WRITING, replaces=ready)
+                model.blocks[slot] = Block(name, WRITING, replaces=ready, priority=priority)
                 touched[-1] = ready
             seen.add(name)
         model.touch(touched, len(names), tick)
@@ -301,8 +306,13 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 8))
     def evict(self, n: int) -> None:
         evictable = sum(not self.model.held(s, self.now) for s in self.model.recency)
-        count = self.index.evict(n, self.now)
-        assert count == min(n, evictable) == self.model.evict(n, self.now)
+        keys = bytearray(b"before")
+        victims = self.index.victims(n, self.now).tolist()
+        names = self.index.keys_of(victims)
+        count = self.index.evict(n, self.now, keys)
+        assert keys == b"before" + names
+        assert count == len(victims) == min(n, evictable) == self.model.evict(n, self.now)
+        assert not set(victims) & self.model.blocks.keys()
 
     @rule(names=BATCH)
     def unpin(self, names: list[int]) -> None:
@@ -365,7 +375,16 @@ class IndexMachine(RuleBasedStateMachine):
         assert index.pinned(self.now) == sum(model.blocks[s].pin_until > self.now for s in model.recency)
         ticks = [model.blocks[s].tick for s in model.recency]
         assert ticks == sorted(ticks)
-        assert index.oldest_tick() == (ticks[0] if ticks else NEVER)
+        in_line = [model.blocks[s].tick for p in range(4) for s in model.by_priority(p)]
+        assert index.oldest_tick() == (in_line[0] if in_line else NEVER)
+        ready = sorted(model.recency)
+        assert index.ticks_of(ready).tolist() == [model.blocks[s].tick for s in ready]
+        assert index.priorities_of(used).tolist() == [model.blocks[s].priority for s in used]
+        middle = sorted(ticks)[len(ticks) // 2] if ticks else 0
+        assert index.ready_slots().tolist() == ready
+        assert index.ready_slots(middle).tolist() == [s for s in ready if model.blocks[s].tick >= middle]
+        numbers = sorted(model.slots() | {-1, 10**6})
+        assert index.states_of(numbers).tolist() == [model.blocks[s].state if s in used else FREE for s in numbers]
         for ordinal in model.attached:
             first = ordinal * model.slots_per_segment
             inside = {s: b for s, b in model.blocks.items() if first <= s < first + model.slots_per_segment}
@@ -787,3 +806,134 @@ def test_keys_are_not_leaked_references() -> None:
     assert store.index.missing(keys) == 2
     keys.append(0)
     assert sys.getrefcount(slots) == references
+
+
+# -- expiry, restore -----------------------------------------------------------------------------------------
+
+
+def with_expiry(*names: int, expires: float, priority: int = 0) -> Filled:
+    store = Filled()
+    slots = store.index.reserve(chain(*names), False, store.ticks(len(names)), priority)
+    store.index.commit(slots, sums_of(slots), store.ticks(len(names)), expires)
+    return store
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda i: list(i.contains(chain(1, 2), 5.0, True, 9, 20.0)) == [0, 0],
+        lambda i: i.match_prefix(chain(1, 2), 5.0, True, 9, 20.0) == 0,
+        lambda i: i.acquire(chain(1, 2), 5.0, 9).tolist() == [-1, -1],
+        lambda i: i.pinned(5.0) == i.missing(chain(1, 2)) - 2 == 0,
+        lambda i: i.pinned(5.0) == 0 and i.reserve(chain(1, 2), False, 9).min() >= 0,
+        lambda i: i.pinned(5.0) == i.state_of(key(1)) == FREE,
+        lambda i: i.pinned(5.0) == i.delete(chain(1, 2)) == 0,
+        lambda i: i.pinned(5.0) == i.ready_slots().size == 0,
+        lambda i: i.segment_recency(0, 5.0) == (0, False),
+        lambda i: i.victims(2, 5.0).size == 0,
+        lambda i: i.expire(5.0, 100) == 2,
+        lambda i: i.evict(2, 5.0) == 2,
+    ],
+)
+def test_an_expired_block_is_as_if_deleted_pinned_or_not(call: Callable[[BlockIndex], bool]) -> None:
+    store = with_expiry(1, 2, expires=5.0)
+    assert store.index.match_prefix(chain(1, 2), 4.75, True, store.ticks(2), 10.0) == 2
+    assert call(store.index)
+
+
+def test_expiry_is_kept_to_an_eighth_of_a_second_and_never_early() -> None:
+    store = with_expiry(1, expires=5.01)
+    assert store.index.expires_of([0, -1]).tolist() == [5.125, 0.0]
+    assert store.index.contains(key(1), 5.1, False, 0) == b"\1"
+    assert store.index.contains(key(1), 5.125, False, 0) == b"\0"
+
+
+def test_an_expired_block_that_is_read_keeps_its_slot_until_released() -> None:
+    store = with_expiry(1, expires=5.0)
+    slots = store.acquire(1)
+    assert store.index.expire(6.0, 100) == 1
+    assert (store.index.gone, store.index.free) == (1, 7)
+    assert store.index.release(slots) == 1
+
+
+def test_time_never_goes_back() -> None:
+    store = with_expiry(1, expires=5.0)
+    store.index.pinned(5.0)
+    assert store.index.contains(key(1), 1.0, False, 0) == b"\0"
+
+
+def test_a_sweep_looks_at_so_many_slots_and_comes_round() -> None:
+    store = Filled(slots_per_segment=4, segments=3)
+    store.index.detach(1)
+    slots = store.index.reserve(chain(*range(8)), False, 1)
+    store.index.commit(slots, sums_of(slots), 9, 1.0)
+    assert [store.index.expire(2.0, 3) for _ in range(4)] == [3, 3, 2, 0]
+    assert store.index.free == 8
+
+
+def test_a_write_that_replaces_an_expired_block_goes_on() -> None:
+    store = with_expiry(1, expires=5.0)
+    slots = store.index.reserve(key(1), True, store.ticks(1))
+    assert store.index.acquire(key(1), 6.0, store.ticks(1)).tolist() == [-2]
+    store.index.commit(slots, [9], store.ticks(1))
+    assert store.acquire(1) == slots.tolist()
+    assert store.index.expires_of(slots).tolist() == [0.0]
+
+
+def test_a_restored_index_answers_and_evicts_like_the_old_one() -> None:
+    old = with_expiry(1, 2, 3, expires=50.0, priority=1)
+    old.set(4, 5)
+    old.touch(1)
+    index, slots = old.index, old.index.ready_slots()
+    slots = slots[np.argsort(index.ticks_of(slots))]
+    columns = [index.checksums(slots), index.ticks_of(slots), index.expires_of(slots), index.priorities_of(slots)]
+    new = BlockIndex(16, 4)
+    for _ in range(2):
+        new.attach()
+    assert new.restore(index.keys_of(slots), slots, *columns).tolist() == slots.tolist()
+    again = [new.checksums(slots), new.ticks_of(slots), new.expires_of(slots), new.priorities_of(slots)]
+    assert [column.tolist() for column in again] == [column.tolist() for column in columns]
+    assert new.ready_slots().tolist() == index.ready_slots().tolist()
+    assert new.victims(5, 0.0).tolist() == index.victims(5, 0.0).tolist()
+    assert (new.ready, new.free) == (5, 3)
+    assert new.reserve(chain(*range(6, 12)), False, 99).tolist().count(NO_SPACE) == 3
+
+
+def test_a_row_that_cannot_be_restored_is_left_out() -> None:
+    store = Filled()
+    store.set(1)
+    writing = store.index.reserve(key(2), False, store.ticks(1)).tolist()
+    rows = [(1, 4), (2, 4), (3, 0), (3, writing[0]), (3, 8), (3, -1), (3, 4), (3, 5), (6, 4), (7, 6)]
+    zeros = np.zeros(len(rows), np.uint64)
+    answer = store.index.restore(
+        chain(*(name for name, _ in rows)), [slot for _, slot in rows], zeros, zeros, zeros, zeros.astype(np.uint8)
+    )
+    assert answer.tolist() == [-1] * 6 + [4, -1, -1, 6]
+    assert (store.index.ready, store.index.free) == (3, 4)
+    assert store.left(1, 2, 3, 6, 7) == [1, 3, 7]
+
+
+def test_columns_that_do_not_fit_are_refused_whole() -> None:
+    index, zeros = Filled().index, np.zeros(2, np.uint64)
+    good: list[Any] = [[0, 1], zeros, zeros, [0.0, 0.0], [0, 0]]
+    for i, name in enumerate(["slots", "sums", "ticks", "expires", "priorities"]):
+        with pytest.raises(ValueError, match=f"2 keys with 1 {name}"):
+            index.restore(chain(1, 2), *good[:i], good[i][:1], *good[i + 1 :])
+    for priorities in ([0, 4], [-1, 0]):
+        with pytest.raises(ValueError, match="priorities range from"):
+            index.restore(chain(1, 2), *good[:4], priorities)
+    with pytest.raises(ValueError, match="priority is 4"):
+        index.reserve(key(1), False, 1, 4)
+    assert (index.ready, index.free) == (0, 8)
+    assert index.restore(chain(1, 2), *good).tolist() == [0, 1]
+
+
+def test_evicted_keys_are_only_appended_to_a_bytearray_that_can_grow() -> None:
+    store = Filled()
+    store.set(1)
+    keys = bytearray()
+    with memoryview(keys), pytest.raises(BufferError):
+        store.index.evict(1, 0.0, keys)
+    with pytest.raises(TypeError, match="bytearray"):
+        store.index.evict(1, 0.0, b"")  # type: ignore[arg-type]
+    assert store.left(1) == [1]

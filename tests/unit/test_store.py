@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from harness import make_keys
 
+from kvstore import store as store_module
 from kvstore import wire
-from kvstore.memory import store as store_module
 from kvstore.memory.arena import Arena
-from kvstore.memory.store import MAX_NAMESPACES, NamespaceStore, Store
+from kvstore.store import MAX_NAMESPACES, NamespaceStore, Store
 from kvstore.wire import ErrorCode, WireError
 from kvstore_client import Namespace
 
@@ -40,14 +40,14 @@ def store() -> Iterator[Store]:
 def put(store: Store, namespace: NamespaceStore, keys: Sequence[bytes], now: float = 0.0) -> np.ndarray:
     """What a SET does to a store. -> slots."""
     joined = b"".join(keys)
-    store.make_room(namespace, namespace.index.missing(joined), now)
-    slots = namespace.index.reserve(joined, False, store.ticks(len(keys)))
-    namespace.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), store.ticks(len(keys)))
+    store.make_room(namespace, namespace.memory.index.missing(joined), now)
+    slots = namespace.memory.index.reserve(joined, False, store.ticks(len(keys)))
+    namespace.memory.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), store.ticks(len(keys)))
     return slots
 
 
 def present(namespace: NamespaceStore, keys: Sequence[bytes]) -> list[bool]:
-    return [bool(flag) for flag in namespace.index.contains(b"".join(keys), 0.0, False, 0)]
+    return [bool(flag) for flag in namespace.memory.index.contains(b"".join(keys), 0.0, False, 0)]
 
 
 # ---- arena ---------------------------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_a_namespace_grows_by_segments(store: Store) -> None:
     namespace = store.open(canonical("a"), 16)
     for count, segments in ((1, 1), (3, 1), (1, 2), (8, 4)):
         put(store, namespace, make_keys(count, first=100 * segments + count))
-        assert len(namespace.segments) == segments
-    assert store.arena.free == 0 and namespace.index.ready == 13
+        assert len(namespace.memory.segments) == segments
+    assert store.arena.free == 0 and namespace.memory.index.ready == 13
 
 
 def test_slots_of_one_segment_are_one_view(store: Store) -> None:
@@ -116,7 +116,7 @@ def test_a_full_namespace_evicts_its_own_least_recently_used(store: Store) -> No
     for key in keys:
         put(store, namespace, [key])
     assert present(namespace, keys) == [False] * 4 + [True] * 16
-    assert namespace.evicted == 4 and len(namespace.segments) == 4
+    assert namespace.memory.evicted == 4 and len(namespace.memory.segments) == 4
 
 
 def test_the_tail_of_a_chain_goes_first(store: Store) -> None:
@@ -132,11 +132,11 @@ def test_a_growing_namespace_takes_the_segment_that_was_used_least(store: Store)
     groups = [make_keys(4, first=10 * number) for number in range(4)]
     for keys in groups:
         put(store, old, keys)
-    old.index.contains(b"".join(groups[0]), 0.0, True, store.ticks(4))  # its first segment is in use again
+    old.memory.index.contains(b"".join(groups[0]), 0.0, True, store.ticks(4))  # its first segment is in use again
     put(store, grows, make_keys(1, first=900))
-    assert len(grows.segments) == 1 and len(old.segments) == 3
+    assert len(grows.memory.segments) == 1 and len(old.memory.segments) == 3
     assert [all(present(old, keys)) for keys in groups] == [True, False, True, True]
-    assert old.evicted == 4 and old.index.ready == 12
+    assert old.memory.evicted == 4 and old.memory.index.ready == 12
 
 
 def test_a_namespace_older_than_the_growing_one_gives_way_and_a_younger_does_not(store: Store) -> None:
@@ -144,10 +144,13 @@ def test_a_namespace_older_than_the_growing_one_gives_way_and_a_younger_does_not
     put(store, first, make_keys(8))
     put(store, second, make_keys(8, first=100))
     put(store, second, make_keys(1, first=200))
-    assert (len(first.segments), len(second.segments)) == (1, 3)
-    second_keys = second.index.ready
+    assert (len(first.memory.segments), len(second.memory.segments)) == (1, 3)
+    second_keys = second.memory.index.ready
     put(store, first, make_keys(4, first=300))  # its own blocks are the oldest of the shard
-    assert (len(first.segments), len(second.segments)) == (1, 3) and second.index.ready == second_keys
+    assert (len(first.memory.segments), len(second.memory.segments)) == (
+        1,
+        3,
+    ) and second.memory.index.ready == second_keys
 
 
 def test_an_empty_namespace_gives_its_segments_first(store: Store) -> None:
@@ -155,9 +158,9 @@ def test_an_empty_namespace_gives_its_segments_first(store: Store) -> None:
     put(store, full, make_keys(8))
     keys = make_keys(8, first=100)
     put(store, empty, keys)
-    empty.index.delete(b"".join(keys))
+    empty.memory.index.delete(b"".join(keys))
     put(store, grows, make_keys(4, first=200))
-    assert len(full.segments) == 2 and len(empty.segments) == 1 and full.index.ready == 8
+    assert len(full.memory.segments) == 2 and len(empty.memory.segments) == 1 and full.memory.index.ready == 8
 
 
 def test_what_is_pinned_or_being_read_stays(store: Store) -> None:
@@ -165,21 +168,21 @@ def test_what_is_pinned_or_being_read_stays(store: Store) -> None:
     groups = [make_keys(4, first=10 * number) for number in range(4)]
     for keys in groups:
         put(store, old, keys)
-    old.index.contains(groups[0][0], 0.0, False, 0, 50.0)
-    held = old.index.acquire(groups[1][1], 0.0, 0, False)
+    old.memory.index.contains(groups[0][0], 0.0, False, 0, 50.0)
+    held = old.memory.index.acquire(groups[1][1], 0.0, 0, False)
     put(store, grows, make_keys(1, first=900), now=1.0)
     assert present(old, [groups[0][0], groups[1][1]]) == [True, True]
     assert not any(present(old, groups[2]))
-    old.index.release(held)
+    old.memory.index.release(held)
     put(store, grows, make_keys(12, first=910), now=60.0)  # the pin has expired, the reader is gone
-    assert len(old.segments) == 0
+    assert len(old.memory.segments) == 0
 
 
 def test_nothing_is_evicted_when_all_is_in_use(store: Store) -> None:
     namespace = store.open(canonical("a"), 16)
     keys = make_keys(16)
     put(store, namespace, keys)
-    namespace.index.contains(b"".join(keys), 0.0, False, 0, 50.0)
+    namespace.memory.index.contains(b"".join(keys), 0.0, False, 0, 50.0)
     slots = put(store, namespace, make_keys(2, first=100), now=1.0)
     assert slots.tolist() == [-3, -3] and all(present(namespace, keys))
 
@@ -189,13 +192,13 @@ def test_the_memory_of_the_index_counts(store: Store, monkeypatch: pytest.Monkey
     monkeypatch.setattr(store_module, "INDEX_OVERHEAD_BYTES", 0)
     namespace = store.open(canonical("tiny", block_bytes=64), 16)
     put(store, namespace, make_keys(100))
-    per_segment = namespace.index.nbytes
+    per_segment = namespace.memory.index.nbytes
     assert per_segment > SEGMENT // 2
     for first in range(0, 60_000, 4096):
         put(store, namespace, make_keys(4096, first=1000 + first))
-    used = (store.arena.segments - store.arena.free) * SEGMENT + namespace.index.nbytes
+    used = (store.arena.segments - store.arena.free) * SEGMENT + namespace.memory.index.nbytes
     assert used <= store.limit_bytes + per_segment
-    assert store.arena.free > 0 and namespace.evicted > 0
+    assert store.arena.free > 0 and namespace.memory.evicted > 0
 
 
 def test_a_namespace_with_one_key_length_refuses_another(store: Store) -> None:
@@ -207,9 +210,9 @@ def test_a_namespace_with_one_key_length_refuses_another(store: Store) -> None:
             ask(name, 32)
         assert caught.value.code is ErrorCode.KEY_SIZE
         assert "32 bytes" in str(caught.value) and "16 bytes" in str(caught.value)
-    namespace.index.delete(b"".join(make_keys(2)))
+    namespace.memory.index.delete(b"".join(make_keys(2)))
     assert store.find(name, 32) is None
-    assert store.open(name, 32).index.key_bytes == 32
+    assert store.open(name, 32).key_bytes == 32
     assert len(list(store)) == 1 and store.arena.free == 4
 
 
@@ -232,7 +235,7 @@ def test_namespaces_are_bounded_and_empty_ones_forgotten(store: Store) -> None:
 def test_info_tells_what_a_namespace_holds(store: Store) -> None:
     namespace = store.open(canonical("a"), 16)
     put(store, namespace, make_keys(5))
-    namespace.index.contains(make_keys(1)[0], 0.0, False, 0, 5.0)
+    namespace.memory.index.contains(make_keys(1)[0], 0.0, False, 0, 5.0)
     info = namespace.info(1.0)
     assert info.id == wire.namespace_id(canonical("a")).hex() and info.namespace == canonical("a").decode()
     assert (info.blocks, info.writing, info.segments, info.slots) == (5, 0, 2, 8)

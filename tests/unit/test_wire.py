@@ -58,14 +58,48 @@ SHARD_INFO = wire.ShardInfo(
             misses=10,
             created=31,
             evicted=0,
+            disk_blocks=28,
+            disk_bytes=256 << 20,
+            disk_evicted=11,
         )
     ],
+    policy="s3fifo",
+    index_bytes=300_000,
+    disk=wire.DiskInfo(
+        directory="/data/kv/shard-1",
+        state="off",
+        reason="[Errno 28] No space left on device",
+        limit_bytes=25 << 30,
+        used_bytes=256 << 20,
+        segment_bytes=256 << 20,
+        segments_free=99,
+        blocks=28,
+        evicted=11,
+        dirty_blocks=2,
+        dirty_bytes=2 * 917_504,
+        behind=True,
+        written_blocks=39,
+        written_bytes=39 * 917_504,
+        skipped_blocks=12,
+        fetched_blocks=13,
+        fetched_bytes=13 * 917_504,
+        corrupt_blocks=3,
+        recovered_blocks=14,
+        recovery_s=0.25,
+        warming=False,
+        scrub_passes=15,
+        scrubbing=True,
+        scrubbed_blocks=400,
+        scrubbed_bytes=400 * 917_504,
+        scrub_corrupt_blocks=1,
+    ),
+    name="3f0c/1",
 )
 
 REQUESTS: dict[str, wire.Request] = {
     "hello": wire.Hello(1, 1, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret"),
     "hello_empty": wire.Hello(0, 1),
-    "set": wire.Set(2, 10_000, 40, 16, True, False),
+    "set": wire.Set(2, 10_000, 40, 16, True, False, 3),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
@@ -75,6 +109,7 @@ REQUESTS: dict[str, wire.Request] = {
     "ping": wire.Ping(2**63 - 1, 10_000),
     "credit": wire.Credit(3, 4 << 20),
     "cancel": wire.Cancel(3),
+    "scrub": wire.Scrub(10, 10_000),
 }
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
@@ -102,6 +137,7 @@ REPLIES: dict[str, wire.Reply] = {
     "flush_reply": wire.FlushReply(7),
     "info_reply": wire.InfoReply(8, msgspec.msgpack.encode(SHARD_INFO)),
     "pong": wire.Pong(2**63 - 1),
+    "scrub_reply": wire.ScrubReply(10, 16),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {
@@ -174,6 +210,12 @@ def test_info_carries_the_shard() -> None:
     assert msgspec.msgpack.decode(reply.info, type=wire.ShardInfo) == SHARD_INFO
 
 
+def test_the_info_of_a_shard_without_a_disk_tier_says_so() -> None:
+    info = msgspec.structs.replace(SHARD_INFO, disk=None)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(info))["disk"] is None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=wire.ShardInfo) == info
+
+
 # ---- compatibility -------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +232,20 @@ def test_fields_appended_by_a_newer_peer_are_ignored(name: str) -> None:
 def test_optional_fields_may_be_left_out() -> None:
     assert wire.decode_request(msgspec.msgpack.encode([1, 5, 1])) == wire.Hello(5, 1)
     assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8])) == wire.Set(5, 100, 1, 8, False, True)
+    assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8, True, True])) == wire.Set(
+        5, 100, 1, 8, True, True, 0
+    )
     assert wire.decode_request(msgspec.msgpack.encode([3, 5, 100, 1, 8])) == wire.Get(5, 100, 1, 8, 0)
+
+
+def test_the_info_of_an_older_shard_is_read() -> None:
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(SHARD_INFO))
+    del older["policy"], older["index_bytes"], older["disk"]
+    for name in ("disk_blocks", "disk_bytes", "disk_evicted"):
+        del older["namespaces"][0][name]
+    info = msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=wire.ShardInfo)
+    assert (info.policy, info.index_bytes, info.disk) == ("lru", 0, None)
+    assert (info.pid, info.namespaces[0].blocks, info.namespaces[0].disk_blocks) == (4242, 30, 0)
 
 
 # ---- any bytes -----------------------------------------------------------------------------------------------------
@@ -248,6 +303,8 @@ def test_any_fields_are_a_request_or_a_wire_error(tag: int, fields: list[Any]) -
         assert 0 < request.deadline_ms <= wire.MAX_DEADLINE_MS
     if isinstance(request, wire.Contains | wire.MatchPrefix):
         assert 0 <= request.pin_s <= wire.MAX_PIN_S
+    if isinstance(request, wire.Set):
+        assert 0 <= request.priority <= wire.MAX_PRIORITY
 
 
 @given(st.sampled_from([*REQUESTS, *REPLIES]), st.data())
@@ -269,7 +326,7 @@ _lookup = (*_keyed, st.booleans(), st.floats(0, wire.MAX_PIN_S))
 _asked = (_ids, st.integers(0, 2**63))
 _requests = st.one_of(
     st.builds(wire.Hello, _ids, st.integers(-(2**63), 2**63), st.binary(), st.text(), st.binary()),
-    st.builds(wire.Set, *_keyed, st.booleans(), st.booleans()),
+    st.builds(wire.Set, *_keyed, st.booleans(), st.booleans(), st.integers(0, wire.MAX_PRIORITY)),
     st.builds(wire.Get, *_keyed, st.integers(0, 2**63)),
     st.builds(wire.Contains, *_lookup),
     st.builds(wire.MatchPrefix, *_lookup),
@@ -279,6 +336,7 @@ _requests = st.one_of(
     st.builds(wire.Ping, *_asked),
     st.builds(wire.Credit, *_asked),
     st.builds(wire.Cancel, _ids),
+    st.builds(wire.Scrub, *_asked),
 )
 _numbers = st.integers(0, 2**64 - 1)
 _shards = st.lists(st.builds(wire.ShardAddress, st.text(), st.text(), _numbers, st.floats(allow_nan=False)))
@@ -305,6 +363,7 @@ _replies = st.one_of(
     st.builds(wire.FlushReply, _ids),
     st.builds(wire.InfoReply, _ids, st.binary()),
     st.builds(wire.Pong, _ids),
+    st.builds(wire.ScrubReply, _ids, _numbers),
     st.builds(wire.Error, _ids, _numbers, st.text()),
 )
 
@@ -337,6 +396,8 @@ def test_a_request_decodes_from_any_buffer() -> None:
         (wire.Delete(1, 1, -1, 8), ErrorCode.LIMIT, "-1", "0 to 8192"),
         (wire.Set(1, 0, 1, 8), ErrorCode.LIMIT, "0 ms", "1 to 600000"),
         (wire.Set(1, 600_001, 1, 8), ErrorCode.LIMIT, "600001", "1 to 600000"),
+        (wire.Set(1, 1, 1, 8, priority=4), ErrorCode.LIMIT, "4", "0 to 3"),
+        (wire.Set(1, 1, 1, 8, priority=-1), ErrorCode.LIMIT, "-1", "0 to 3"),
         (wire.Contains(1, 1, 1, 8, False, 60.5), ErrorCode.LIMIT, "60.5", "0 to 60"),
         (wire.MatchPrefix(1, 1, 1, 8, False, -1.0), ErrorCode.LIMIT, "-1", "0 to 60"),
         (wire.MatchPrefix(1, 1, 1, 8, False, float("nan")), ErrorCode.LIMIT, "nan", "0 to 60"),

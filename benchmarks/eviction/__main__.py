@@ -1,0 +1,205 @@
+"""Hit rate against capacity: the server's eviction policies beside textbook ones and the clairvoyant optimum.
+
+A trace is a file in Mooncake's format (--trace) or one that is made (--synthetic). A reference to a block is a hit
+when it and every block before it in its request were there. Capacities are shares of a trace's different blocks. With
+--endpoint the trace is replayed against a running server too, and both hit rates must agree within a point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.eviction.baselines import Arc, Optimum, S3Fifo, Sieve
+from benchmarks.eviction.cost import BLOCKS, CHAIN, QUICK_BLOCKS, FullIndex
+from benchmarks.eviction.live import AGREEMENT, LiveError, replay_live
+from benchmarks.eviction.simulator import POLICIES, Cache, ServerCache, replay
+from benchmarks.eviction.synthetic import SYNTHETIC, make_trace
+from benchmarks.eviction.tables import (
+    ARC,
+    COST_GROUP,
+    LIVE_GROUP,
+    OPTIMUM,
+    S3FIFO,
+    SIEVE,
+    TEXTBOOK,
+    TRACE_GROUP,
+    console_table,
+    cost_lines,
+    live_line,
+)
+from benchmarks.eviction.traces import Trace, TraceError, read_trace
+from benchmarks.remote_kv_cache.harness import Benchmark
+from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.results_reader import CaseResult
+from kvstore_client import KVStoreError
+
+CAPACITIES = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
+ROUNDS = 5
+QUICK_REQUESTS = 2000
+ALL = "all"
+BASELINES = (*TEXTBOOK, OPTIMUM)
+
+
+def _percents(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected percents with commas, such as 1,5,25") from None
+    if not all(0 < value <= 100 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0, at most 100 percent each")
+    return values
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, at least 1")
+    return int(text)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark has beyond what all have."""
+    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE", help=".jsonl or .jsonl.gz")
+    names = f"{ALL}, {', '.join(SYNTHETIC)}"
+    parser.add_argument(
+        "--synthetic", choices=[ALL, *SYNTHETIC], action="append", default=[], metavar="NAME", help=names
+    )
+    parser.add_argument(
+        "--capacities",
+        type=_percents,
+        default=list(CAPACITIES),
+        metavar="PERCENTS",
+        help=f"of a trace's different blocks; default: {','.join(f'{share:g}' for share in CAPACITIES)}",
+    )
+    parser.add_argument("--policy", choices=[*POLICIES, *BASELINES], action="append", help="default: all of them")
+    parser.add_argument("--requests", type=_count, metavar="N", help="only the first N requests of each trace")
+    parser.add_argument("--million", action="store_true", help=f"time the policies in an index of {BLOCKS} blocks")
+    parser.add_argument("--endpoint", metavar="tcp://HOST:PORT", help="replay against this server too")
+    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw hit rate against capacity")
+
+
+def main() -> int:
+    benchmark = Benchmark("benchmarks.eviction", __doc__ or "", ROUNDS, add_options)
+    options = benchmark.options
+    if not (options.trace or options.synthetic or options.million):
+        print("error: nothing to do: give --trace FILE, --synthetic NAME or --million", file=sys.stderr)
+        return 2
+    try:
+        for trace in _traces(benchmark):
+            _simulate(benchmark, trace)
+            if options.endpoint:
+                _replay_live(benchmark, trace)
+    except (TraceError, LiveError, KVStoreError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.million:
+        _time_policies(benchmark)
+    if options.chart and (cases := _results(benchmark, TRACE_GROUP)):
+        from benchmarks.eviction.charts import draw
+
+        draw(options.chart, cases)
+    benchmark.finish(capacities=options.capacities, chain=CHAIN)
+    apart = [abs(case.parameters["live"] - case.parameters["simulated"]) for case in _results(benchmark, LIVE_GROUP)]
+    return 1 if any(distance > AGREEMENT for distance in apart) else 0
+
+
+def _traces(benchmark: Benchmark) -> Iterator[Trace]:
+    options = benchmark.options
+    requests = options.requests or (QUICK_REQUESTS if benchmark.quick else None)
+    for path in options.trace:
+        yield read_trace(path).first(requests)
+    for name in SYNTHETIC if ALL in options.synthetic else options.synthetic:
+        yield make_trace(name).first(requests)
+
+
+def _capacity(trace: Trace, share: float) -> int:
+    """In blocks."""
+    return max(1, int(trace.distinct * share / 100))
+
+
+def _simulate(benchmark: Benchmark, trace: Trace) -> None:
+    names: list[str] = benchmark.options.policy or [*POLICIES, *BASELINES]
+    capacities: list[float] = benchmark.options.capacities
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    with benchmark.progress() as bar:
+        task = bar.add_task(trace.name, total=len(names) * len(capacities) * len(trace.chains))
+
+        def progress(done: int) -> None:
+            bar.update(task, advance=done, refresh=True)
+
+        for name in names:
+            for share in capacities:
+                bar.update(task, description=f"{trace.name}: {name} at {share:g} %", refresh=True)
+                rates[name].append(_hit_rate(name, trace, _capacity(trace, share), progress))
+    _keep(
+        benchmark,
+        trace.name,
+        group=TRACE_GROUP,
+        requests=len(trace.chains),
+        references=trace.references,
+        distinct=trace.distinct,
+        capacities=capacities,
+        blocks=[_capacity(trace, share) for share in capacities],
+        hit_rate={name: [round(rate, 6) for rate in each] for name, each in rates.items()},
+    )
+    console().print(console_table(benchmark.cases[-1]))
+
+
+def _hit_rate(name: str, trace: Trace, capacity: int, progress: Any) -> float:
+    if name in POLICIES:
+        with ServerCache(name, trace.keys, capacity) as server:
+            return replay(trace, server, progress)
+    caches: dict[str, Cache] = {
+        S3FIFO: S3Fifo(capacity),
+        ARC: Arc(capacity),
+        SIEVE: Sieve(capacity),
+        OPTIMUM: Optimum(trace, capacity),
+    }
+    return replay(trace, caches[name], progress)
+
+
+def _replay_live(benchmark: Benchmark, trace: Trace) -> None:
+    for share in benchmark.options.capacities:
+        with benchmark.progress() as bar:
+            task = bar.add_task(f"{trace.name}: live at {share:g} %", total=len(trace.chains))
+            result = replay_live(
+                trace,
+                benchmark.options.endpoint,
+                _capacity(trace, share),
+                lambda done, bar=bar, task=task: bar.update(task, advance=done, refresh=True),  # type: ignore[misc]
+            )
+        _keep(
+            benchmark,
+            f"{trace.name} at {share:g} %",
+            group=LIVE_GROUP,
+            policy=result.policy,
+            blocks=result.capacity,
+            block_bytes=result.block_bytes,
+            live=round(result.live, 6),
+            simulated=round(result.simulated, 6),
+        )
+        console().print(live_line(_results(benchmark, LIVE_GROUP)[-1]))
+
+
+def _time_policies(benchmark: Benchmark) -> None:
+    blocks = QUICK_BLOCKS if benchmark.quick else BLOCKS
+    for policy in POLICIES:
+        benchmark.measure(policy, FullIndex(policy, blocks).operations(), group=COST_GROUP, blocks=blocks)
+    for line in cost_lines(benchmark.cases):
+        console().print(line)
+
+
+def _keep(benchmark: Benchmark, name: str, **parameters: Any) -> None:
+    """A case without times: what was found is in its parameters."""
+    benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
+
+
+def _results(benchmark: Benchmark, group: str) -> list[CaseResult]:
+    return [CaseResult(case.to_json()) for case in benchmark.cases if case.parameters["group"] == group]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Textbook policies, written plainly, for comparison: S3-FIFO, ARC, SIEVE, and the clairvoyant optimum.
+
+They see a request as the server's policies do: its leading run of resident blocks is used, then the rest of its blocks
+enter (or are used, where they lie behind a hole); both tail first. Capacity is in blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from typing import Final
+
+from benchmarks.eviction.traces import Chain, Trace
+
+_NEVER: Final = 1 << 60
+
+
+class Arc:
+    """ARC (Megiddo, Modha: ARC: a self-tuning, low overhead replacement cache, FAST 2003), its figure 4.
+
+    Two lists of resident blocks, those used once and those used more often, a list of ghosts each, and a target for
+    the length of the first that every hit on a ghost moves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._target = 0.0
+        self._once, self._often, self._once_ghosts, self._often_ghosts = (OrderedDict[int, None]() for _ in range(4))
+
+    def request(self, chain: Chain) -> int:
+        """Ask for a chain. -> the length of its leading run that was there."""
+        blocks = chain.tolist()
+        run = next((i for i, b in enumerate(blocks) if b not in self._once and b not in self._often), len(blocks))
+        for block in blocks[:run][::-1] + blocks[run:][::-1]:
+            self._use(block)
+        return run
+
+    def _use(self, block: int) -> None:
+        once, often = self._once, self._often
+        if block in often:
+            often.move_to_end(block)
+        elif block in once:
+            del once[block]
+            often[block] = None
+        elif block in self._once_ghosts:
+            step = max(1.0, len(self._often_ghosts) / len(self._once_ghosts))
+            self._target = min(float(self._capacity), self._target + step)
+            self._replace(False)
+            del self._once_ghosts[block]
+            often[block] = None
+        elif block in self._often_ghosts:
+            step = max(1.0, len(self._once_ghosts) / len(self._often_ghosts))
+            self._target = max(0.0, self._target - step)
+            self._replace(True)
+            del self._often_ghosts[block]
+            often[block] = None
+        else:
+            self._make_room()
+            once[block] = None
+
+    def _make_room(self) -> None:
+        capacity, once_all = self._capacity, len(self._once) + len(self._once_ghosts)
+        everything = once_all + len(self._often) + len(self._often_ghosts)
+        if once_all == capacity:
+            if len(self._once) == capacity:
+                self._once.popitem(last=False)
+                return
+            self._once_ghosts.popitem(last=False)
+            self._replace(False)
+        elif everything >= capacity:
+            if everything == 2 * capacity:
+                self._often_ghosts.popitem(last=False)
+            self._replace(False)
+
+    def _replace(self, was_used_often: bool) -> None:
+        """One resident block becomes a ghost."""
+        if len(self._once) + len(self._often) < self._capacity:
+            return
+        length = len(self._once)
+        if length and (length > self._target or (was_used_often and length == self._target) or not self._often):
+            self._once_ghosts[self._once.popitem(last=False)[0]] = None
+        else:
+            self._often_ghosts[self._often.popitem(last=False)[0]] = None
+
+
+class S3Fifo:
+    """S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023).
+
+    A small queue of a tenth, a main queue, and as many ghosts of the small one as the capacity. The server's own
+    differs in that it makes room for a request at once and remembers hashes.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._small_target = max(1, capacity // 10)
+        self._small, self._main = OrderedDict[int, int](), OrderedDict[int, int]()  # block -> uses, 3 at most
+        self._ghosts = OrderedDict[int, None]()
+
+    def request(self, chain: Chain) -> int:
+        """Ask for a chain. -> the length of its leading run that was there."""
+        blocks = chain.tolist()
+        run = next((i for i, b in enumerate(blocks) if b not in self._small and b not in self._main), len(blocks))
+        for block in blocks[:run][::-1] + blocks[run:][::-1]:
+            if block in self._small:
+                self._small[block] = min(3, self._small[block] + 1)
+            elif block in self._main:
+                self._main[block] = min(3, self._main[block] + 1)
+            else:
+                self._insert(block)
+        return run
+
+    def _insert(self, block: int) -> None:
+        while len(self._small) + len(self._main) >= self._capacity:
+            if len(self._small) >= self._small_target or not self._main:
+                self._leave_small()
+            else:
+                self._leave_main()
+        if block in self._ghosts:
+            del self._ghosts[block]
+            self._main[block] = 0
+        else:
+            self._small[block] = 0
+
+    def _leave_small(self) -> None:
+        block, uses = self._small.popitem(last=False)
+        if uses > 1:
+            self._main[block] = 0
+            return
+        self._ghosts[block] = None
+        if len(self._ghosts) > self._capacity:
+            self._ghosts.popitem(last=False)
+
+    def _leave_main(self) -> None:
+        block, uses = self._main.popitem(last=False)
+        if uses:
+            self._main[block] = uses - 1
+
+
+class Sieve:
+    """SIEVE (Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is simpler than LRU, NSDI 2024).
+
+    One queue by age and a hand that goes from the old end to the new and round again: it takes the mark from blocks
+    that were used since it came by, and evicts the first without one.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._marked: dict[int, bool] = {}
+        self._newer: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+        self._oldest = self._newest = self._hand = -1
+
+    def request(self, chain: Chain) -> int:
+        """Ask for a chain. -> the length of its leading run that was there."""
+        blocks = chain.tolist()
+        run = next((i for i, block in enumerate(blocks) if block not in self._marked), len(blocks))
+        for block in blocks[:run][::-1] + blocks[run:][::-1]:
+            if block in self._marked:
+                self._marked[block] = True
+            else:
+                self._insert(block)
+        return run
+
+    def _insert(self, block: int) -> None:
+        if len(self._marked) == self._capacity:
+            self._evict()
+        self._marked[block] = False
+        self._older[block], self._newer[block] = self._newest, -1
+        if self._newest >= 0:
+            self._newer[self._newest] = block
+        else:
+            self._oldest = block
+        self._newest = block
+
+    def _evict(self) -> None:
+        hand = self._hand if self._hand >= 0 else self._oldest
+        while self._marked[hand]:
+            self._marked[hand] = False
+            hand = self._newer[hand] if self._newer[hand] >= 0 else self._oldest
+        del self._marked[hand]
+        older, newer = self._older.pop(hand), self._newer.pop(hand)
+        if older >= 0:
+            self._newer[older] = newer
+        else:
+            self._oldest = newer
+        if newer >= 0:
+            self._older[newer] = older
+        else:
+            self._newest = older
+        self._hand = newer
+
+
+class Optimum:
+    """The most hits that are possible: what is needed last goes first (Belady), and it may be what just came (bypass).
+
+    A hit counts only when every block before it in the request hit too. The best for that is the best without it, when
+    of blocks needed next by the same request the one deeper in it goes first: as equal blocks are equal prefixes, a
+    block is never needed before its parent, so what is resident is always closed towards the head, and every resident
+    block asked for is part of a leading run. A request is one moment: the capacity holds between requests, and what is
+    kept after one may be any of what was resident and what it brought.
+    """
+
+    def __init__(self, trace: Trace, capacity: int) -> None:
+        self._capacity = capacity
+        self._next_uses = _next_uses(trace)
+        self._number = 0
+        self._resident: dict[int, int] = {}  # block -> the request that needs it next
+        self._latest: list[tuple[int, int, int]] = []  # heap of (-request, -position, block); may be out of date
+
+    def request(self, chain: Chain) -> int:
+        """Ask for the trace's next chain. -> the length of its leading run that was there."""
+        resident = self._resident
+        blocks = chain.tolist()
+        run = next((i for i, block in enumerate(blocks) if block not in resident), len(blocks))
+        for position, (block, needed) in enumerate(zip(blocks, self._next_uses[self._number], strict=True)):
+            if needed == _NEVER:
+                resident.pop(block, None)
+                continue
+            resident[block] = needed
+            heapq.heappush(self._latest, (-needed, -position, block))
+        while len(resident) > self._capacity:
+            needed, _, block = heapq.heappop(self._latest)
+            if resident.get(block) == -needed:
+                del resident[block]
+        self._number += 1
+        return run
+
+
+def _next_uses(trace: Trace) -> list[list[int]]:
+    """For each block of each request, the number of the next request that asks for it."""
+    upcoming = [_NEVER] * trace.distinct
+    result = []
+    for number in range(len(trace.chains) - 1, -1, -1):
+        blocks = trace.chains[number].tolist()
+        result.append([upcoming[block] for block in blocks])
+        for block in blocks:
+            upcoming[block] = number
+    return result[::-1]

@@ -1,0 +1,141 @@
+"""The server's own cache, asked as clients ask it, without sockets and without bytes.
+
+`ServerCache` is a `Shard` whose loop never runs. A request of the trace is what an engine asks: MATCH_PREFIX of the
+whole chain, GET of the run that is there, SET of the rest. Each goes to the method to which the shard's connections
+give it once it is decoded, so every decision between the wire and the policy is the server's: what a GET touches and
+when, how room is made, in which order blocks become readable. Blocks have no content, as no policy looks at it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Protocol
+
+from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys, Trace
+from kvstore import wire
+from kvstore._cext import BlockIndex
+from kvstore.config import ShardConfig
+from kvstore.peer import Peer
+from kvstore.shard import Shard
+from kvstore.stream import Stream
+from kvstore_client import Namespace
+
+BLOCK_BYTES: Final = 64  # nothing is written to them
+POLICIES: Final[tuple[str, ...]] = BlockIndex.POLICIES
+_DEADLINE_MS: Final = 600_000
+
+
+class Cache(Protocol):
+    """Blocks of which some are there."""
+
+    def request(self, chain: Chain) -> int:
+        """Ask for a chain, head first, and store what was not there. -> the length of the leading run that was."""
+
+
+class _Connection(Peer):
+    """A connection whose socket is never used: it keeps the shard's last answer."""
+
+    answer: wire.Reply
+    stream: Stream
+
+    def reply(self, answer: wire.Reply) -> None:
+        self.answer = answer
+
+    def add_stream(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def resume(self, stream: Stream) -> None:
+        """Never needed: no block is half written between two requests."""
+
+
+class ServerCache:
+    """A shard with room for exactly `segments * slots_per_segment` blocks, all of one namespace.
+
+    `keys`: by block number. Close it: it has a mapping and a thread.
+    """
+
+    def __init__(self, policy: str, keys: Keys, slots_per_segment: int, segments: int = 1) -> None:
+        segment_bytes = slots_per_segment * BLOCK_BYTES
+        config = ShardConfig(
+            node="simulated",
+            shard=0,
+            listen_fd=-1,
+            ready_fd=-1,
+            memory_bytes=segments * segment_bytes,
+            segment_bytes=segment_bytes,
+            shards=[],
+            epoch=0,
+            log_level="warning",
+            drain_s=0.0,
+            policy=policy,
+            rules=[],
+            disk=None,
+        )
+        self._listener = socket.socket()
+        self._shard = Shard(config, self._listener)
+        namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
+        self._peer = _Connection(self._shard, socket.socket(), "simulated", self._shard.now)
+        self._peer.namespace = namespace.canonical()
+        self._keys = keys
+
+    def __enter__(self) -> ServerCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shard.store.arena.close()
+        self._listener.close()
+        self._peer.sock.close()
+
+    def request(self, chain: Chain) -> int:
+        """Ask for a chain, head first, and set what was not there. -> the length of the leading run that was."""
+        run = self._match(self._keys[chain].tobytes())
+        if run:
+            self._get(self._keys[chain[:run]].tobytes())
+        if run < len(chain):
+            self._set(self._keys[chain[run:]].tobytes())
+        return run
+
+    @property
+    def blocks(self) -> int:
+        """How many there are now."""
+        return sum(namespace.memory.index.ready for namespace in self._shard.store)
+
+    def _match(self, keys: bytes) -> int:
+        request = wire.MatchPrefix(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
+        self._shard.handle_keyed(self._peer, request, keys)
+        answer = self._peer.answer
+        assert isinstance(answer, wire.MatchReply)
+        return answer.length
+
+    def _get(self, keys: bytes) -> None:
+        request = wire.Get(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
+        self._shard.handle_keyed(self._peer, request, keys)
+        stream = self._peer.stream
+        while not stream.done:
+            outgoing = stream.next_part(self._shard.now)
+            assert outgoing is not None
+            if outgoing.release is not None:
+                outgoing.release()
+        stream.close()
+        self._shard.stream_ended(stream)
+
+    def _set(self, keys: bytes) -> None:
+        count = len(keys) // KEY_BYTES
+        request = wire.Set(1, _DEADLINE_MS, count, KEY_BYTES)
+        write = self._shard.begin_write(self._peer, request, keys)
+        self._shard.commit(self._peer, write, bytes(count * wire.CHECKSUM_BYTES))
+
+
+def replay(trace: Trace, cache: Cache, progress: Callable[[int], object] = lambda done: None) -> float:
+    """The hit rate: leading runs that were there, as a share of all references. `progress`: told of requests done."""
+    hits = 0
+    for number, chain in enumerate(trace.chains):
+        if len(chain):
+            hits += cache.request(chain)
+        if number % 500 == 499:
+            progress(500)
+    return hits / max(1, trace.references)

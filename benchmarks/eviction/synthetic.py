@@ -1,0 +1,184 @@
+"""Traces that are made, one kind of traffic each, so that a policy is not judged by one recording.
+
+The same name gives the same trace, on every machine: all chance comes from `random.Random` with the trace's own seed.
+Lengths are in blocks. A chain that ends with a block of its own is a prompt whose last block is not full: its
+continuation does not contain it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from benchmarks.eviction.traces import Trace
+
+Request = list[int]
+
+
+class _Source:
+    """Chance, and blocks nobody has seen yet."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._ids = itertools.count()
+
+    def new(self, count: int) -> Request:
+        return list(itertools.islice(self._ids, count))
+
+    def length(self, mean: float) -> int:
+        """At least 1, exponential beyond."""
+        return 1 + int(self.random.expovariate(1 / mean))
+
+
+def conversations(
+    seed: int, count: int, pause: float, turns: float, first: float, growth: float, system: Sequence[int] = (1,)
+) -> Iterator[Request]:
+    """Chats of `turns` turns on average, each turn the whole chat so far and more.
+
+    `pause`: median requests of others between two turns of a chat (log-normal: some come back much later); `first`,
+    `growth`: median length of the first prompt, mean of what a turn adds; `system`: lengths of the system prompts.
+    """
+    source = _Source(seed)
+    chance = source.random
+    prompts = [source.new(length) for length in system]
+    waiting: list[tuple[float, int, Request]] = []  # chats by when they go on
+    for now in range(count):
+        if waiting and (waiting[0][0] <= now or chance.random() >= 1 / turns):
+            chat = heapq.heappop(waiting)[2]
+        else:
+            chat = chance.choice(prompts) + source.new(1 + int(first * chance.lognormvariate(0, 1)))
+        yield chat + source.new(1)
+        if chance.random() < 1 - 1 / turns:
+            heapq.heappush(
+                waiting, (now + pause * chance.lognormvariate(0, 1), now, chat + source.new(source.length(growth)))
+            )
+
+
+def agents(seed: int, count: int, prompts: int = 30, skew: float = 1.2, shift_every: int = 0) -> Iterator[Request]:
+    """Hot system prompts of 2 to 60 blocks, chosen by Zipf's law, each time with a tail that never comes back.
+
+    `shift_every`: after so many requests popularity is dealt anew, and a fifth of the prompts are new ones.
+    """
+    source = _Source(seed)
+    chance = source.random
+    hot = [source.new(chance.randint(2, 60)) for _ in range(prompts)]
+    weights = [1 / rank**skew for rank in range(1, prompts + 1)]
+    for now in range(count):
+        if shift_every and now and now % shift_every == 0:
+            chance.shuffle(hot)
+            hot[: prompts // 5] = [source.new(chance.randint(2, 60)) for _ in range(prompts // 5)]
+        yield chance.choices(hot, weights)[0] + source.new(source.length(8))
+
+
+def tool_loops(seed: int, count: int, at_once: int = 40) -> Iterator[Request]:
+    """Agents that call tools: up to 30 quick steps a task, the context growing with each, `at_once` tasks in turn."""
+    source = _Source(seed)
+    chance = source.random
+    tools = [source.new(chance.randint(5, 30)) for _ in range(6)]
+    tasks: list[tuple[Request, int]] = []
+    for _ in range(count):
+        if len(tasks) < at_once:
+            tasks.append((chance.choice(tools) + source.new(chance.randint(1, 10)), chance.randint(1, 30)))
+        at = chance.randrange(len(tasks))
+        context, steps = tasks.pop(at)
+        yield context + source.new(1)
+        if steps > 1:
+            tasks.insert(at, (context + source.new(chance.randint(1, 4)), steps - 1))
+
+
+def scan(seed: int, count: int, documents: int = 600, length: int = 40) -> Iterator[Request]:
+    """The same documents over and over, in the same order: what is used least recently is needed next."""
+    source = _Source(seed)
+    library = [source.new(length) for _ in range(documents)]
+    for now in range(count):
+        yield library[now % documents] + source.new(1)
+
+
+def jobs(seed: int, count: int, at_once: int = 6) -> Iterator[Request]:
+    """Batches of 5 to 80 questions on one document of 10 to 200 blocks; one document in five has been seen before."""
+    source = _Source(seed)
+    chance = source.random
+    seen: list[Request] = []
+    running: list[tuple[Request, int]] = []
+    for _ in range(count):
+        if len(running) < at_once:
+            again = seen and chance.random() < 0.2
+            document = chance.choice(seen) if again else source.new(chance.randint(10, 200))
+            seen.append(document)
+            running.append((document, chance.randint(5, 80)))
+        at = chance.randrange(len(running))
+        document, questions = running.pop(at)
+        yield document + source.new(chance.randint(1, 4))
+        if questions > 1:
+            running.insert(at, (document, questions - 1))
+
+
+def documents(seed: int, count: int, library: int = 4000) -> Iterator[Request]:
+    """Retrieval: a document of 3 to 30 blocks chosen by Zipf's law, independently each time, and a question."""
+    source = _Source(seed)
+    chance = source.random
+    texts = [source.new(chance.randint(3, 30)) for _ in range(library)]
+    totals = list(itertools.accumulate(1 / rank**0.9 for rank in range(1, library + 1)))
+    for text in chance.choices(texts, cum_weights=totals, k=count):
+        yield text + source.new(chance.randint(1, 6))
+
+
+def new_only(seed: int, count: int) -> Iterator[Request]:
+    """Nothing ever comes back."""
+    source = _Source(seed)
+    for _ in range(count):
+        yield source.new(source.random.randint(2, 40))
+
+
+def mixed(seed: int, *parts: Iterator[Request]) -> Iterator[Request]:
+    """The parts' requests, each part in its order, shuffled into each other."""
+    requests = _apart(parts)
+    order = [number for number, part in enumerate(requests) for _ in part]
+    random.Random(seed).shuffle(order)
+    heads = [iter(part) for part in requests]
+    for number in order:
+        yield next(heads[number])
+
+
+def in_turn(*parts: Iterator[Request]) -> Iterator[Request]:
+    """One part after the other: the traffic changes for good."""
+    return itertools.chain.from_iterable(_apart(parts))
+
+
+def _apart(parts: Sequence[Iterator[Request]]) -> list[list[Request]]:
+    """The parts with block ids that differ between them."""
+    return [
+        [[block * len(parts) + number for block in request] for request in part] for number, part in enumerate(parts)
+    ]
+
+
+SYNTHETIC: Final[dict[str, Callable[[], Iterator[Request]]]] = {
+    "conversations": lambda: conversations(1, 8000, pause=60, turns=6, first=8, growth=4),
+    "slow-conversations": lambda: conversations(2, 10_000, pause=800, turns=4, first=12, growth=6),
+    "long-conversations": lambda: conversations(3, 8000, pause=300, turns=15, first=10, growth=3, system=(3, 20, 1)),
+    "single-turns": lambda: conversations(4, 12_000, pause=400, turns=1.6, first=15, growth=8),
+    "agents": lambda: agents(5, 10_000),
+    "shifting-agents": lambda: agents(6, 10_000, prompts=40, skew=0.9, shift_every=1500),
+    "tool-loops": lambda: tool_loops(7, 10_000),
+    "scan": lambda: scan(8, 4000),
+    "jobs": lambda: jobs(9, 6000),
+    "documents": lambda: documents(10, 15_000),
+    "new-only": lambda: new_only(11, 5000),
+    "conversations-and-scan": lambda: mixed(
+        12, conversations(13, 6000, pause=200, turns=5, first=8, growth=4), scan(14, 2500, 500, 30)
+    ),
+    "agents-and-conversations": lambda: mixed(
+        15, agents(16, 5000), conversations(17, 5000, pause=150, turns=4, first=10, growth=5)
+    ),
+    "conversations-then-jobs": lambda: in_turn(
+        conversations(18, 5000, pause=150, turns=5, first=8, growth=4), jobs(19, 3000)
+    ),
+}
+
+
+def make_trace(name: str) -> Trace:
+    """One of `SYNTHETIC`."""
+    return Trace.of(name, SYNTHETIC[name]())

@@ -1,0 +1,178 @@
+"""What the terminal and the documents show of the eviction benchmark, each a function of its results.
+
+`benchmarks.draw` fills its document from `EVICTION_TABLES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from rich.table import Table
+
+from benchmarks.eviction.cost import TARGET_S
+from benchmarks.eviction.live import AGREEMENT
+from benchmarks.remote_kv_cache.report import Case
+from benchmarks.results_reader import CaseResult, Results
+from benchmarks.tables import markdown
+
+BENCHMARK: Final = "eviction"
+TRACE_GROUP: Final = "trace"
+COST_GROUP: Final = "cost"
+LIVE_GROUP: Final = "live"
+DEFAULT: Final = "default"
+S3FIFO: Final = "S3-FIFO"  # the textbook's; the server's is "s3fifo"
+ARC: Final = "ARC"
+SIEVE: Final = "SIEVE"
+OPTIMUM: Final = "optimum"
+TEXTBOOK: Final = (S3FIFO, ARC, SIEVE)
+ENVELOPE: Final = ("lru", "s3fifo", S3FIFO, ARC)  # the default policy is held against the best of them at each capacity
+
+# Of the Mooncake conversation trace, from elsewhere: by capacity in percent. Its optimum breaks ties differently.
+PUBLISHED: Final[dict[str, dict[float, float]]] = {
+    "lru": {1: 0.052, 2: 0.079, 5: 0.196, 10: 0.279, 25: 0.353, 50: 0.363},
+    S3FIFO: {1: 0.077, 2: 0.112, 5: 0.190, 10: 0.244, 25: 0.344, 50: 0.362},
+    ARC: {1: 0.065, 2: 0.092, 5: 0.212, 10: 0.284, 25: 0.335},
+    SIEVE: {1: 0.058, 5: 0.126, 10: 0.195, 25: 0.336, 50: 0.363},
+    OPTIMUM: {1: 0.243, 2: 0.311, 5: 0.366, 10: 0.366, 25: 0.366, 50: 0.366},
+}
+PUBLISHED_TRACE: Final = "mooncake_conversation_trace.jsonl.gz"
+
+
+def envelope(case: CaseResult) -> list[float]:
+    """The best of `ENVELOPE` at each capacity, as far as they were replayed; empty if none was."""
+    rates = case.parameters["hit_rate"]
+    return [max(column) for column in zip(*(rates[name] for name in ENVELOPE if name in rates), strict=True)]
+
+
+def _rows(case: CaseResult) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row a capacity, then the sum."""
+    about = case.parameters
+    rates, best = about["hit_rate"], envelope(case)
+    headings = ["capacity", "blocks", *rates]
+    columns = [*rates.values()]
+    if best:
+        headings.append("envelope")
+        columns.append(best)
+    distance = [mine - other for mine, other in zip(rates.get(DEFAULT, ()), best, strict=False)]
+    if distance:
+        headings.append(f"{DEFAULT} - envelope, points")
+    rows = []
+    for at, (share, blocks) in enumerate(zip(about["capacities"], about["blocks"], strict=True)):
+        row = [f"{share:g} %", str(blocks), *(f"{column[at]:.4f}" for column in columns)]
+        rows.append([*row, f"{distance[at] * 100:+.2f}"] if distance else row)
+    sums = ["sum", "", *(f"{sum(column):.4f}" for column in columns)]
+    rows.append([*sums, f"{sum(distance) * 100:+.2f}"] if distance else sums)
+    return headings, rows
+
+
+def console_table(case: Case) -> Table:
+    """Hit rate by capacity, for the terminal."""
+    result = CaseResult(case.to_json())
+    headings, rows = _rows(result)
+    table = Table(title=_title(result), title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows[:-1]:
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*rows[-1])
+    return table
+
+
+def _title(case: CaseResult) -> str:
+    about = case.parameters
+    return (
+        f"{case.name}: {about['requests']} requests, {about['references']} references to {about['distinct']} blocks; "
+        "hit rate by capacity"
+    )
+
+
+def cost_lines(cases: list[Case]) -> list[str]:
+    """For the terminal: what each policy costs."""
+    lines = []
+    for case in (CaseResult(case.to_json()) for case in cases if case.parameters["group"] == COST_GROUP):
+        costs = ", ".join(f"{case.seconds(name).median * 1e9:.0f} ns {name}" for name in case.operations)
+        blocks = case.parameters["blocks"]
+        lines.append(f"{case.name}, {blocks} blocks: {costs}, each a block (target ≤ {TARGET_S * 1e9:.0f} ns)")
+    return lines
+
+
+def live_line(case: CaseResult) -> str:
+    """One live replay beside the simulator's."""
+    about = case.parameters
+    apart = abs(about["live"] - about["simulated"])
+    verdict = "agree" if apart <= AGREEMENT else f"DIFFER by more than {AGREEMENT * 100:g} point"
+    return (
+        f"{case.name}: {about['policy']}, {about['blocks']} blocks of {about['block_bytes']} bytes: live "
+        f"{about['live']:.4f}, simulated {about['simulated']:.4f}: {verdict}"
+    )
+
+
+# ---- documents -----------------------------------------------------------------------------------------------------
+
+
+def hit_rates(results: Results) -> str:
+    """A table a trace."""
+    parts = []
+    for case in results[BENCHMARK].group(TRACE_GROUP):
+        headings, rows = _rows(case)
+        parts.append(f"{_title(case)}.\n\n{markdown(headings, rows)}")
+    return "\n\n".join(parts)
+
+
+def published(results: Results) -> str:
+    """Theirs and ours, on the trace that theirs are of."""
+    for case in results[BENCHMARK].group(TRACE_GROUP):
+        if case.name == PUBLISHED_TRACE:
+            break
+    else:
+        return "Not measured yet."
+    rates, capacities = case.parameters["hit_rate"], case.parameters["capacities"]
+    names = [name for name in PUBLISHED if name in rates]
+    rows = []
+    for at, share in enumerate(capacities):
+        cells = []
+        for name in names:
+            theirs = PUBLISHED[name].get(share)
+            cells += [f"{theirs:.3f}" if theirs is not None else "", f"{rates[name][at]:.3f}"]
+        rows.append((f"{share:g} %", *cells))
+    return markdown(("capacity", *(f"{name}{whose}" for name in names for whose in (", theirs", ", here"))), rows)
+
+
+def cost(results: Results) -> str:
+    """ns a block."""
+    cases = results[BENCHMARK].group(COST_GROUP)
+    if not cases:
+        return "Not measured yet."
+    rows = [
+        (case.name, *(f"{case.seconds(name).median * 1e9:.0f}" for name in case.operations), f"≤ {TARGET_S * 1e9:.0f}")
+        for case in cases
+    ]
+    headings = (f"{cases[0].parameters['blocks']} blocks, ns a block", *cases[0].operations, "target")
+    return markdown(headings, rows)
+
+
+def live(results: Results) -> str:
+    """Live beside simulated."""
+    rows = [
+        (
+            case.name,
+            case.parameters["policy"],
+            str(case.parameters["blocks"]),
+            f"{case.parameters['live']:.4f}",
+            f"{case.parameters['simulated']:.4f}",
+            f"{(case.parameters['live'] - case.parameters['simulated']) * 100:+.2f}",
+        )
+        for case in results[BENCHMARK].group(LIVE_GROUP)
+    ]
+    return markdown(("trace", "policy", "blocks", "live", "simulated", "points"), rows) if rows else "Not measured yet."
+
+
+# Marker in the document: the benchmark it needs, and the table.
+EVICTION_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
+    "eviction": (BENCHMARK, hit_rates),
+    "eviction_published": (BENCHMARK, published),
+    "eviction_cost": (BENCHMARK, cost),
+    "eviction_live": (BENCHMARK, live),
+}

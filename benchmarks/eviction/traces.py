@@ -1,0 +1,109 @@
+"""Traces of requests in Mooncake's format: one JSON object a line, plain or gzip.
+
+``timestamp`` in ms, ``input_length`` and ``output_length`` in tokens, ``hash_ids``: the prompt's chain of block ids,
+head first. An id stands for its block and for all before it, so equal ids are equal prefixes. Only the order of the
+lines and the chains are used: a cache has no clock in the simulator.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.wire import MAX_KEYS
+
+KEY_BYTES: Final = 16
+FORMAT: Final = "a JSON object a line, with timestamp, input_length, output_length and hash_ids"
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+
+Chain = npt.NDArray[np.int32]
+Keys = npt.NDArray[np.uint8]
+
+
+class TraceError(Exception):
+    """A file is no trace. The message names file, line and field, and what was expected."""
+
+
+class _Line(msgspec.Struct, frozen=True):
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=0)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order. Blocks are numbered from 0 by first appearance."""
+
+    name: str
+    chains: Sequence[Chain]
+    keys: Keys  # (distinct, KEY_BYTES): by block number
+
+    @classmethod
+    def of(cls, name: str, requests: Iterable[Sequence[int]]) -> Trace:
+        """A trace of chains of block ids."""
+        numbers: dict[int, int] = {}
+        chains = [
+            np.array([numbers.setdefault(block, len(numbers)) for block in request], dtype=np.int32)
+            for request in requests
+        ]
+        digests = b"".join(xxhash.xxh3_128_digest(block.to_bytes(8, "little")) for block in numbers)
+        return cls(name, chains, np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_BYTES))
+
+    @property
+    def references(self) -> int:
+        """Blocks asked for, all requests together."""
+        return sum(map(len, self.chains))
+
+    @property
+    def distinct(self) -> int:
+        """Different blocks."""
+        return len(self.keys)
+
+    def first(self, requests: int | None) -> Trace:
+        """The trace's beginning; None: all of it."""
+        chains = self.chains[:requests]
+        last = max((int(chain.max()) for chain in chains if len(chain)), default=-1)
+        return Trace(self.name, chains, self.keys[: last + 1])
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a file. Raises `TraceError`."""
+    trace = Trace.of(path.name, (line.hash_ids for line in _lines(path)))
+    if not trace.distinct:
+        raise TraceError(f"{path}: no blocks in it: expected {FORMAT}")
+    return trace
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    decoder = msgspec.json.Decoder(_Line)
+    number = 0
+    try:
+        with path.open("rb") as file:
+            packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+        with gzip.open(path) if packed else path.open("rb") as file:
+            for line in file:
+                number += 1
+                if line.strip():
+                    yield decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}, line {number}: {_plain(str(error))}; a trace is {FORMAT}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}, after line {number}: cannot be read: {error}") from None
+
+
+def _plain(message: str) -> str:
+    """``hash_ids[3]: expected ...``, from how msgspec says it."""
+    what, _, where = message.partition(" - at ")
+    what = what[:1].lower() + what[1:]
+    field = where.strip("`").removeprefix("$").removeprefix(".")
+    return f"{field}: {what}" if field else what

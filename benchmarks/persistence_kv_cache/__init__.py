@@ -1,0 +1,6 @@
+"""Blocks on disk: where their bytes should lie, and what the server's disk tier reaches beside plain pread and pwrite.
+
+`python -m benchmarks.persistence_kv_cache.test_placement` compares placements within one process, without a server;
+`test_disk_tier` measures a real server. They share `files` (aligned memory, cold caches, space) and the harness of
+`benchmarks.remote_kv_cache`; `placements` holds the candidates, `tables` and `charts` what the documents show.
+"""

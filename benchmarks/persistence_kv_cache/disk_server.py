@@ -1,0 +1,136 @@
+"""A `kvstore-server` with a disk tier, started and stopped as often as a benchmark wants, and what it reports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from benchmarks.remote_kv_cache.processes import environment
+from benchmarks.remote_kv_cache.transfers import connect
+from kvstore_client import KVStoreClient
+
+START_S: Final = 120.0
+STOP_S: Final = 300.0  # a clean stop writes what is not on disk yet
+SETTLE_S: Final = 600.0
+_POLL_S: Final = 0.002
+
+
+@dataclass(frozen=True)
+class DiskState:
+    """The disk tiers of all shards together. `reads`: blocks read from disk since the start; `index_bytes`: of both
+    tiers' indexes in memory."""
+
+    blocks: int
+    dirty_blocks: int
+    dirty_bytes: int
+    reads: int
+    index_bytes: int
+
+
+def disk_state(client: KVStoreClient) -> DiskState:
+    """Asked now. Raises `RuntimeError` when a shard has no disk tier, or turned it off."""
+    shards = client.info().shards
+    disks = [shard.disk for shard in shards if shard.disk is not None]
+    if not disks or len(disks) < len(shards) or any(disk.state == "off" for disk in disks):
+        raise RuntimeError("a shard of the server under measurement has no disk tier (any more): see its log")
+    return DiskState(
+        blocks=sum(disk.blocks for disk in disks),
+        dirty_blocks=sum(disk.dirty_blocks for disk in disks),
+        dirty_bytes=sum(disk.dirty_bytes for disk in disks),
+        reads=sum(disk.fetched_blocks for disk in disks),
+        index_bytes=sum(shard.index_bytes for shard in shards),
+    )
+
+
+def wait_for(what: str, condition: Callable[[], bool], pause_s: float = _POLL_S) -> None:
+    """Ask until it holds; `TimeoutError` after ten minutes."""
+    deadline = time.monotonic() + SETTLE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {SETTLE_S:g} s")
+        time.sleep(pause_s)
+
+
+def wait_until_clean(client: KVStoreClient) -> None:
+    """Until everything that the server means to write is on disk."""
+    wait_for("write-behind", lambda: disk_state(client).dirty_blocks == 0)
+
+
+class Server:
+    """One server at a time on a free port; `disk` None: memory only. Not started by `__init__`. A context: whatever
+    happens, no process is left, and after an error its log is shown."""
+
+    def __init__(
+        self, memory_bytes: int, disk: Path | None = None, disk_bytes: int = 0, arguments: Sequence[str] = ()
+    ) -> None:
+        self._command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", f"{memory_bytes}B"]
+        if disk is not None:
+            self._command += ["--disk", str(disk), "--disk-size", f"{disk_bytes}B", "--disk-write", "all", *arguments]
+        self._process: subprocess.Popen[str] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.endpoint = ""
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None and error is not None:
+            self._process.kill()
+        self.stop()
+        if error is not None:
+            print(self.log(), file=sys.stderr)
+        self._log.close()
+
+    def start(self) -> float:
+        """-> seconds from the start of the process to its ready line. Raises `RuntimeError` with its log."""
+        begin = time.perf_counter()
+        process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment()
+        )
+        self._process = process
+        late = threading.Timer(START_S, process.kill)  # ends the wait for the line below
+        late.start()
+        try:
+            assert process.stdout is not None
+            ready = re.match(r"kvstore-server ready (tcp://\S+)", process.stdout.readline())
+        finally:
+            late.cancel()
+        if ready is None:
+            process.wait()
+            raise RuntimeError(f"kvstore-server did not start:\n{self.log()}")
+        self.endpoint = ready[1]
+        return time.perf_counter() - begin
+
+    def stop(self) -> None:
+        """Cleanly; killed when that takes too long."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def log(self) -> str:
+        """The end of what it wrote to stderr."""
+        self._log.seek(0)
+        return self._log.read()[-4000:].decode(errors="replace")
+
+    def connect(self, name: str, block_bytes: int) -> KVStoreClient:
+        """A client of the server as it runs now; a restarted one has another port."""
+        return connect(self.endpoint, name, block_bytes)

@@ -1,0 +1,105 @@
+# Least recently used, a list for each priority: of one request the tail goes before the head.
+
+
+@cython.final
+cdef class Lru(Policy):
+    """Least recently used first.
+
+    The blocks above one that is held, in the chain it was last touched with, are spared: it would be useless without
+    them. They go when nothing else of their priority is left.
+    """
+
+    cdef Chain[PRIORITIES] chains
+    # The walk: which chain and where, whether it came by a held block and of which batch, and whether this is the
+    # second time over the chain, for the blocks spared the first time.
+    cdef int priority
+    cdef int32_t at
+    cdef bint passed_held, spared, again
+    cdef uint64_t held_batch
+    cdef uint32_t now
+
+    def __cinit__(self):
+        cdef int i
+        for i in range(PRIORITIES):
+            chain_clear(&self.chains[i])
+
+    cdef void inserted(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef Record *record
+        for i in range(n - 1, -1, -1):
+            if slots[i] >= 0:
+                record = record_at(self.space, slots[i])
+                chain_push(self.space, &self.chains[record.priority], slots[i], record)
+
+    cdef void touched(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef Record *record
+        cdef Chain *chain
+        for i in range(n - 1, -1, -1):
+            if slots[i] >= 0:
+                record = record_at(self.space, slots[i])
+                chain = &self.chains[record.priority]
+                if chain.newest != slots[i]:
+                    chain_unlink(self.space, chain, slots[i], record)
+                    chain_push(self.space, chain, slots[i], record)
+
+    cdef void removed(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
+        chain_unlink(self.space, &self.chains[record.priority], slot, record)
+
+    cdef void unpinned(self) noexcept nogil:
+        cdef int i
+        for i in range(PRIORITIES):
+            self.chains[i].pinned_until = 0
+
+    cdef void begin_pass(self) noexcept nogil:
+        cdef Chain *chain = &self.chains[self.priority]
+        cdef int32_t before
+        cdef Record *record
+        self.at = chain_begin(chain, self.now)
+        before = chain.newest if self.at == NONE else record_at(self.space, self.at).older
+        self.passed_held = before != NONE
+        if self.passed_held:
+            record = record_at(self.space, before)
+            self.held_batch = record.tick - record.rank
+
+    cdef void start(self, uint32_t now) noexcept nogil:
+        self.now = now
+        self.priority = 0
+        self.spared = self.again = False
+        self.begin_pass()
+
+    cdef int32_t next(self) noexcept nogil:
+        cdef int32_t slot
+        cdef Record *record
+        cdef uint64_t batch
+        while True:
+            while self.at != NONE:
+                slot = self.at
+                record = record_at(self.space, slot)
+                self.at = record.newer
+                batch = record.tick - record.rank
+                if is_held(self.space, record, self.now):
+                    chain_pass(&self.chains[self.priority], slot, record, self.now)
+                    self.passed_held = True
+                    self.held_batch = batch
+                elif self.passed_held and batch == self.held_batch:
+                    if self.again:
+                        return slot
+                    self.spared = True
+                elif not self.again:
+                    return slot
+            if self.spared and not self.again:
+                self.again = True
+            elif self.priority + 1 < PRIORITIES:
+                self.priority += 1
+                self.spared = self.again = False
+            else:
+                return NONE
+            self.begin_pass()
+
+    cdef int32_t oldest(self) noexcept nogil:
+        cdef int i
+        for i in range(PRIORITIES):
+            if self.chains[i].oldest != NONE:
+                return self.chains[i].oldest
+        return NONE

@@ -1,0 +1,156 @@
+# What an index is made of: a record a slot, in segments.
+#
+# A record (48 bytes, then the key) holds all there is to say about a slot, so that at 16-byte keys a hit costs one
+# cache line; records are allocated a segment at a time and given back with it. Times in records are eighths of a
+# second of the monotonic clock: ends are rounded up, the present down, so that nothing ends early, and what ends at
+# a time has ended at that time.
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_FULL_RO, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
+)
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcmp, memcpy, memset
+
+import os as _os
+
+import numpy as _numpy
+
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #include <stdlib.h>
+    #include <string.h>
+
+    #define KV_ROTL(x, b) (((x) << (b)) | ((x) >> (64 - (b))))
+    #define KV_SIPROUND \\
+        v0 += v1; v1 = KV_ROTL(v1, 13); v1 ^= v0; v0 = KV_ROTL(v0, 32); \\
+        v2 += v3; v3 = KV_ROTL(v3, 16); v3 ^= v2; \\
+        v0 += v3; v3 = KV_ROTL(v3, 21); v3 ^= v0; \\
+        v2 += v1; v1 = KV_ROTL(v1, 17); v1 ^= v2; v2 = KV_ROTL(v2, 32)
+
+    /* SipHash-1-3 (Aumasson and Bernstein, 2012): a keyed hash whose collisions cannot be found from outside. */
+    static inline uint32_t kv_siphash(const unsigned char *key, size_t size, uint64_t k0, uint64_t k1) {
+        uint64_t v0 = k0 ^ 0x736f6d6570736575ULL, v1 = k1 ^ 0x646f72616e646f6dULL;
+        uint64_t v2 = k0 ^ 0x6c7967656e657261ULL, v3 = k1 ^ 0x7465646279746573ULL;
+        uint64_t word;
+        size_t i = 0;
+        for (; i + 8 <= size; i += 8) {
+            memcpy(&word, key + i, 8);
+            v3 ^= word; KV_SIPROUND; v0 ^= word;
+        }
+        word = 0;
+        memcpy(&word, key + i, size - i);
+        word |= (uint64_t)size << 56;
+        v3 ^= word; KV_SIPROUND; v0 ^= word;
+        v2 ^= 0xff; KV_SIPROUND; KV_SIPROUND; KV_SIPROUND;
+        return (uint32_t)(v0 ^ v1 ^ v2 ^ v3);
+    }
+
+    /* n / d for 32-bit n and d > 1, with magic = 2**64 / d + 1 (Lemire, 2019): a multiplication, no division. */
+    static inline uint32_t kv_divide(uint32_t n, uint64_t magic) {
+        return (uint32_t)(((unsigned __int128)magic * n) >> 64);
+    }
+    static inline int kv_lowest_bit(uint64_t word) { return __builtin_ctzll(word); }
+    static inline void kv_prefetch(const void *address) { __builtin_prefetch(address); }
+    """
+    uint32_t kv_siphash(const unsigned char *key, size_t size, uint64_t k0, uint64_t k1) noexcept nogil
+    uint32_t kv_divide(uint32_t n, uint64_t magic) noexcept nogil
+    int kv_lowest_bit(uint64_t word) noexcept nogil
+    void kv_prefetch(const void *address) noexcept nogil
+    int posix_memalign(void **memory, size_t alignment, size_t size) noexcept nogil
+
+
+cdef enum:
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    GONE = 3
+    CHOSEN = 4  # a WRITING slot inside one commit or abort, so that a slot named twice is noticed
+
+    NONE = -1
+    EXISTED = -1
+    DUPLICATE = -2
+    NO_SPACE = -3
+    FOUND = -4  # FOUND - slot: inside reserve, a key whose READY slot is yet to be touched
+
+    PRIORITIES = 4
+    LOOKAHEAD = 32  # keys whose cache lines are requested together
+    MAX_SLOTS = 0x7FFFFFC0
+
+    CHECKSUM = 0  # the fields of a record that can be asked for by slot
+    TICK = 1
+    EXPIRES = 2
+    PRIORITY = 3
+
+cdef uint64_t NO_TICK = 0x7FFFFFFFFFFFFFFF
+cdef tuple COLUMNS = ("slots", "sums", "ticks", "expires", "priorities")
+cdef tuple STATE_NAMES = ("free", "writing", "ready", "gone", "named twice")
+
+
+cdef struct Record:
+    uint64_t checksum
+    uint64_t tick       # when it was last used
+    uint32_t pin_until  # eighths of a second; 0: never pinned
+    uint32_t expires    # eighths of a second; 0: never
+    int32_t refs
+    int32_t newer       # READY: the policy's list; WRITING: the slot of the block before it in its request, or NONE
+    int32_t older       # READY: the policy's list; WRITING: the READY slot it is to replace
+    uint32_t hash
+    uint32_t rank       # blocks below it in the batch that last touched it: tick - rank names that batch
+    uint8_t state
+    uint8_t priority    # 0 to PRIORITIES - 1; the higher stay longer
+    uint8_t queue       # the policy's
+    uint8_t uses        # the policy's
+
+
+cdef struct Segment:
+    char *records           # NULL when detached
+    uint32_t latest_pin     # no pin in it ends later: what makes counting pins cheap
+
+
+cdef struct Space:
+    # The records of one index by slot: slots are numbered ordinal * slots_per_segment + i.
+    Segment *segment        # by ordinal
+    Py_ssize_t ordinals
+    Py_ssize_t slots_per_segment
+    Py_ssize_t stride       # bytes from record to record
+    uint64_t magic          # divides by slots_per_segment
+    uint32_t clock          # the latest time the index was told
+
+
+cdef inline unsigned char *record_key(Record *record) noexcept nogil:
+    return <unsigned char *>record + sizeof(Record)
+
+
+cdef inline Record *record_at(Space *space, int32_t slot) noexcept nogil:
+    cdef uint32_t ordinal = <uint32_t>slot
+    if space.magic != 0:
+        ordinal = kv_divide(ordinal, space.magic)
+    return <Record *>(
+        space.segment[ordinal].records + (slot - <Py_ssize_t>ordinal * space.slots_per_segment) * space.stride
+    )
+
+
+cdef inline bint is_expired(Space *space, Record *record) noexcept nogil:
+    return record.expires != 0 and record.expires <= space.clock
+
+
+cdef inline bint is_held(Space *space, Record *record, uint32_t now) noexcept nogil:
+    """Whether a READY block may not be evicted: it is being read, or pinned."""
+    return record.refs != 0 or (record.pin_until > now and not is_expired(space, record))
+
+
+cdef inline uint32_t eighths_down(double seconds) noexcept nogil:
+    """A time that has come, in eighths of a second."""
+    return <uint32_t>(seconds * 8) if 0 < seconds < 0x1FFFFFFF else 0 if not seconds > 0 else 0xFFFFFFF8
+
+
+cdef inline uint32_t eighths_up(double seconds) noexcept nogil:
+    """A time until which something holds, in eighths of a second, rounded up; 0 for what never held."""
+    cdef uint32_t eighths = eighths_down(seconds)
+    return eighths + (eighths < seconds * 8)

@@ -1,0 +1,183 @@
+"""From disk to memory: a block that is wanted and lies on disk only is read straight into its memory slot.
+
+The slot is reserved first, as for a block that a client is writing, so whoever wants the block waits as for any other;
+what was read is checked against the client's checksum on the thread that read it, and is readable or gone. Copies:
+disk to slot, and none other: what is sent is the slot.
+
+Reads in flight are bounded; who finds no room looks again when a read has ended (`WAIT`).
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore._cext import BlockIndex, read_blocks
+from kvstore.disk.namespace import DiskNamespace
+from kvstore.store import NamespaceStore
+from kvstore.tier import Slots
+
+if TYPE_CHECKING:
+    from kvstore.disk.tier import DiskTier
+
+log = logging.getLogger("kvstore.disk")
+
+ABSENT: Final = -1
+COMING: Final = -2
+WAIT: Final = -3
+CORRUPT: Final = -1  # of `read_blocks`
+READ_JOB_BYTES: Final = 1 << 20  # what a thread reads at a time: several, so that the device sees several reads
+MAX_MEMORY_SHARE: Final = 0.25  # of memory may be waiting for the disk
+
+Sums = npt.NDArray[np.uint64]
+Answers = npt.NDArray[np.int32]
+
+
+class Fetching:
+    """All reads of blocks for their readers. The loop's thread."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+        self._limit_bytes = int(tier.store.limit_bytes * MAX_MEMORY_SHARE)
+        self._starved: set[NamespaceStore] = set()  # those who were told to wait
+        self.in_flight_bytes = 0
+        self.blocks = self.bytes = self.corrupt = 0
+
+    def fetch(self, namespace: NamespaceStore, keys: bytes, now: float) -> Answers:
+        """Begin to read what of `keys` is on disk and not in memory. -> `COMING`, `WAIT` or `ABSENT`, one a key."""
+        disk = namespace.disk
+        assert disk is not None
+        found = disk.index.acquire(keys, now, 0, False)
+        answers = np.full(len(found), ABSENT, dtype=np.int32)
+        rows = np.flatnonzero(found >= 0)
+        if not len(rows):
+            return answers
+        answers[rows] = COMING
+        room = max(0, self._limit_bytes - self.in_flight_bytes) // namespace.block_bytes
+        if not self.in_flight_bytes:
+            room = max(room, 1)
+        if len(rows) > room:
+            self._put_off(namespace, answers, rows[room:], disk.index, found)
+            rows = rows[:room]
+        priorities = disk.index.priorities_of(found[rows])
+        for priority in np.unique(priorities).tolist():
+            self._begin(namespace, disk, keys, found, rows[priorities == priority], answers, now, priority)
+        return answers
+
+    def _put_off(
+        self, namespace: NamespaceStore, answers: Answers, rows: npt.NDArray[np.int64], index: BlockIndex, found: Slots
+    ) -> None:
+        index.release(found[rows])
+        answers[rows] = WAIT
+        self._starved.add(namespace)
+
+    def _begin(
+        self,
+        namespace: NamespaceStore,
+        disk: DiskNamespace,
+        keys: bytes,
+        found: Slots,
+        rows: npt.NDArray[np.int64],
+        answers: Answers,
+        now: float,
+        priority: int,
+    ) -> None:
+        store, memory = self._tier.store, namespace.memory
+        wanted = np.frombuffer(keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[rows].tobytes()
+        store.make_room(namespace, memory.index.missing(wanted), now)
+        slots = memory.index.reserve(wanted, False, store.ticks(len(rows)), priority)
+        refused = slots < 0
+        if refused.any():
+            full = slots == BlockIndex.NO_SPACE
+            disk.index.release(found[rows[refused & ~full]])  # in memory, or on its way
+            if self.in_flight_bytes:
+                self._put_off(namespace, answers, rows[full], disk.index, found)
+            else:  # everything is pinned or being sent
+                disk.index.release(found[rows[full]])
+                answers[rows[full]] = ABSENT
+            rows, slots = rows[~refused], slots[~refused]
+        places = found[rows]
+        step = max(1, READ_JOB_BYTES // namespace.block_bytes)
+        for segment, members in disk.by_segment(places):
+            for at in range(0, len(members), step):
+                some = members[at : at + step]
+                self._read(namespace, disk, segment, slots[some], places[some])
+
+    def _read(self, namespace: NamespaceStore, disk: DiskNamespace, segment: int, slots: Slots, places: Slots) -> None:
+        tier, size = self._tier, namespace.block_bytes
+        sums = disk.index.checksums(places)
+        fd = tier.open_file(segment, disk.direct)
+        if fd is None:
+            self._give_up(namespace, disk, slots, places)
+            return
+        self.in_flight_bytes += len(slots) * size
+        tier.reads.submit(
+            partial(
+                read_blocks,
+                fd,
+                tier.store.arena.memory,
+                namespace.memory.offsets(slots),
+                disk.file_offsets(places),
+                size,
+                sums,
+            ),
+            partial(self._arrived, namespace, disk, slots, places, sums),
+        )
+
+    def _arrived(
+        self,
+        namespace: NamespaceStore,
+        disk: DiskNamespace,
+        slots: Slots,
+        places: Slots,
+        sums: Sums,
+        status: Answers | OSError,
+    ) -> None:
+        tier = self._tier
+        self.in_flight_bytes -= len(slots) * namespace.block_bytes
+        if isinstance(status, OSError):
+            self._give_up(namespace, disk, slots, places)
+            tier.fail(status)
+        else:
+            # A block deleted while it was read must not come back.
+            good = (status == 0) & (disk.index.states_of(places) == BlockIndex.READY)
+            self.blocks += int(good.sum())
+            self.bytes += int(good.sum()) * namespace.block_bytes
+            self._place(namespace, disk, slots[good], places[good], sums[good])
+            namespace.memory.index.abort(slots[~good])
+            self.drop_corrupt(disk, places[status == CORRUPT])
+            disk.index.release(places)
+            if (status > 0).any():
+                tier.fail_with(int(status.max()))
+        namespace.wake_parked()
+        self.wake()
+
+    def wake(self) -> None:
+        """Those who were told to wait look again."""
+        starved, self._starved = self._starved, set()
+        for namespace in starved:
+            namespace.wake_parked()
+
+    def _place(self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots, sums: Sums) -> None:
+        expires = disk.index.expires_of(places)
+        for when in np.unique(expires).tolist():
+            rows = expires == when
+            namespace.memory.index.commit(slots[rows], sums[rows], self._tier.store.ticks(int(rows.sum())), when)
+
+    def drop_corrupt(self, disk: DiskNamespace, places: Slots) -> None:
+        """Blocks whose bytes are not those of their checksum are forgotten, counted and logged."""
+        bad = places[disk.index.states_of(places) == BlockIndex.READY]
+        if not len(bad):
+            return
+        key = disk.index.keys_of(bad[:1]).hex()
+        log.error("disk: %d damaged block(s) dropped, among them key %s of %s", len(bad), key, disk.name)
+        self.corrupt += disk.drop(bad)
+
+    @staticmethod
+    def _give_up(namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots) -> None:
+        namespace.memory.index.abort(slots)
+        disk.index.release(places)

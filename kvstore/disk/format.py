@@ -1,0 +1,246 @@
+"""The disk tier's directory: its version, its shape, who may use it, and the names in it.
+
+    PATH/FORMAT               JSON: format, version, shards, segment_bytes, identity, and a guard over these
+    PATH/shard-0/FORMAT       a copy; either repairs the other
+    PATH/shard-0/lock         held (flock) by the one shard that uses the folder, and by its keeper
+    PATH/shard-0/segments/    00000000.seg ...: segment_bytes each, cut into slots, nothing else in them
+    PATH/shard-0/index/       LMDB: which block lies where
+
+Safety property: a directory is ours when it is empty or carries our mark; in any other, nothing is created, changed or
+removed. The mark is replaced as a whole (temporary file, fsync, rename), so a crash leaves the old or the new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+log = logging.getLogger("kvstore.disk")
+
+VERSION: Final = 1
+FORMAT_FILE: Final = "FORMAT"
+LOCK_FILE: Final = "lock"
+SEGMENTS: Final = "segments"
+INDEX: Final = "index"
+LOCK_WAIT_S: Final = 5.0
+_NAME: Final = "kvstore-disk"
+_TEMPORARY: Final = "FORMAT.new"
+_SHAPE: Final = ("shards", "segment_bytes", "identity")
+_NOT_CONTENT: Final = frozenset({"lost+found", _TEMPORARY, FORMAT_FILE})
+
+
+class DiskFormatError(Exception):
+    """The directory cannot be used as a disk tier. The message says what was found and what to do."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A disk tier's directory and what it was made for."""
+
+    path: Path
+    shards: int
+    segment_bytes: int
+    identity: str  # names the shards to placement, whatever host and port they are reached at
+
+    def shard_directory(self, shard: int) -> Path:
+        return self.path / f"shard-{shard}"
+
+
+def segment_path(shard_directory: Path, segment: int) -> Path:
+    return shard_directory / SEGMENTS / f"{segment:08d}.seg"
+
+
+def open_directory(path: Path, shards: int, segment_bytes: int) -> Layout:
+    """Make `path` a disk tier, or accept the one that it is; its own `segment_bytes` wins over the argument.
+
+    Called by the supervisor before it starts shards; blocks on the disk. A damaged mark is repaired. Raises
+    `DiskFormatError`.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        layout = _find(path)
+        if layout is None:
+            layout = Layout(path, shards, segment_bytes, secrets.token_hex(8))
+        if layout.shards != shards:
+            raise DiskFormatError(
+                f"{path} holds the blocks of {layout.shards} shards, and this server has {shards}: "
+                f"start it with --shards {layout.shards}, or choose an empty directory"
+            )
+        _complete(layout)
+    except OSError as error:
+        raise DiskFormatError(_explain(path, error)) from error
+    return layout
+
+
+def read_directory(path: Path) -> Layout:
+    """What the disk tier at `path` was made for; changes nothing. Raises `DiskFormatError`."""
+    try:
+        layout = _find(path)
+    except OSError as error:
+        raise DiskFormatError(_explain(path, error)) from error
+    if layout is None:
+        raise DiskFormatError(f"{path} is empty: expected the directory of a disk tier")
+    return layout
+
+
+def lock_shard(directory: Path) -> int:
+    """Become the only user of a shard's folder. -> a descriptor that holds the lock until its last copy is closed.
+
+    Blocks for up to `LOCK_WAIT_S`: a predecessor that was just killed may still be ending. Raises `DiskFormatError`.
+    """
+    try:
+        fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise DiskFormatError(_explain(directory, error)) from error
+    deadline = time.monotonic() + LOCK_WAIT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DiskFormatError(
+                        f"{directory} is in use by {_holder(fd)}: stop it, or choose another directory"
+                    ) from None
+                time.sleep(0.02)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise DiskFormatError(_explain(directory, error)) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _holder(fd: int) -> str:
+    pid = os.pread(fd, 32, 0).strip()
+    return f"process {pid.decode()}" if pid.isdigit() else "another process"
+
+
+# ---- the mark ----------------------------------------------------------------------------------------------------
+
+
+def _mark(layout: Layout) -> bytes:
+    fields: dict[str, object] = {"format": _NAME, "version": VERSION}
+    fields |= {name: getattr(layout, name) for name in _SHAPE}
+    return _dump({**fields, "guard": _guard(fields)}) + b"\n"
+
+
+def _dump(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _guard(fields: dict[str, object]) -> str:
+    return xxhash.xxh3_64_hexdigest(_dump(fields))
+
+
+def _read_mark(path: Path, file: Path) -> Layout | None:
+    """What a mark says; None when it is missing or damaged. Raises `DiskFormatError` for a version other than ours."""
+    try:
+        with file.open("rb") as opened:
+            fields = json.loads(opened.read(4096))
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(fields, dict) or fields.pop("guard", None) != _guard(fields) or fields.get("format") != _NAME:
+        return None
+    version, shards, segment_bytes, identity = (fields.get(name) for name in ("version", *_SHAPE))
+    if version != VERSION:
+        raise DiskFormatError(
+            f"{path} has disk format version {version}, and this server knows version {VERSION}: "
+            "use the release that made it, or choose an empty directory"
+        )
+    if not isinstance(shards, int) or not isinstance(segment_bytes, int) or not isinstance(identity, str):
+        return None
+    return Layout(path, shards, segment_bytes, identity)
+
+
+def _find(path: Path) -> Layout | None:
+    """What the directory was made for; None: it is empty. Raises `DiskFormatError` when it is not ours."""
+    names = set(os.listdir(path))
+    layout = _read_mark(path, path / FORMAT_FILE) if FORMAT_FILE in names else None
+    if layout is not None:
+        return layout
+    shards = sorted(name for name in names if name.startswith("shard-") and (path / name).is_dir())
+    for name in shards:
+        layout = _read_mark(path, path / name / FORMAT_FILE)
+        if layout is not None:
+            return layout
+    content = sorted(names - _NOT_CONTENT)
+    if content or FORMAT_FILE in names:
+        found = ", ".join(repr(name) for name in content[:3]) + (" ..." if len(content) > 3 else "")
+        raise DiskFormatError(
+            f"{path} is not a disk tier of kvstore: it has no readable {FORMAT_FILE}"
+            + (f", but holds {found}" if content else "")
+            + "; nothing was changed; choose an empty directory, or empty this one"
+        )
+    return None
+
+
+def _complete(layout: Layout) -> None:
+    """Create what is missing and repair what is damaged, the mark first: from then on the directory is ours."""
+    path = layout.path
+    _write_mark(path, layout)
+    for shard in range(layout.shards):
+        directory = layout.shard_directory(shard)
+        (directory / SEGMENTS).mkdir(parents=True, exist_ok=True)
+        other = _read_mark(path, directory / FORMAT_FILE)
+        if other is not None and other != layout:
+            raise DiskFormatError(
+                f"{directory} belongs to a disk tier of {other.shards} shards and segments of {other.segment_bytes} "
+                f"bytes, {path} to one of {layout.shards} and {layout.segment_bytes}: "
+                "put it back where it belongs, or remove it"
+            )
+        _write_mark(directory, layout)
+        os.close(os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))  # may we write here?
+    _sync_directory(path)
+
+
+def _write_mark(directory: Path, layout: Layout) -> None:
+    """See that `directory` holds the mark of `layout`, and that it is on the disk."""
+    file = directory / FORMAT_FILE
+    mark = _mark(layout)
+    found = file.read_bytes() if file.exists() else None
+    if found == mark:
+        return
+    if found is not None:
+        log.warning("%s is damaged: repaired from a copy", file)
+    temporary = directory / _TEMPORARY
+    with temporary.open("wb") as opened:
+        opened.write(mark)
+        opened.flush()
+        os.fsync(opened.fileno())
+    temporary.replace(file)
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _explain(path: Path, error: OSError) -> str:
+    """What an operator can do about an error of the file system."""
+    where = error.filename or path
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return f"{where} is not a directory: choose another path for the disk tier"
+    if error.errno == errno.EROFS:
+        return f"{where} is on a read-only file system: mount it writable, or choose another directory"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"no permission to use {where}: give user {os.geteuid()} the right to read and write {path}"
+    return f"{path} cannot be used as a disk tier: {error}"

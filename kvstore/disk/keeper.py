@@ -1,0 +1,310 @@
+"""The shard's end of its keeper: the process that keeps the persistent index (`keeper_process`).
+
+The loop's thread owns a `Keeper` and is the only one to use it. Nothing blocks but `stop` (and, after the keeper has
+ended, the moment until the kernel says how). Operations are queued here and taken by the kernel as the keeper reads:
+`backlog_bytes` is what the shard has to bound, by writing less to the disk while it is high.
+
+The keeper may die at any time, of a damaged index for instance: `KeeperFailed` is then the last event. What was told
+before is true, so the shard may start another, `fresh`, and put what it knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import kvstore
+from kvstore.disk.entries import ENTRY, Entries
+from kvstore.disk.messages import (
+    Committed,
+    Event,
+    Inbox,
+    KeeperFailed,
+    Kind,
+    Message,
+    NamespaceFound,
+    RecoveryDone,
+    event_of,
+    frame,
+)
+
+MAX_NAMESPACES: Final = 1024  # that the index knows at a time
+_RECV_BYTES: Final = 1 << 20
+_READ_AT_ONCE_BYTES: Final = 8 << 20  # then the loop has a look at its other connections
+_SEND_BUFFERS: Final = 64
+_DEATH_S: Final = 0.2
+# The keeper runs the shard's own code, whatever the working directory holds.
+_CODE: Final = str(Path(kvstore.__file__).resolve().parent.parent)
+_RUN: Final = (
+    "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; "
+    "from kvstore.disk.keeper_process import main; main()"
+)
+
+
+class TooManyNamespaces(Exception):
+    """The index knows `MAX_NAMESPACES` namespaces: forget one that has no entries."""
+
+
+def _spawn(
+    directory: Path, mode: str, map_bytes: int, lock_fd: int | None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a keeper. It dies with the calling *thread* (parent-death signal), which is the process's main one."""
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RUN, _CODE, str(directory), str(theirs.fileno()), mode, str(map_bytes)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *(() if lock_fd is None else (lock_fd,))),
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+class Keeper:
+    """A shard's persistent index.
+
+    directory: the shard's folder. fresh: forget the index that is there. lock_fd: of `lock_shard`; the keeper holds it
+    too, so nobody uses the folder before it has ended. map_bytes: what the index may grow to.
+
+    Raises `OSError` when no process can be started. `NamespaceFound` and `Recovered` come first, then `RecoveryDone`
+    (unless `fresh`: then at once what is put counts), `Committed` as operations are committed.
+    """
+
+    def __init__(self, directory: Path, *, fresh: bool, lock_fd: int, map_bytes: int) -> None:
+        self.directory = directory
+        self.recovering = not fresh
+        self.namespaces_known = fresh
+        self.backlog_bytes = 0
+        self.failed = False
+        self._process, self._sock = _spawn(directory, "fresh" if fresh else "recover", map_bytes, lock_fd)
+        self._sock.setblocking(False)
+        self._inbox = Inbox()
+        self._queue: deque[memoryview] = deque()
+        self._ordinals: dict[bytes, int] = {}
+        self._key_bytes: dict[int, int] = {}
+        self._sequence = 0
+        self._committed = 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._queue) and not self.failed
+
+    # ---- what the loop calls -------------------------------------------------------------------------------------
+
+    def on_readable(self) -> list[Event]:
+        """What the keeper has told, a few MiB at a time. After `KeeperFailed`, stop watching and `kill`."""
+        events: list[Event] = []
+        taken = 0
+        while taken < _READ_AT_ONCE_BYTES and not self.failed:
+            try:
+                data = self._sock.recv(_RECV_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            taken += len(data)
+            if data:
+                for message in self._inbox.feed(data):
+                    events += self._take(message)
+            else:
+                self._fail()
+                events.append(KeeperFailed(_how_it_ended(self._process)))
+        return events
+
+    def on_writable(self) -> None:
+        """Send what the kernel takes."""
+        queue = self._queue
+        while queue and not self.failed:
+            try:
+                sent = self._sock.sendmsg(list(itertools.islice(queue, _SEND_BUFFERS)))
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                self._drop_queue()  # it has ended: `on_readable` tells
+                return
+            self.backlog_bytes -= sent
+            while queue and sent >= len(queue[0]):
+                sent -= len(queue.popleft())
+            if sent:
+                queue[0] = queue[0][sent:]
+
+    def _take(self, message: Message) -> Iterator[Event]:
+        """Note what a message tells."""
+        if message.kind == Kind.NAMESPACES_KNOWN:
+            self.namespaces_known = True
+            return
+        event = event_of(message)
+        if isinstance(event, Committed):
+            self._committed = event.sequence
+        elif isinstance(event, NamespaceFound):
+            self._ordinals[event.canonical] = event.ordinal
+            self._key_bytes[event.ordinal] = event.key_bytes
+        elif isinstance(event, RecoveryDone):
+            self.recovering = False
+        elif isinstance(event, KeeperFailed):
+            self._fail()
+        yield event
+
+    def _fail(self) -> None:
+        self.failed = True
+        self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        self._queue.clear()
+        self.backlog_bytes = 0
+
+    def _send(self, kind: Kind, *payload: bytes, key_bytes: int = 0, ordinal: int = 0, number: int = 0) -> None:
+        if self.failed:
+            return
+        data = frame(kind, *payload, key_bytes=key_bytes, ordinal=ordinal, number=number)
+        self._queue.append(memoryview(data))
+        self.backlog_bytes += len(data)
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    # ---- operations: queued, applied in this order ------------------------------------------------------------------
+
+    def open_namespace(self, canonical: bytes, key_bytes: int) -> int:
+        """-> the namespace's ordinal, the one it has if it is known.
+
+        Call it when `namespaces_known`; before, a new ordinal might be one of the old index. Raises `ValueError` when
+        the namespace is known with keys of another length, `TooManyNamespaces`.
+        """
+        if not self.namespaces_known:
+            raise RuntimeError("the namespaces of the old index are not known yet")
+        ordinal = self._ordinals.get(canonical)
+        if ordinal is not None:
+            if self._key_bytes[ordinal] != key_bytes:
+                raise ValueError(f"keys of {key_bytes} bytes: this namespace has keys of {self._key_bytes[ordinal]}")
+            return ordinal
+        if len(self._ordinals) >= MAX_NAMESPACES:
+            raise TooManyNamespaces(f"the index of {self.directory} knows {MAX_NAMESPACES} namespaces already")
+        ordinal = next(number for number in range(len(self._key_bytes) + 1) if number not in self._key_bytes)
+        self._ordinals[canonical] = ordinal
+        self._key_bytes[ordinal] = key_bytes
+        self._send(Kind.OPEN_NAMESPACE, canonical, ordinal=ordinal, key_bytes=key_bytes)
+        return ordinal
+
+    def forget_namespace(self, ordinal: int) -> None:
+        """Remove a namespace, all of whose entries have been deleted; its ordinal becomes another's."""
+        del self._key_bytes[ordinal]
+        self._ordinals = {canonical: other for canonical, other in self._ordinals.items() if other != ordinal}
+        self._send(Kind.FORGET_NAMESPACE, ordinal=ordinal)
+
+    def put(self, ordinal: int, keys: bytes, entries: Entries) -> int:
+        """Block i of `keys` lies at `entries[i]`; what was known of it before is replaced. -> sequence number."""
+        key_bytes = self._key_bytes[ordinal]
+        if entries.dtype != ENTRY or len(keys) != len(entries) * key_bytes:
+            raise ValueError(f"{len(keys)} bytes of keys for {len(entries)} entries: expected {key_bytes} bytes each")
+        sequence = self._next()
+        self._send(Kind.PUT, keys, entries.tobytes(), ordinal=ordinal, key_bytes=key_bytes, number=sequence)
+        return sequence
+
+    def delete(self, ordinal: int, keys: bytes) -> int:
+        """Forget blocks, known or not. -> sequence number."""
+        key_bytes = self._key_bytes[ordinal]
+        if len(keys) % key_bytes:
+            raise ValueError(f"{len(keys)} bytes of keys: expected {key_bytes} bytes each")
+        sequence = self._next()
+        self._send(Kind.DELETE, keys, ordinal=ordinal, key_bytes=key_bytes, number=sequence)
+        return sequence
+
+    def sync(self) -> int:
+        """Commit now. -> sequence number: when it is committed, everything before it is."""
+        sequence = self._next()
+        self._send(Kind.SYNC, number=sequence)
+        return sequence
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def stop(self, timeout_s: float) -> bool:
+        """Blocks: send what is queued, have it committed, and wait for the keeper's end, or kill it after `timeout_s`.
+
+        -> whether everything was committed. Events not yet read are dropped.
+        """
+        if self.recovering and not self._sequence:
+            self.kill()  # the old index is as it was, and there is nothing to add
+            return True
+        deadline = time.monotonic() + timeout_s
+        self._send(Kind.STOP)
+        poll = select.poll()
+        while not self.failed and (left_s := deadline - time.monotonic()) > 0:
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._queue else 0))
+            for _, ready in poll.poll(left_s * 1000):
+                if ready & select.POLLOUT:
+                    self.on_writable()
+                if ready & ~select.POLLOUT:
+                    self.on_readable()
+        self.kill()
+        return self._committed == self._sequence
+
+    def kill(self) -> None:
+        """End the keeper at once; what was not committed is lost."""
+        self.failed = True
+        self._drop_queue()
+        self._sock.close()
+        self._process.kill()
+        try:
+            self._process.wait(_DEATH_S)
+        except subprocess.TimeoutExpired:  # a disk that hangs holds it in the kernel: let another thread wait for that
+            threading.Thread(target=self._process.wait, name="keeper-end", daemon=True).start()
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """Its connection was closed, so it is about to be gone: the kernel closes files a moment before it tells."""
+    try:
+        status = process.wait(_DEATH_S)
+    except subprocess.TimeoutExpired:
+        return f"the keeper of the index (pid {process.pid}) hung up"
+    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"the keeper of the index (pid {process.pid}) ended: {how}"
+
+
+def read_index(directory: Path) -> Iterator[Event]:
+    """What the index of a shard's folder holds, for `kvstore verify`: changes nothing on disk, blocks.
+
+    The caller holds the shard's lock. Ends with `RecoveryDone`, or `KeeperFailed` when reading ended the process.
+    """
+    process, sock = _spawn(directory, "read", 0, None)
+    inbox = Inbox()
+    try:
+        while True:
+            data = sock.recv(_RECV_BYTES)
+            for message in inbox.feed(data):
+                if message.kind == Kind.NAMESPACES_KNOWN:
+                    continue
+                event = event_of(message)
+                yield event
+                if isinstance(event, (RecoveryDone, KeeperFailed)):
+                    return
+            if not data:
+                yield KeeperFailed(_how_it_ended(process))
+                return
+    finally:
+        sock.close()
+        process.kill()
+        process.wait()

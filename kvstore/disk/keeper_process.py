@@ -1,0 +1,419 @@
+"""The keeper: the one process that opens a shard's persistent index. A child of the shard, spoken to over a socketpair.
+
+LMDB maps its file and trusts it: a damaged page can crash or mislead whoever reads it, and it has no checksums of
+pages. So the shard never maps it; this process does, and may die of it. At start it reads the old index in the order
+of its keys, believes only records whose guards are right, tells the shard of them while it reads, and writes them to
+a fresh environment, `index.new/`, whose file takes the old one's place when it is complete. Damage of whatever kind,
+that of free lists included, never survives a start. Until then the old index is left as it is.
+
+After that it applies operations in the order in which they were sent, and commits with fsync: `COMMIT_DELAY_S` after
+the first uncommitted one, with `COMMIT_ENTRIES` uncommitted ones, when asked, and when the shard's end is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import operator
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.disk.entries import (
+    ENTRY,
+    ORDINAL_BYTES,
+    VALUE_BYTES,
+    Entries,
+    check_entries,
+    pack_entries,
+    pack_keys,
+    pack_namespace,
+    pack_ordinal,
+    unpack_namespace,
+    unpack_ordinal,
+)
+from kvstore.disk.format import INDEX
+from kvstore.disk.messages import RECOVERY_COUNTS, Inbox, Kind, Message, frame
+
+COMMIT_DELAY_S: Final = 0.25
+COMMIT_ENTRIES: Final = 8192
+INDEX_NEW: Final = "index.new"
+DATA_FILE: Final = "data.mdb"
+_BLOCKS: Final = b"blocks"
+_NAMESPACES: Final = b"namespaces"
+_BATCH: Final = 2048  # records read at a time: what is lost when damage ends the process while it reads
+_REBUILD_COMMIT_ENTRIES: Final = 1 << 17  # bounds the memory that uncommitted pages take
+_READ_S: Final = 30.0  # a batch that takes longer is damage that LMDB runs in circles in
+_MIN_RECORD_BYTES: Final = 18  # no record takes less of the file
+_NEARLY_FULL_BYTES: Final = 1 << 20
+_RECV_BYTES: Final = 1 << 20
+_PR_SET_PDEATHSIG: Final = 1
+
+Record: TypeAlias = tuple[bytes, bytes]
+Rows: TypeAlias = npt.NDArray[np.bool_]
+
+
+class ShardGone(Exception):
+    """The shard's end of the socketpair is closed."""
+
+
+class Shard:
+    """The other end. Blocks."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._inbox = Inbox()
+
+    def tell(self, kind: Kind, *payload: bytes, key_bytes: int = 0, ordinal: int = 0, number: int = 0) -> None:
+        """Raises `ShardGone`."""
+        try:
+            self._sock.sendall(frame(kind, *payload, key_bytes=key_bytes, ordinal=ordinal, number=number))
+        except ConnectionError:
+            raise ShardGone from None
+
+    def hear(self, timeout_s: float | None) -> Iterator[Message]:
+        """What has been sent; nothing after `timeout_s`. Raises `ShardGone` when all that was sent has been heard."""
+        if timeout_s is not None and not self._readable.poll(timeout_s * 1000):
+            return iter(())
+        try:
+            data = self._sock.recv(_RECV_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise ShardGone
+        return self._inbox.feed(data)
+
+
+class OldIndex:
+    """An index that may be damaged. Whatever it gives has to be checked; reading it may end the process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / INDEX
+        self.damage = ""
+
+    def records(self, table: bytes) -> Iterator[list[Record]]:
+        """A table's records in the order of their keys, if it is undamaged. Ends early, with `damage`, if it is not."""
+        if not (self._path / DATA_FILE).exists():
+            return
+        batch: list[Record] = []
+        try:
+            size = (self._path / DATA_FILE).stat().st_size
+            with lmdb.open(str(self._path), readonly=True, create=False, lock=False, max_dbs=2) as environment:
+                db = environment.open_db(table, create=False)
+                with environment.begin(db) as transaction, transaction.cursor() as cursor:
+                    records = iter(cursor)
+                    for _ in range(size // _MIN_RECORD_BYTES // _BATCH + 2):  # the last one finds nothing
+                        # Its default action ends the process, also within LMDB.
+                        signal.setitimer(signal.ITIMER_REAL, _READ_S)
+                        batch.extend(itertools.islice(records, _BATCH))
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        if not batch:
+                            return
+                        yield batch
+                        batch = []
+            self.damage = "its pages are linked in circles"
+        except (lmdb.Error, MemoryError, OSError) as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.damage = f"{type(error).__name__}: {error}"
+            yield batch  # what was read before the error
+
+
+class NewIndex:
+    """The index being written. `pending` counts entries not yet committed, `since` is when the first of them came."""
+
+    def __init__(self, directory: Path, map_bytes: int) -> None:
+        self._directory = directory
+        path = directory / INDEX_NEW
+        shutil.rmtree(path, ignore_errors=True)  # of a start that did not come to its end; mkdir says if that failed
+        path.mkdir()
+        # One process of one thread, under the shard's lock, needs no locks of LMDB's.
+        self._environment = lmdb.open(str(path), map_size=map_bytes, max_dbs=2, mode=0o644, lock=False)
+        self._blocks = self._environment.open_db(_BLOCKS)
+        self._namespaces = self._environment.open_db(_NAMESPACES)
+        self._transaction: lmdb.Transaction | None = None
+        self.pending = 0
+        self.since = 0.0
+
+    def _begin(self, entries: int) -> lmdb.Transaction:
+        if self._transaction is None:
+            self._transaction = self._environment.begin(write=True)
+            self.since = time.monotonic()
+        self.pending += entries
+        return self._transaction
+
+    @property
+    def dirty(self) -> bool:
+        return self._transaction is not None
+
+    def put(self, records: list[Record], append: bool = False) -> None:
+        """`append`: their keys are in order, and follow all others."""
+        with self._begin(len(records)).cursor(self._blocks) as cursor:
+            cursor.putmulti(records, append=append)
+
+    def delete(self, keys: list[bytes]) -> None:
+        transaction = self._begin(len(keys))
+        for key in keys:
+            transaction.delete(key, db=self._blocks)
+
+    def put_namespace(self, ordinal: int, value: bytes) -> None:
+        self._begin(1).put(pack_ordinal(ordinal), value, db=self._namespaces)
+
+    def delete_namespace(self, ordinal: int) -> None:
+        self._begin(1).delete(pack_ordinal(ordinal), db=self._namespaces)
+
+    def commit(self) -> None:
+        """Everything so far is on the disk when this returns."""
+        transaction, self._transaction = self._transaction, None
+        self.pending = 0
+        if transaction is not None:
+            transaction.commit()
+
+    def replace_old(self) -> None:
+        """Commit, and take the old index's place in one step."""
+        self.commit()
+        old, new = self._directory / INDEX, self._directory / INDEX_NEW
+        old.mkdir(exist_ok=True)
+        (new / DATA_FILE).replace(old / DATA_FILE)
+        new.rmdir()
+        for directory in (old, self._directory):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(fd)
+            os.close(fd)
+
+
+class Recovery:
+    """Reads the old index: what is right is told to the shard and, with `rebuild`, written to a new one.
+
+    When writing fails, reading goes on: a full disk does not cost the shard what the old index holds.
+    """
+
+    def __init__(self, directory: Path, shard: Shard) -> None:
+        self._directory = directory
+        self._old = OldIndex(directory)
+        self._new: NewIndex | None = None
+        self._failure: Exception | None = None
+        self._shard = shard
+        self._found: dict[int, tuple[bytes, int]] = {}
+        self._last_key = b""
+        self.entries = 0
+        self.bad = 0
+
+    @property
+    def namespaces(self) -> dict[int, bytes]:
+        return {ordinal: canonical for ordinal, (canonical, _) in self._found.items()}
+
+    def rebuild(self, map_bytes: int) -> NewIndex:
+        """Read the old index and replace it. -> the new one. Raises what kept it from being written."""
+        try:
+            new = self._new = NewIndex(self._directory, map_bytes)
+        except (lmdb.Error, OSError) as error:
+            self._failure = error
+        self._read()
+        if self._failure is not None:
+            raise self._failure
+        new.replace_old()
+        self._tell_done()
+        return new
+
+    def read(self) -> None:
+        """Read the old index, and change nothing."""
+        self._read()
+        self._tell_done()
+
+    def _read(self) -> None:
+        self._recover_namespaces()
+        self._shard.tell(Kind.NAMESPACES_KNOWN)
+        for records in self._old.records(_BLOCKS):
+            for key_size, group in itertools.groupby(records, _group_of):
+                self._recover_blocks(*key_size, list(group))
+
+    def _tell_done(self) -> None:
+        self._shard.tell(Kind.RECOVERY_DONE, RECOVERY_COUNTS.pack(self.entries, self.bad), self._old.damage.encode())
+
+    def _write(self, write: Callable[[NewIndex], None]) -> None:
+        if self._new is None:
+            return
+        try:
+            write(self._new)
+            if self._new.pending >= _REBUILD_COMMIT_ENTRIES:
+                self._new.commit()
+        except (lmdb.Error, OSError) as error:
+            self._new, self._failure = None, error
+
+    def _recover_namespaces(self) -> None:
+        known: set[bytes] = set()
+        for records in self._old.records(_NAMESPACES):
+            for key, value in records:
+                ordinal, found = unpack_ordinal(key), unpack_namespace(value)
+                if len(key) != ORDINAL_BYTES or found is None or found[0] in known or ordinal in self._found:
+                    self.bad += 1
+                    continue
+                canonical, key_bytes = self._found[ordinal] = found
+                known.add(canonical)
+                self._write(operator.methodcaller("put_namespace", ordinal, value))
+                self._shard.tell(Kind.NAMESPACE_FOUND, canonical, ordinal=ordinal, key_bytes=key_bytes)
+
+    def _recover_blocks(self, prefix: bytes, key_size: int, value_size: int, records: list[Record]) -> None:
+        """Records of one namespace, all of one size."""
+        ordinal = unpack_ordinal(prefix)
+        canonical, key_bytes = self._found.get(ordinal, (b"", 0))
+        if not key_bytes or key_size != ORDINAL_BYTES + key_bytes or value_size != VALUE_BYTES:
+            self.bad += len(records)
+            return
+        entries, good = _check(canonical, key_bytes, records)
+        if not good.all() or not self._in_order(records):
+            right = self._select(records, good)
+            self.bad += len(records) - len(right)
+            records, entries = [records[row] for row in right], entries[right]
+            if not records:
+                return
+        self._last_key = records[-1][0]
+        self.entries += len(records)
+        self._write(operator.methodcaller("put", records, append=True))
+        keys = b"".join([key[ORDINAL_BYTES:] for key, _ in records])
+        self._shard.tell(
+            Kind.RECOVERED, keys, entries.tobytes(), ordinal=ordinal, key_bytes=key_bytes, number=len(records)
+        )
+
+    def _in_order(self, records: list[Record]) -> bool:
+        keys = [key for key, _ in records]
+        return self._last_key < keys[0] and all(map(operator.lt, keys, itertools.islice(keys, 1, None)))
+
+    def _select(self, records: list[Record], good: Rows) -> list[int]:
+        """The rows whose guards are right; one that is not in order was met before, or lies on a page of the past."""
+        last, rows = self._last_key, []
+        for row in good.nonzero()[0].tolist():
+            key = records[row][0]
+            if last < key:
+                last = key
+                rows.append(row)
+        return rows
+
+
+def _group_of(record: Record) -> tuple[bytes, int, int]:
+    return record[0][:ORDINAL_BYTES], len(record[0]), len(record[1])
+
+
+def _check(canonical: bytes, key_bytes: int, records: list[Record]) -> tuple[Entries, Rows]:
+    keys = b"".join([key[ORDINAL_BYTES:] for key, _ in records])
+    return check_entries(canonical, key_bytes, keys, b"".join([value for _, value in records]))
+
+
+class Service:
+    """Applies what the shard sends, and commits."""
+
+    def __init__(self, index: NewIndex, shard: Shard, namespaces: dict[int, bytes]) -> None:
+        self._index = index
+        self._shard = shard
+        self._namespaces = namespaces
+        self._applied = 0
+        self._committed = 0
+        self._commit_now = False
+        self._stop = False
+
+    def run(self) -> None:
+        """Until the shard says stop or is gone; everything it sent is committed then."""
+        try:
+            while not self._stop:
+                wait_s = max(0.0, self._index.since + COMMIT_DELAY_S - time.monotonic()) if self._index.dirty else None
+                for message in self._shard.hear(wait_s):
+                    self._apply(message)
+                if self._due():
+                    self._commit()
+        except ShardGone:
+            self._index.commit()
+
+    def _due(self) -> bool:
+        index = self._index
+        if self._commit_now or self._stop or index.pending >= COMMIT_ENTRIES:
+            return True
+        return index.dirty and time.monotonic() >= index.since + COMMIT_DELAY_S
+
+    def _commit(self) -> None:
+        self._index.commit()
+        self._commit_now = False
+        if self._committed != self._applied:
+            self._committed = self._applied
+            self._shard.tell(Kind.COMMITTED, number=self._committed)
+
+    def _apply(self, message: Message) -> None:
+        kind, key_bytes, ordinal, number, payload = message
+        if kind == Kind.PUT:
+            keys = payload[: len(payload) // (key_bytes + ENTRY.itemsize) * key_bytes]
+            entries = np.frombuffer(payload, ENTRY, offset=len(keys))
+            values = pack_entries(self._namespaces[ordinal], key_bytes, keys, entries)
+            self._index.put(list(zip(pack_keys(ordinal, key_bytes, keys), values, strict=True)))
+        elif kind == Kind.DELETE:
+            self._index.delete(pack_keys(ordinal, key_bytes, payload))
+        elif kind == Kind.OPEN_NAMESPACE:
+            self._namespaces[ordinal] = payload
+            self._index.put_namespace(ordinal, pack_namespace(payload, key_bytes))
+        elif kind == Kind.FORGET_NAMESPACE:
+            del self._namespaces[ordinal]
+            self._index.delete_namespace(ordinal)
+        elif kind == Kind.SYNC:
+            self._commit_now = True
+        elif kind == Kind.STOP:
+            self._stop = True
+        else:
+            raise AssertionError(f"a {kind.name} to the keeper")
+        if number:
+            self._applied = number
+
+
+def run(directory: Path, shard: Shard, mode: str, map_bytes: int) -> None:
+    """`recover`: tell what there is, then serve. `fresh`: forget it, then serve. `read`: tell, and change nothing."""
+    if mode == "fresh":
+        (directory / INDEX / DATA_FILE).unlink(missing_ok=True)  # first: on a full disk, the new one takes its room
+        index = NewIndex(directory, map_bytes)
+        index.replace_old()
+        Service(index, shard, {}).run()
+        return
+    recovery = Recovery(directory, shard)
+    if mode == "read":
+        recovery.read()
+    else:
+        index = recovery.rebuild(map_bytes)
+        Service(index, shard, recovery.namespaces).run()
+
+
+def _free_bytes(directory: Path) -> int:
+    """What may still be written there."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def main() -> None:
+    """Entry point of a keeper. Arguments: where the code lies, the shard's folder, the socket, the mode, map bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the shard decides
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _, _, directory, fd, mode, map_bytes = sys.argv
+    shard = Shard(socket.socket(fileno=int(fd)))
+    try:
+        run(Path(directory), shard, mode, int(map_bytes))
+    except ShardGone:
+        pass  # it was killed, or gave up; nobody is left to tell
+    except (lmdb.Error, OSError) as error:
+        sentence = f"the index of {directory} failed: {type(error).__name__}: {error}"
+        free_bytes = _free_bytes(Path(directory))
+        if free_bytes < _NEARLY_FULL_BYTES:  # LMDB takes the first short write for an EIO
+            sentence += f"; no space left: {free_bytes} bytes are free on this file system"
+        with contextlib.suppress(ShardGone):
+            shard.tell(Kind.FAILED, sentence.encode())
+        sys.exit(1)

@@ -1,0 +1,184 @@
+"""After a restart: the blocks an earlier run left on disk count again, and the hottest come back to memory.
+
+The keeper tells entries in the order of their keys; the index wants them by recency, so they are collected, sorted and
+put in, some thousands a turn of the loop, so that clients are served meanwhile. What does not fit what is there (a
+segment whose file is gone, a place that is taken, a block that expired) is forgotten: its block is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.disk.entries import ENTRY, Entries
+from kvstore.disk.messages import NamespaceFound, Recovered
+from kvstore.disk.namespace import DiskNamespace
+from kvstore.store import NamespaceStore
+from kvstore.tier import Slots
+from kvstore.wire import WireError
+
+if TYPE_CHECKING:
+    from kvstore.disk.tier import DiskTier
+
+log = logging.getLogger("kvstore.disk")
+
+ROWS_A_TURN: Final = 16384
+WARM_START_BYTES: Final = 8 << 20  # read at a time, while nothing else is
+
+
+class _Found:
+    """What the old index says of one namespace."""
+
+    def __init__(self, member: DiskNamespace | None, ordinal: int, key_bytes: int) -> None:
+        self.member = member  # None: this shard cannot hold it
+        self.ordinal = ordinal
+        self.key_bytes = key_bytes
+        self.pieces: list[Recovered] = []
+        self.ordinals: dict[int, int] = {}  # segment -> the index's ordinal; -1: it could not be had
+        self.next = 0
+        self.keys: npt.NDArray[np.uint8] = np.zeros((0, key_bytes), dtype=np.uint8)
+        self.entries: Entries = np.zeros(0, dtype=ENTRY)
+
+    def sort(self) -> None:
+        """All pieces as one, the least recently used first."""
+        if self.pieces:
+            self.entries = np.concatenate([piece.entries for piece in self.pieces])
+            self.keys = np.frombuffer(b"".join(piece.keys for piece in self.pieces), dtype=np.uint8)
+            self.keys = self.keys.reshape(-1, self.key_bytes)
+            order = np.argsort(self.entries["tick"], kind="stable")
+            self.entries, self.keys = self.entries[order], self.keys[order]
+            self.pieces.clear()
+
+
+class Recovery:
+    """The old index on its way into this run's. The loop's thread."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+        self._found: dict[int, _Found] = {}
+        self.ready = False  # all was told
+        self.started = time.monotonic()
+        self.rewrite = False  # the keeper began anew and knows nothing: tell it
+        self.blocks = self.lost = 0
+
+    def found(self, event: NamespaceFound) -> None:
+        """The old index knows a namespace."""
+        member = None
+        try:
+            member = self._tier.store.open(event.canonical, event.key_bytes).disk
+        except WireError as error:
+            log.warning("disk: blocks of a namespace are dropped: %s", error)
+        if member is not None:
+            member.ordinal = event.ordinal
+        self._found[event.ordinal] = _Found(member, event.ordinal, event.key_bytes)
+
+    def add(self, event: Recovered) -> None:
+        """Entries of the old index."""
+        self._found[event.ordinal].pieces.append(event)
+
+    def complete(self) -> None:
+        """Nothing more comes: sort what there is."""
+        self.ready = True
+        for found in self._found.values():
+            found.sort()
+            if len(found.entries):
+                self._tier.store.skip_ticks(int(found.entries["tick"][-1]))
+
+    def step(self) -> bool:
+        """Put the next rows in. -> whether all are in."""
+        if not self.ready:
+            return False
+        for found in self._found.values():
+            if found.next < len(found.entries):
+                self._restore(found)
+                return False
+        return True
+
+    def _restore(self, found: _Found) -> None:
+        rows = slice(found.next, found.next + ROWS_A_TURN)
+        found.next += ROWS_A_TURN
+        keys, entries, member, tier = found.keys[rows], found.entries[rows], found.member, self._tier
+        if member is None:
+            self.lost += len(entries)
+            if not self.rewrite:
+                tier.keeper.delete(found.ordinal, keys.tobytes())
+            return
+        index = member.index
+        expires = tier.monotonic(entries["expires"])
+        ordinals = np.array([self._ordinal(found, member, int(segment)) for segment in entries["segment"]])
+        good = (ordinals >= 0) & (entries["place"] < index.slots_per_segment)
+        good &= (expires == 0) | (expires > time.monotonic())
+        slots = np.where(good, ordinals * index.slots_per_segment + entries["place"], -1).astype(np.int32)
+        which = np.flatnonzero(good)
+        placed = index.restore(
+            keys[which].tobytes(),
+            slots[which],
+            np.ascontiguousarray(entries["checksum"][which]),
+            np.ascontiguousarray(entries["tick"][which]),
+            expires[which],
+            entries["priority"][which].astype(np.uint8),
+        )
+        kept = np.zeros(len(entries), dtype=bool)
+        kept[which] = placed >= 0
+        self.blocks += int(kept.sum())
+        self.lost += int((~kept).sum())
+        if self.rewrite:
+            tier.record(member, keys[kept].tobytes(), np.ascontiguousarray(entries[kept]))
+        elif not kept.all():
+            tier.keeper.delete(found.ordinal, keys[~kept].tobytes())
+
+    def _ordinal(self, found: _Found, member: DiskNamespace, segment: int) -> int:
+        known = found.ordinals.get(segment)
+        if known is None:
+            known = member.attach(segment) if self._tier.segments.claim(segment) else -1
+            found.ordinals[segment] = known
+        return known
+
+
+class WarmStart:
+    """The most recently used blocks of an earlier run, on their way to memory while nobody else reads."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+        self._wanted = self._choose()
+        self.blocks = sum(len(slots) for _, slots in self._wanted)
+
+    def _choose(self) -> list[tuple[NamespaceStore, Slots]]:
+        """As many of the hottest blocks as memory has free segments for, the hottest last."""
+        store = self._tier.store
+        room_bytes = store.arena.free * store.arena.segment_bytes
+        blocks: list[tuple[int, int, NamespaceStore, Slots]] = []  # by run of blocks of one namespace: ticks and slots
+        for namespace in store:
+            if namespace.disk is None or not namespace.disk.index.ready:
+                continue
+            slots = namespace.disk.index.ready_slots()
+            ticks = namespace.disk.index.ticks_of(slots)
+            order = np.argsort(ticks, kind="stable")[::-1][: room_bytes // namespace.block_bytes]
+            step = max(1, WARM_START_BYTES // namespace.block_bytes)
+            for at in range(0, len(order), step):
+                some = order[at : at + step]
+                blocks.append((int(ticks[some[0]]), len(blocks), namespace, slots[some]))
+        wanted: list[tuple[NamespaceStore, Slots]] = []
+        for _, _, namespace, slots in sorted(blocks, key=lambda run: -run[0]):
+            room_bytes -= len(slots) * namespace.block_bytes
+            if room_bytes < 0:
+                break
+            wanted.append((namespace, slots))
+        return wanted[::-1]
+
+    def pump(self, now: float) -> bool:
+        """Fetch the next blocks if the disk has nothing to read. -> whether it is done."""
+        if self._tier.fetching.in_flight_bytes:
+            return False
+        if not self._wanted or not self._tier.store.arena.free:
+            return True
+        namespace, slots = self._wanted.pop()
+        disk = namespace.disk
+        assert disk is not None
+        slots = slots[disk.index.states_of(slots) == disk.index.READY]
+        self._tier.fetching.fetch(namespace, disk.index.keys_of(slots), now)
+        return False

@@ -1,0 +1,120 @@
+"""The scrubber: reads the blocks on disk, one after the other, and drops those that are damaged.
+
+In the background at a rate the operator sets (`--scrub-mbps`), pass after pass; or one pass as fast as the disk goes
+beside what clients read, when `kvstore verify` asks for it. One read is under way at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvstore._cext import BlockIndex, read_blocks
+from kvstore.disk.namespace import DiskNamespace
+from kvstore.tier import Slots
+
+if TYPE_CHECKING:
+    from kvstore.disk.fetching import Answers
+    from kvstore.disk.tier import DiskTier
+
+log = logging.getLogger("kvstore.disk")
+
+BATCH_BYTES: Final = 4 << 20
+CORRUPT: Final = -1
+
+
+class Scrubbing:
+    """Passes over all blocks on disk. The loop's thread."""
+
+    def __init__(self, tier: DiskTier, bytes_per_s: int) -> None:
+        self._tier = tier
+        self._bytes_per_s = bytes_per_s
+        self._rest: list[tuple[DiskNamespace, Slots]] | None = None  # of this pass; None: none is under way
+        self._scratch: mmap.mmap | None = None
+        self._next_at = 0.0
+        self._reading = False
+        self._asked = False
+        self.passes = 0  # complete ones
+        self.blocks = self.bytes = self.corrupt = 0
+
+    @property
+    def running(self) -> bool:
+        """A pass is under way."""
+        return self._rest is not None
+
+    def ask(self) -> int:
+        """Make one pass now, at full speed. -> how many passes there will have been when it is complete."""
+        if not self._asked:
+            self._asked = True
+            self._rest = None  # a whole one, from the beginning
+        return self.passes + 1
+
+    def pump(self, now: float) -> None:
+        """Read the next blocks, if it is time."""
+        if self._reading or not (self._asked or self._bytes_per_s) or (now < self._next_at and not self._asked):
+            return
+        if self._rest is None:
+            self._rest = [(member, member.index.ready_slots()) for member in self._tier.members.members]
+        while self._rest:
+            member, slots = self._rest.pop()
+            count = max(1, BATCH_BYTES // member.block_bytes)
+            if len(slots) > count:
+                self._rest.append((member, slots[count:]))
+            slots = slots[:count]
+            slots = slots[member.index.states_of(slots) == BlockIndex.READY]
+            # One file a call, and nothing but neighbours matter to speed here: the batch's first segment.
+            for segment, rows in member.by_segment(slots):
+                if len(rows) < len(slots):
+                    self._rest.append((member, np.delete(slots, rows)))
+                self._read(member, segment, slots[rows], now)
+                return
+        self._end_pass(now)
+
+    def _read(self, member: DiskNamespace, segment: int, slots: Slots, now: float) -> None:
+        tier, size = self._tier, member.block_bytes
+        fd = tier.open_file(segment, member.direct)
+        if fd is None:
+            return
+        if self._scratch is None or len(self._scratch) < len(slots) * size:
+            self._scratch = mmap.mmap(-1, max(BATCH_BYTES, len(slots) * size))
+        self._reading = True
+        self._next_at = now + len(slots) * size / self._bytes_per_s if self._bytes_per_s else now
+        member.index.acquire_slot(slots)
+        tier.background.submit(
+            partial(
+                read_blocks,
+                fd,
+                self._scratch,
+                np.arange(len(slots), dtype=np.int64) * size,
+                member.file_offsets(slots),
+                size,
+                member.index.checksums(slots),
+            ),
+            partial(self._checked, member, slots),
+        )
+
+    def _checked(self, member: DiskNamespace, slots: Slots, status: Answers | OSError) -> None:
+        self._reading = False
+        if isinstance(status, OSError):
+            self._tier.fail(status)
+        else:
+            self.blocks += len(slots)
+            self.bytes += len(slots) * member.block_bytes
+            before = self._tier.fetching.corrupt
+            self._tier.fetching.drop_corrupt(member, slots[status == CORRUPT])
+            self.corrupt += self._tier.fetching.corrupt - before
+            if (status > 0).any():
+                self._tier.fail_with(int(status.max()))
+        member.index.release(slots)
+
+    def _end_pass(self, now: float) -> None:
+        self.passes += 1
+        self._rest = None
+        self._asked = False
+        self._scratch = None
+        self._next_at = max(self._next_at, now + 1.0)
+        log.info("disk: scrubbed %d blocks in all, %d damaged, %d passes", self.blocks, self.corrupt, self.passes)

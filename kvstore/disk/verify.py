@@ -1,0 +1,288 @@
+"""A disk tier checked while no server uses it: every entry of its indexes, and every block against its checksum.
+
+Nothing is changed, so a folder on a read-only file system can be checked, too. The index is read by a process of its
+own (`keeper.read_index`), for a damaged one may end whoever reads it; what it told until then is checked all the
+same. Blocks are read in the order in which they lie, each file from its beginning.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore._cext import read_blocks
+from kvstore.disk.entries import ENTRY, Entries
+from kvstore.disk.format import LOCK_FILE, DiskFormatError, Layout, read_directory, segment_path
+from kvstore.disk.keeper import read_index
+from kvstore.disk.messages import KeeperFailed, NamespaceFound, Recovered, RecoveryDone
+from kvstore.disk.segments import DIRECT_BYTES
+from kvstore.wire import WireError, decode_namespace, namespace_id
+
+BATCH_BYTES: Final = 8 << 20
+LOCK_WAIT_S: Final = 1.0  # a server that was just killed may still be ending
+CORRUPT: Final = -1  # of `read_blocks`
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class DamagedBlock(msgspec.Struct, frozen=True):
+    """A block that a reader would miss: its bytes are not those that were set, or cannot be read."""
+
+    shard: int
+    namespace: str  # id, hexadecimal
+    model: str
+    key: str  # hexadecimal
+    segment: int
+    place: int  # slot within the segment
+    reason: str
+
+
+class MissingSegment(msgspec.Struct, frozen=True):
+    """A segment file that the index names and that cannot be used, and how many blocks are lost with it."""
+
+    shard: int
+    segment: int
+    blocks: int
+    reason: str
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """What was found. `ok`: nothing is damaged."""
+
+    ok: bool
+    path: str
+    shards: int
+    blocks: int  # whose bytes were checked
+    bytes: int
+    expired_blocks: int  # past their time, and not checked
+    damaged: list[DamagedBlock]
+    missing_segments: list[MissingSegment]
+    bad_entries: int  # of the index, whose guard failed
+    index_damage: list[str]  # what kept an index from being read to its end
+
+
+@dataclass
+class _Namespace:
+    """One namespace's entries on one shard."""
+
+    shard: int
+    id: str
+    model: str
+    block_bytes: int
+    key_bytes: int
+    keys: npt.NDArray[np.uint8]
+    entries: Entries
+
+    def damaged(self, row: int, reason: str) -> DamagedBlock:
+        segment, place = int(self.entries["segment"][row]), int(self.entries["place"][row])
+        return DamagedBlock(self.shard, self.id, self.model, self.keys[row].tobytes().hex(), segment, place, reason)
+
+
+@dataclass
+class _Found:
+    """The report in the making."""
+
+    blocks: int = 0
+    bytes: int = 0
+    expired: int = 0
+    bad_entries: int = 0
+    damaged: list[DamagedBlock] = field(default_factory=list)
+    missing: list[MissingSegment] = field(default_factory=list)
+    index_damage: list[str] = field(default_factory=list)
+
+
+def verify(path: Path, progress: Progress) -> VerifyReport:
+    """Check the disk tier in the folder `path`. Blocks for as long as reading all of it takes.
+
+    Raises `DiskFormatError`: no disk tier this release knows, no right to read it, or a server is using it.
+    """
+    layout = _find(path)
+    found = _Found()
+    with ExitStack() as locks:
+        namespaces: list[_Namespace] = []
+        for shard in range(layout.shards):
+            directory = layout.shard_directory(shard)
+            if directory.is_dir():
+                locks.enter_context(_unused(directory))
+                namespaces += _read_index(layout, shard, found)
+            else:
+                found.index_damage.append(f"shard {shard}: its folder {directory} is missing")
+        total = sum(len(namespace.entries) * namespace.block_bytes for namespace in namespaces)
+        done = 0
+        progress(done, total)
+        for namespace in namespaces:
+            for checked in _check_namespace(layout, namespace, found):
+                done += checked
+                progress(done, total)
+    return VerifyReport(
+        ok=not (found.damaged or found.missing or found.bad_entries or found.index_damage),
+        path=str(path),
+        shards=layout.shards,
+        blocks=found.blocks,
+        bytes=found.bytes,
+        expired_blocks=found.expired,
+        damaged=found.damaged,
+        missing_segments=found.missing,
+        bad_entries=found.bad_entries,
+        index_damage=found.index_damage,
+    )
+
+
+def _find(path: Path) -> Layout:
+    if not path.exists():
+        raise DiskFormatError(f"{path}: no such folder")
+    layout = read_directory(path)
+    if not any(layout.shard_directory(shard).is_dir() for shard in range(layout.shards)):
+        raise DiskFormatError(
+            f"{path} holds none of the {layout.shards} folder(s) shard-0 ... of its disk tier: "
+            "give the folder that --disk names"
+        )
+    return layout
+
+
+@contextmanager
+def _unused(directory: Path) -> Iterator[None]:
+    """No server uses a shard's folder meanwhile. Raises `DiskFormatError` when one does."""
+    try:
+        fd = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # a server makes it, and leaves it: there was none since it was removed
+        yield
+        return
+    except OSError as error:
+        raise DiskFormatError(f"{directory} cannot be read: {error}") from None
+    try:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                    raise DiskFormatError(
+                        f"{directory} is in use by a running server (process {pid}): stop it first, or let it check "
+                        "itself: kvstore verify --endpoint tcp://HOST:PORT"
+                    ) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
+
+
+# ---- the index -----------------------------------------------------------------------------------------------------
+
+
+def _read_index(layout: Layout, shard: int, found: _Found) -> list[_Namespace]:
+    known: dict[int, NamespaceFound] = {}
+    pieces: dict[int, list[Recovered]] = {}
+    for event in read_index(layout.shard_directory(shard)):
+        if isinstance(event, NamespaceFound):
+            known[event.ordinal] = event
+        elif isinstance(event, Recovered):
+            pieces.setdefault(event.ordinal, []).append(event)
+        elif isinstance(event, RecoveryDone):
+            found.bad_entries += event.bad_entries
+            if event.damage:
+                found.index_damage.append(f"shard {shard}: the index: {event.damage}")
+        elif isinstance(event, KeeperFailed):
+            found.index_damage.append(f"shard {shard}: the index could not be read to its end: {event.message}")
+    namespaces = [_namespace(shard, known[ordinal], some, found) for ordinal, some in pieces.items()]
+    return [namespace for namespace in namespaces if namespace is not None]
+
+
+def _namespace(shard: int, event: NamespaceFound, pieces: list[Recovered], found: _Found) -> _Namespace | None:
+    """A namespace's entries in the order in which their blocks lie, without those that have expired."""
+    entries = np.concatenate([piece.entries for piece in pieces])
+    keys = np.frombuffer(b"".join([piece.keys for piece in pieces]), dtype=np.uint8).reshape(-1, event.key_bytes)
+    name = namespace_id(event.canonical).hex()
+    try:
+        header = decode_namespace(event.canonical)
+    except WireError as error:
+        found.index_damage.append(f"shard {shard}: {len(entries)} blocks of namespace {name} not checked: {error}")
+        return None
+    alive = (entries["expires"] == 0) | (entries["expires"] > time.time())
+    found.expired += int((~alive).sum())
+    entries, keys = entries[alive], keys[alive]
+    order = np.lexsort((entries["place"], entries["segment"]))
+    return _Namespace(
+        shard, name, header.model, header.block_bytes, event.key_bytes, keys[order], entries[order].astype(ENTRY)
+    )
+
+
+# ---- the blocks ----------------------------------------------------------------------------------------------------
+
+
+def _check_namespace(layout: Layout, namespace: _Namespace, found: _Found) -> Iterator[int]:
+    """Yields how many bytes were dealt with, piece by piece."""
+    segments = namespace.entries["segment"]
+    for segment in np.unique(segments).tolist():
+        start, end = np.searchsorted(segments, [segment, segment + 1]).tolist()
+        try:
+            fd = _open(layout, namespace, segment)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            found.missing.append(MissingSegment(namespace.shard, segment, end - start, reason))
+            yield (end - start) * namespace.block_bytes
+            continue
+        try:
+            yield from _check_segment(layout, namespace, fd, np.arange(start, end), found)
+        finally:
+            os.close(fd)
+
+
+def _open(layout: Layout, namespace: _Namespace, segment: int) -> int:
+    """As the tier opens it, to read. Raises OSError, also for a file that the tier would not use."""
+    path = segment_path(layout.shard_directory(namespace.shard), segment)
+    size = path.stat().st_size
+    if size != layout.segment_bytes:
+        raise OSError(errno.EINVAL, f"the file has {size} bytes instead of {layout.segment_bytes}", str(path))
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    if namespace.block_bytes % DIRECT_BYTES == 0:
+        try:
+            return os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system without it
+                raise
+    return os.open(path, flags)
+
+
+def _check_segment(
+    layout: Layout, namespace: _Namespace, fd: int, rows: npt.NDArray[np.intp], found: _Found
+) -> Iterator[int]:
+    size = namespace.block_bytes
+    outside = namespace.entries["place"][rows] >= layout.segment_bytes // size
+    for row in rows[outside].tolist():
+        found.damaged.append(namespace.damaged(row, "its place is not in the segment"))
+    yield int(outside.sum()) * size
+    rows = rows[~outside]
+    step = max(1, BATCH_BYTES // size)
+    with mmap.mmap(-1, min(step, max(1, len(rows))) * size) as memory:
+        for at in range(0, len(rows), step):
+            some = rows[at : at + step]
+            status = read_blocks(
+                fd,
+                memory,
+                np.arange(len(some), dtype=np.int64) * size,
+                namespace.entries["place"][some].astype(np.int64) * size,
+                size,
+                np.ascontiguousarray(namespace.entries["checksum"][some]),
+            )
+            for number in np.flatnonzero(status).tolist():
+                code = int(status[number])
+                reason = "its bytes are not those of its checksum" if code == CORRUPT else os.strerror(code)
+                found.damaged.append(namespace.damaged(int(some[number]), reason))
+            found.blocks += len(some)
+            found.bytes += len(some) * size
+            yield len(some) * size

@@ -1,0 +1,216 @@
+"""From memory to disk, behind the clients' backs: which blocks are written, when, and what happens when disks are slow.
+
+A block that waits to be written is *dirty*: its memory slot is referenced, so it is not evicted before. `--disk-write`
+decides who becomes dirty:
+
+* `all`: every block that was set. Dirty blocks may fill half of the memory; then clients that set are read no further
+  until the disk has caught up, so that nothing acknowledged is dropped for want of disk speed.
+* `reused`: a block that was read again.
+* `evicted`: blocks that are about to be evicted. If the disk cannot keep up, they are evicted unwritten.
+
+Writes past the page cache begin at once: they cost the processors next to nothing. Others are copies; they wait for a
+quiet moment, but not for long, and not while much is dirty.
+A clean stop writes what is only in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from kvstore._cext import BlockIndex, write_blocks
+from kvstore.disk.namespace import DiskNamespace
+from kvstore.store import NamespaceStore
+from kvstore.tier import Slots
+
+if TYPE_CHECKING:
+    from kvstore.disk.tier import DiskTier
+
+WRITE_JOB_BYTES: Final = 4 << 20
+MAX_IN_FLIGHT_BYTES: Final = 32 << 20
+MAX_KEEPER_BACKLOG_BYTES: Final = 4 << 20
+QUIET_S: Final = 0.02  # no payload for so long: a good moment
+PATIENCE_S: Final = 1.0  # how long a dirty block waits for one
+HURRY_SHARE: Final = 0.25  # of memory is dirty: write at once
+BEHIND_SHARE: Final = 0.5  # of memory is dirty: clients wait
+CAUGHT_UP_SHARE: Final = 0.375
+EVICTION_AHEAD_BLOCKS: Final = 64
+
+
+class _Waiting(NamedTuple):
+    namespace: NamespaceStore
+    slots: Slots
+    since: float
+
+
+class Writing:
+    """The dirty blocks of a shard. The loop's thread."""
+
+    def __init__(self, tier: DiskTier, policy: str) -> None:
+        self._tier = tier
+        self._policy = policy
+        self._queue: deque[_Waiting] = deque()
+        self._memory_bytes = tier.store.limit_bytes
+        self.dirty_blocks = self.dirty_bytes = self.in_flight_bytes = 0
+        self.blocks = self.bytes = self.skipped = 0
+        self.behind = False  # clients that set must wait
+
+    # ---- who becomes dirty ---------------------------------------------------------------------------------------
+
+    def was_set(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
+        """Blocks were set: they are READY in these slots."""
+        if self._policy == "all":
+            self._add(namespace, slots, now)
+
+    def was_read(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
+        """Blocks were read by a client, out of memory."""
+        if self._policy == "reused":
+            self._add_if_not_on_disk(namespace, slots, now)
+
+    def add_all(self, now: float) -> None:
+        """Everything that is only in memory, as much as the disk can hold; the coldest first, so that it goes first."""
+        room_bytes = self._tier.segments.segments * self._tier.segments.segment_bytes
+        for namespace in self._tier.store:
+            index = namespace.memory.index
+            slots = index.ready_slots()
+            slots = slots[np.argsort(index.ticks_of(slots), kind="stable")]
+            slots = slots[max(0, len(slots) - room_bytes // namespace.block_bytes) :]
+            self._add_if_not_on_disk(namespace, slots, now)
+
+    def _add_if_not_on_disk(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
+        if not len(slots):
+            return
+        there = namespace.on_disk(namespace.memory.index.keys_of(slots), now)
+        self._add(namespace, slots[np.frombuffer(there, dtype=np.uint8) == 0], now)
+
+    def _add(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
+        if namespace.disk is None or not len(slots) or self._tier.off:
+            return
+        namespace.memory.index.acquire_slot(slots)
+        self._queue.append(_Waiting(namespace, slots, now))
+        self._count(namespace, len(slots))
+
+    def _count(self, namespace: NamespaceStore, blocks: int) -> None:
+        self.dirty_blocks += blocks
+        self.dirty_bytes += blocks * namespace.block_bytes
+        self.behind = self.dirty_bytes > self._memory_bytes * (CAUGHT_UP_SHARE if self.behind else BEHIND_SHARE)
+
+    def _clean(self, namespace: NamespaceStore, slots: Slots) -> None:
+        """These blocks wait no longer, written or not."""
+        namespace.memory.index.release(slots)
+        self._count(namespace, -len(slots))
+
+    # ---- when they are written -----------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is dirty."""
+        return not self._queue and not self.in_flight_bytes
+
+    def pump(self, now: float, quiet_since: float, hurry: bool) -> None:
+        """Start the writes whose time has come."""
+        if self._policy == "evicted" and not self._tier.store.arena.free:
+            self._add_next_victims(now)
+        while self._queue and self.in_flight_bytes < MAX_IN_FLIGHT_BYTES:
+            waiting = self._queue[0]
+            assert waiting.namespace.disk is not None
+            due = (
+                hurry
+                or waiting.namespace.disk.direct
+                or now - quiet_since > QUIET_S
+                or now - waiting.since > PATIENCE_S
+                or self.dirty_bytes > self._memory_bytes * HURRY_SHARE
+            )
+            if not due or self._tier.keeper_backlog_bytes > MAX_KEEPER_BACKLOG_BYTES:
+                return
+            self._queue.popleft()
+            count = max(1, WRITE_JOB_BYTES // waiting.namespace.block_bytes)
+            if len(waiting.slots) > count:
+                self._queue.appendleft(waiting._replace(slots=waiting.slots[count:]))
+            self._write(waiting.namespace, waiting.slots[:count], now)
+
+    def _add_next_victims(self, now: float) -> None:
+        if self.in_flight_bytes or self._queue:
+            return
+        for namespace in self._tier.store:
+            self._add_if_not_on_disk(namespace, namespace.memory.index.victims(EVICTION_AHEAD_BLOCKS, now), now)
+
+    def _write(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
+        disk, index = namespace.disk, namespace.memory.index
+        assert disk is not None
+        kept = index.states_of(slots) == BlockIndex.READY  # the others were deleted meanwhile
+        self._clean(namespace, slots[~kept])
+        slots = slots[kept]
+        if not len(slots):
+            return
+        priorities = index.priorities_of(slots)
+        for priority in np.unique(priorities).tolist():
+            self._place(namespace, disk, slots[priorities == priority], priority, now)
+
+    def _place(self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, priority: int, now: float) -> None:
+        tier = self._tier
+        keys = namespace.memory.index.keys_of(slots)
+        tier.make_room(disk, disk.index.missing(keys), now)
+        if not tier.on:
+            self._clean(namespace, slots)
+            return
+        places = disk.index.reserve(keys, False, tier.store.ticks(len(slots)), priority)
+        self.skipped += int((places == BlockIndex.NO_SPACE).sum())
+        self._clean(namespace, slots[places < 0])
+        slots, places = slots[places >= 0], places[places >= 0]
+        for segment, rows in disk.by_segment(places):
+            fd = tier.open_file(segment, disk.direct)
+            if fd is None:
+                disk.index.abort(places[rows])
+                self._clean(namespace, slots[rows])
+            else:
+                self._submit(namespace, disk, fd, slots[rows], places[rows])
+
+    def _submit(self, namespace: NamespaceStore, disk: DiskNamespace, fd: int, slots: Slots, places: Slots) -> None:
+        self.in_flight_bytes += len(slots) * namespace.block_bytes
+        self._tier.writes.submit(
+            partial(
+                write_blocks,
+                fd,
+                self._tier.store.arena.memory,
+                namespace.memory.offsets(slots),
+                disk.file_offsets(places),
+                namespace.block_bytes,
+            ),
+            partial(self._written, namespace, disk, slots, places),
+        )
+
+    def _written(
+        self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots, code: int | OSError
+    ) -> None:
+        self.in_flight_bytes -= len(slots) * namespace.block_bytes
+        if isinstance(code, OSError):
+            self._tier.fail(code)
+        elif code:
+            self._tier.fail_with(code)
+        if self._tier.on:
+            # What was deleted or replaced while it was written must not come back.
+            kept = namespace.memory.index.states_of(slots) == BlockIndex.READY
+            self._commit(namespace, disk, slots[kept], places[kept])
+            disk.index.abort(places[~kept])
+        else:
+            disk.index.abort(places)
+        self._clean(namespace, slots)
+
+    def _commit(self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots) -> None:
+        index = namespace.memory.index
+        self.blocks += len(slots)
+        self.bytes += len(slots) * namespace.block_bytes
+        sums, expires = index.checksums(slots), index.expires_of(slots)
+        for when in np.unique(expires).tolist():
+            rows = expires == when
+            disk.commit(places[rows], sums[rows], when)
+
+    def give_up(self) -> None:
+        """There is no disk any more: nothing is dirty."""
+        while self._queue:
+            waiting = self._queue.popleft()
+            self._clean(waiting.namespace, waiting.slots)

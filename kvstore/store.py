@@ -1,0 +1,324 @@
+"""What a shard keeps: its namespaces, each with blocks in memory and, where the shard has a disk tier, on disk.
+
+A block lies in one tier or in both; one answer covers both, and no question touches the disk. Memory is what clients
+write to and read from: a block that is on disk only is fetched into memory first (`kvstore.disk`).
+
+One thread, the shard's loop, uses all of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from kvstore._cext import BlockIndex
+from kvstore.memory.arena import Arena
+from kvstore.tier import NamespaceTier, Slots, Tier
+from kvstore.wire import (
+    ErrorCode,
+    NamespaceInfo,
+    WireError,
+    decode_namespace,
+    frame_blocks,
+    namespace_id,
+)
+
+if TYPE_CHECKING:
+    from kvstore.config import NamespaceRule
+    from kvstore.disk.namespace import DiskNamespace
+    from kvstore.disk.tier import DiskTier
+
+MAX_NAMESPACES: Final = 1024
+INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
+EXPIRE_STEP: Final = 16384  # slots looked at a time
+MAX_INDEX_SHARE: Final = 0.5  # of the limit: a disk so large that its index would take more is not filled
+
+
+def find_parent(chain: bytes, keys: bytes, key_bytes: int) -> tuple[bytes, bool]:
+    """Where `keys` lie in a chain that was asked for before: the key before the first, b"" if that is not known, and
+    whether they reach the chain's end."""
+    at = chain.find(keys[:key_bytes])
+    while at > 0 and at % key_bytes:
+        at = chain.find(keys[:key_bytes], at + 1)
+    return chain[at - key_bytes : at] if at > 0 else b"", bool(chain) and chain.endswith(keys[-key_bytes:])
+
+
+class Parked(Protocol):
+    """Who waits for a block that is being written."""
+
+    def wake(self) -> None:
+        """A block that was being written is there, or is not coming."""
+
+
+@dataclass(eq=False)
+class NamespaceStore:
+    """One namespace's blocks on this shard."""
+
+    canonical: bytes
+    id: bytes
+    block_bytes: int
+    key_bytes: int
+    arena: Arena
+    memory: NamespaceTier
+    disk: DiskNamespace | None
+    frame_blocks: int
+    ttl_s: int = 0  # 0: blocks do not expire
+    priority: int = 0  # of each block at least
+    parked: set[Parked] = field(default_factory=set)
+    hits: int = 0
+    misses: int = 0
+    created: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing in it and nobody at it."""
+        return self.memory.empty and not self.parked and (self.disk is None or self.disk.empty)
+
+    def wake_parked(self) -> None:
+        """A write ended: whoever waits for one looks again."""
+        if self.parked:
+            parked, self.parked = self.parked, set()
+            for waiter in parked:
+                waiter.wake()
+
+    def views(self, slots: Slots) -> list[memoryview]:
+        """The memory of `slots`, in order, neighbours merged into one view."""
+        memory, block_bytes = self.arena.memory, self.block_bytes
+        result: list[memoryview] = []
+        start = end = -1
+        for at in self.memory.offsets(slots).tolist():
+            if at == end:
+                end += block_bytes
+                continue
+            if end >= 0:
+                result.append(memory[start:end])
+            start, end = at, at + block_bytes
+        if end >= 0:
+            result.append(memory[start:end])
+        return result
+
+    # ---- questions: one answer for both tiers ----------------------------------------------------------------
+
+    def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
+        """One byte a key: 1 when the block is here or is being written."""
+        present = self.memory.index.contains(keys, now, refresh, tick, pin_until)
+        if self.disk is None or self.disk.empty or not (refresh or pin_until > now or 0 in present):
+            return present
+        on_disk = self.disk.contains(keys, now, refresh, tick, pin_until)
+        return (np.frombuffer(present, dtype=np.uint8) | np.frombuffer(on_disk, dtype=np.uint8)).tobytes()
+
+    def match_prefix(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> int:
+        """The length of the leading run that is here or is being written; only that run is touched and pinned."""
+        if self.disk is None or self.disk.empty:
+            return self.memory.index.match_prefix(keys, now, refresh, tick, pin_until)
+        length = self.memory.index.match_prefix(keys, now, False, 0)
+        rest = keys[length * self.key_bytes :]
+        if rest:
+            absent = self.contains(rest, now, False, 0).find(0)
+            length = len(keys) // self.key_bytes if absent < 0 else length + absent
+        if length and (refresh or pin_until > now):
+            self.contains(keys[: length * self.key_bytes], now, refresh, tick, pin_until)
+        return length
+
+    def on_disk(self, keys: bytes, now: float) -> bytes:
+        """One byte a key: 1 when the block is on disk."""
+        if self.disk is None or self.disk.empty:
+            return bytes(len(keys) // self.key_bytes)
+        return self.disk.contains(keys, now, False, 0)
+
+    def delete(self, keys: bytes, now: float) -> int:
+        """Delete blocks from both tiers. -> how many blocks there were."""
+        if self.disk is None or self.disk.empty:
+            return self.memory.index.delete(keys)
+        size, both = self.key_bytes, 0
+        distinct = dict.fromkeys(keys[at : at + size] for at in range(0, len(keys), size))
+        on_disk = self.disk.contains(b"".join(distinct), now, False, 0)
+        for key, there in zip(distinct, on_disk, strict=True):
+            both += there and self.memory.index.state_of(key) == BlockIndex.READY
+        return self.memory.index.delete(keys) + self.disk.delete(keys) - both
+
+    def info(self, now: float) -> NamespaceInfo:
+        index, disk = self.memory.index, self.disk
+        return NamespaceInfo(
+            id=self.id.hex(),
+            namespace=self.canonical.decode(),
+            block_bytes=self.block_bytes,
+            blocks=index.ready,
+            writing=index.writing,
+            segments=len(self.memory.segments),
+            slots=index.slots,
+            memory_bytes=self.memory.nbytes,
+            pinned=index.pinned(now),
+            hits=self.hits,
+            misses=self.misses,
+            created=self.created,
+            evicted=self.memory.evicted,
+            disk_blocks=disk.index.ready if disk else 0,
+            disk_bytes=disk.nbytes if disk else 0,
+            disk_evicted=disk.evicted if disk else 0,
+        )
+
+
+class Store:
+    """All namespaces of one shard."""
+
+    def __init__(
+        self, limit_bytes: int, segment_bytes: int, policy: str = "lru", rules: Sequence[NamespaceRule] = ()
+    ) -> None:
+        self.arena = Arena(limit_bytes, segment_bytes)
+        self.limit_bytes = limit_bytes
+        self.policy = policy
+        self._rules = rules
+        self.memory: Tier[NamespaceTier] = Tier(self.arena, self._memory_may_grow)
+        self.disk: DiskTier | None = None
+        self._namespaces: dict[bytes, NamespaceStore] = {}
+        self._tick = 1
+
+    def __iter__(self) -> Iterator[NamespaceStore]:
+        return iter(self._namespaces.values())
+
+    def ticks(self, count: int) -> int:
+        """Reserve `count` recency ticks; the lowest is returned."""
+        tick = self._tick
+        self._tick += max(count, 1)
+        return tick
+
+    def skip_ticks(self, past: int) -> None:
+        """Give no tick up to `past` any more: blocks of an earlier run have them."""
+        self._tick = max(self._tick, past + 1)
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of all indexes, of both tiers."""
+        return self.memory.index_bytes + (self.disk.index_bytes if self.disk else 0)
+
+    def check_namespace(self, canonical: bytes) -> int:
+        """`block_bytes` of a namespace this shard could hold; `WireError` says why it could not."""
+        block_bytes = decode_namespace(canonical).block_bytes
+        if block_bytes > self.arena.segment_bytes:
+            raise WireError(
+                ErrorCode.OUT_OF_MEMORY,
+                f"blocks of {block_bytes} bytes do not fit a segment of {self.arena.segment_bytes} bytes; "
+                "start the server with a larger --segment",
+            )
+        return block_bytes
+
+    def find(self, canonical: bytes, key_bytes: int) -> NamespaceStore | None:
+        """The namespace, if it holds anything; `WireError` when its keys have another length."""
+        found = self._namespaces.get(canonical)
+        if found is None or found.empty:
+            return None
+        if found.key_bytes != key_bytes:
+            raise WireError(
+                ErrorCode.KEY_SIZE,
+                f"keys of {key_bytes} bytes: this namespace's keys have {found.key_bytes} bytes",
+            )
+        return found
+
+    def open(self, canonical: bytes, key_bytes: int) -> NamespaceStore:
+        """The namespace, made if it is new. The first block set decides its key length."""
+        found = self.find(canonical, key_bytes) or self._namespaces.get(canonical)
+        if found is not None:
+            if found.key_bytes == key_bytes:
+                return found
+            self._forget(found)
+        block_bytes = self.check_namespace(canonical)
+        if len(self._namespaces) >= MAX_NAMESPACES:
+            self._forget_an_empty_one()
+        index = BlockIndex(key_bytes, self.arena.segment_bytes // block_bytes, self.policy)
+        model = decode_namespace(canonical).model
+        rule = next((rule for rule in self._rules if fnmatchcase(model, rule.match)), None)
+        namespace = NamespaceStore(
+            canonical=canonical,
+            id=namespace_id(canonical),
+            block_bytes=block_bytes,
+            key_bytes=key_bytes,
+            arena=self.arena,
+            memory=NamespaceTier(self.arena, block_bytes, index),
+            disk=self.disk.open(canonical, key_bytes, block_bytes) if self.disk else None,
+            frame_blocks=frame_blocks(block_bytes),
+            ttl_s=rule.ttl_seconds if rule else 0,
+            priority=rule.priority if rule else 0,
+        )
+        self.memory.members.append(namespace.memory)
+        self._namespaces[canonical] = namespace
+        return namespace
+
+    def _forget(self, namespace: NamespaceStore) -> None:
+        self.memory.remove(namespace.memory)
+        if self.disk is not None and namespace.disk is not None:
+            self.disk.forget(namespace.disk)
+        del self._namespaces[namespace.canonical]
+
+    def _forget_an_empty_one(self) -> None:
+        for namespace in self:
+            if namespace.empty:
+                self._forget(namespace)
+                return
+        raise WireError(ErrorCode.LIMIT, f"{MAX_NAMESPACES} namespaces hold blocks already; delete one's blocks first")
+
+    def make_room(self, namespace: NamespaceStore, count: int, now: float) -> None:
+        """See that `namespace` has `count` free slots in memory, as far as what is pinned or in use allows."""
+        self.memory.make_room(namespace.memory, count, now)
+
+    def reserve(
+        self, namespace: NamespaceStore, keys: bytes, force: bool, now: float, priority: int = 0
+    ) -> tuple[Slots, int]:
+        """Reserve a memory slot for every block that is wanted. -> slots or verdicts, and how many keys are new."""
+        index, count = namespace.memory.index, len(keys) // namespace.key_bytes
+        priority = max(priority, namespace.priority)
+        on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8)
+        if not on_disk.any():
+            missing = index.missing(keys)
+            self.make_room(namespace, count if force else missing, now)
+            return index.reserve(keys, force, self.ticks(count), priority), missing
+        rows = np.frombuffer(keys, dtype=np.uint8).reshape(count, namespace.key_bytes)
+        absent = rows[on_disk == 0].tobytes()
+        missing = index.missing(absent)
+        if force:
+            self.make_room(namespace, count, now)
+            return index.reserve(keys, force, self.ticks(count), priority), missing
+        self.make_room(namespace, missing, now)
+        slots = np.full(count, BlockIndex.EXISTED, dtype=np.int32)
+        slots[on_disk == 0] = index.reserve(absent, force, self.ticks(count), priority)
+        return slots, missing
+
+    def expire(self, now: float) -> None:
+        """Free what is past its time, some of it at a time."""
+        for namespace in self:
+            if namespace.ttl_s:
+                namespace.memory.index.expire(now, EXPIRE_STEP)
+                if namespace.disk is not None:
+                    namespace.disk.expire(now, EXPIRE_STEP)
+
+    # ---- what indexes may take ---------------------------------------------------------------------------------
+
+    def _memory_may_grow(self, growing: NamespaceTier, now: float) -> bool:
+        """Whether one more segment keeps the shard inside its limit (small blocks need much index)."""
+        in_use = (self.arena.segments - self.arena.free + 1) * self.arena.segment_bytes
+        return in_use + self._index_excess() <= self.limit_bytes or not growing.segments
+
+    def disk_may_grow(self, growing: NamespaceTier, now: float) -> bool:
+        """Whether one more segment on disk may have its index in memory; memory for blocks gives way to it."""
+        more = growing.index.slots_per_segment * (self.index_bytes // max(1, self._slots()) + 1)
+        excess = self._index_excess(more)
+        if excess > self.limit_bytes * MAX_INDEX_SHARE and growing.segments:
+            return False
+        if not excess:
+            return True
+        while excess + (self.arena.segments - self.arena.free) * self.arena.segment_bytes > self.limit_bytes:
+            if not self.memory.shrink(now):
+                break
+        self.arena.discard_free()
+        return True
+
+    def _slots(self) -> int:
+        tiers = [namespace.memory for namespace in self] + [namespace.disk for namespace in self if namespace.disk]
+        return sum(tier.index.slots for tier in tiers)
+
+    def _index_excess(self, more: int = 0) -> int:
+        return max(0, self.index_bytes + more - INDEX_OVERHEAD_BYTES)

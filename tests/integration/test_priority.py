@@ -1,0 +1,51 @@
+"""A client's priorities: what was set with a higher one stays when room is made."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import MakeNamespace, Server, StartServer, blocks_of, make_keys
+
+from kvstore_client import AsyncKVStoreClient, KVStoreClient
+
+BLOCK_BYTES = 65536
+
+
+def test_blocks_of_a_higher_priority_outlive_newer_ones(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    server = start_server(memory="8MiB", segment="1MiB")
+    keys = make_keys(400)
+    with KVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES)) as client:
+        client.set(keys[:32], blocks_of(keys[:32], BLOCK_BYTES), priority=2)
+        for at in range(32, 400, 16):
+            client.set(keys[at : at + 16], blocks_of(keys[at : at + 16], BLOCK_BYTES))
+        present = client.contains(keys)
+    assert present[:32].all() and not present[32:].all()
+
+
+def test_the_asyncio_client_sends_priorities_too(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server = start_server(memory="8MiB", segment="1MiB")
+    keys = make_keys(400)
+
+    async def run() -> Any:
+        async with AsyncKVStoreClient(server.endpoint, new_namespace(BLOCK_BYTES)) as client:
+            await client.set(keys[:32], blocks_of(keys[:32], BLOCK_BYTES), priority=1)
+            for at in range(32, 400, 16):
+                await client.set(keys[at : at + 16], blocks_of(keys[at : at + 16], BLOCK_BYTES))
+            assert set((await client.scrub()).values()) == {0}  # no disk tier
+            return await client.contains(keys[:32])
+
+    assert asyncio.run(run()).all()
+
+
+@pytest.mark.parametrize("priority", [-1, 4, "high", 1.5, None])
+def test_a_priority_that_cannot_be_is_refused(server: Server, new_namespace: MakeNamespace, priority: Any) -> None:
+    keys = make_keys(1)
+    with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
+        with pytest.raises(ValueError, match="0 to 3"):
+            client.set(keys, blocks_of(keys, 4096), priority=priority)
+        assert client.set(keys, blocks_of(keys, 4096), priority=np.int64(3)).created == 1  # type: ignore[arg-type]

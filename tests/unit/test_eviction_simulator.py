@@ -1,0 +1,251 @@
+"""The eviction simulator: what it reads, what it counts, and that its policies do what their papers say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from benchmarks.eviction import __main__ as program
+from benchmarks.eviction.baselines import Arc, Optimum, S3Fifo, Sieve
+from benchmarks.eviction.simulator import POLICIES, Cache, ServerCache, replay
+from benchmarks.eviction.synthetic import SYNTHETIC, make_trace
+from benchmarks.eviction.tables import EVICTION_TABLES
+from benchmarks.eviction.traces import Trace, TraceError, read_trace
+from benchmarks.results_reader import read_results
+
+GOOD = {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [7, 9]}
+TEXTBOOK: dict[str, Callable[[Trace, int], Cache]] = {
+    "S3-FIFO": lambda trace, capacity: S3Fifo(capacity),
+    "ARC": lambda trace, capacity: Arc(capacity),
+    "SIEVE": lambda trace, capacity: Sieve(capacity),
+    "optimum": Optimum,
+}
+
+
+def hits(name: str, requests: Sequence[Sequence[int]], capacity: int) -> list[int]:
+    """By request."""
+    trace = Trace.of("by hand", requests)
+    if name in TEXTBOOK:
+        cache = TEXTBOOK[name](trace, capacity)
+        return [cache.request(chain) for chain in trace.chains]
+    with ServerCache(name, trace.keys, capacity) as server:
+        return [server.request(chain) for chain in trace.chains]
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_trace_is_read_plain_or_packed(compress: bool, tmp_path: Path) -> None:
+    lines = [GOOD, GOOD | {"timestamp": 3000.5, "hash_ids": [7, 11]}, GOOD | {"hash_ids": [], "type": "text"}]
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(data) if compress else data)
+    trace = read_trace(path)
+    assert [chain.tolist() for chain in trace.chains] == [[0, 1], [0, 2], []]
+    assert (trace.references, trace.distinct, trace.name) == (4, 3, "trace")
+    assert len({key.tobytes() for key in trace.keys}) == 3
+    assert [chain.tolist() for chain in trace.first(1).chains] == [[0, 1]]
+    assert trace.first(1).distinct == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 2: input data was truncated"),
+        ("[1, 2]", "line 2: expected `object`, got `array`"),
+        ('{"timestamp": 1}', "line 2: object missing required field `input_length`"),
+        (json.dumps(GOOD | {"hash_ids": "7"}), "line 2: hash_ids: expected `array`, got `str`"),
+        (json.dumps(GOOD | {"hash_ids": [1, "a"]}), "line 2: hash_ids[1]: expected `int`, got `str`"),
+        (json.dumps(GOOD | {"hash_ids": [-1]}), "line 2: hash_ids[0]: expected `int` >= 0"),
+        (json.dumps(GOOD | {"timestamp": "now"}), "line 2: timestamp: expected `float`, got `str`"),
+        (json.dumps(GOOD | {"output_length": -1}), "line 2: output_length: expected `int` >= 0"),
+        ('{"timestamp": "\udcff"}', "line 2: timestamp:"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_line_and_field(line: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + line + "\n", errors="surrogateescape")
+    with pytest.raises(TraceError) as error:
+        read_trace(path)
+    assert complaint in str(error.value)
+    assert "hash_ids" in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", gzip.compress(json.dumps(GOOD).encode() * 50)[:-9], b"\x1f\x8b no"])
+def test_a_file_that_is_empty_or_cut_off_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=r"trace\.jsonl\.gz"):
+        read_trace(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        read_trace(tmp_path / "trace.jsonl")
+
+
+# ---- policies, by hand -------------------------------------------------------------------------------------------
+
+
+def test_lru_keeps_what_was_used_last_and_of_a_chain_its_head() -> None:
+    # oldest first: 2 1 | 2 1 3 | 3 2 1 | 2 1 4 (3 went) | 1 4 5 (2 went) | 4 5 1, then 2 in place of 4
+    assert hits("lru", [[1, 2], [3], [1, 2], [4], [5], [1, 2]], 3) == [0, 0, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["S3-FIFO", "s3fifo"])
+def test_s3fifo_demotes_what_is_used_once_and_remembers_it(name: str) -> None:
+    # 1 is used twice more, so it moves to the main queue when 5 needs room; 2 and 3 leave and come back as ghosts.
+    requests = [1, 1, 1, 2, 3, 4, 5, 1, 2, 3, 6, 1, 2, 3]
+    assert hits(name, [[block] for block in requests], 4) == [0, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1]
+
+
+def test_arc_moves_its_target_with_its_ghosts() -> None:
+    # 3 pushes 2 out, not 1, which was used twice; 2 comes back as a ghost and pushes 1 out; 1 comes back and pushes 2.
+    requests = [1, 1, 2, 3, 1, 2, 3, 1, 3]
+    assert hits("ARC", [[block] for block in requests], 2) == [0, 1, 0, 0, 1, 0, 1, 0, 1]
+
+
+def test_sieve_spares_what_was_used_since_its_hand_came_by() -> None:
+    # 3 evicts 2, as 1 is marked; 4 evicts 3, as 1 is marked again; then the hand is back at 1.
+    requests = [1, 2, 1, 3, 1, 4, 3, 1, 3]
+    assert hits("SIEVE", [[block] for block in requests], 2) == [0, 0, 1, 0, 1, 0, 0, 0, 1]
+
+
+def test_the_optimum_lets_pass_what_is_needed_later_and_keeps_heads() -> None:
+    assert hits("optimum", [[1, 2], [3], [1, 2], [3], [1, 2]], 2) == [0, 0, 2, 0, 2]
+    assert hits("optimum", [[1, 2], [1, 2], [1, 2]], 1) == [0, 1, 1]
+
+
+def test_a_hit_counts_only_when_all_before_it_hit() -> None:
+    # 2 is there when [1, 2] comes, but 1 is not: a request that begins elsewhere cannot use it.
+    for name in (*POLICIES, *TEXTBOOK):
+        assert hits(name, [[2], [1, 2], [1, 2]], 5) == [0, 0, 2]
+
+
+def random_tree_requests(seed: int) -> list[list[int]]:
+    """Chains from the root of a small tree."""
+    chance = random.Random(seed)
+    chains: list[list[int]] = [[]]
+    for block in range(1, 8):
+        chains.append([*chance.choice(chains), block])
+    return [chance.choice(chains[1:]) for _ in range(7)]
+
+
+def best_by_trying_everything(requests: Sequence[Sequence[int]], capacity: int) -> int:
+    """The most hits, over all ways to keep blocks after each request."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for request in requests:
+        after: dict[frozenset[int], int] = {}
+        for resident, count in states.items():
+            run = next((i for i, block in enumerate(request) if block not in resident), len(request))
+            everything = resident | set(request)
+            for size in range(min(capacity, len(everything)) + 1):
+                for kept in map(frozenset, combinations(everything, size)):
+                    after[kept] = max(after.get(kept, 0), count + run)
+        states = after
+    return max(states.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_beats_the_optimum(seed: int) -> None:
+    requests = random_tree_requests(seed)
+    capacity = 1 + seed % 4
+    best = best_by_trying_everything(requests, capacity)
+    assert sum(hits("optimum", requests, capacity)) == best
+    for name in (*POLICIES, *TEXTBOOK):
+        assert sum(hits(name, requests, capacity)) <= best
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_server_holds_as_many_blocks_as_it_is_said_to(policy: str) -> None:
+    trace = make_trace("agents-and-conversations").first(300)
+    with ServerCache(policy, trace.keys, 97, segments=3) as server:
+        replay(trace, server)
+        assert server.blocks == 3 * 97
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *TEXTBOOK])
+def test_with_room_for_everything_only_first_references_miss(name: str) -> None:
+    trace = make_trace("conversations").first(200)
+    total = sum(hits(name, [chain.tolist() for chain in trace.chains], trace.distinct))
+    assert total == trace.references - trace.distinct
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *TEXTBOOK])
+def test_a_replay_gives_the_same_hit_rate_each_time(name: str) -> None:
+    requests = [chain.tolist() for chain in make_trace("documents").first(1500).chains]
+    references = sum(map(len, requests))
+    first, second = (sum(hits(name, requests, 1000)) for _ in range(2))
+    # What the server remembers by hash depends a little on the hash, which has a new key in every index.
+    assert abs(first - second) <= (0.01 * references if name in POLICIES and name != "lru" else 0)
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_a_synthetic_trace_is_the_same_each_time_and_a_prefix_tree(name: str) -> None:
+    trace, again = make_trace(name), make_trace(name)
+    assert [chain.tolist() for chain in trace.chains] == [chain.tolist() for chain in again.chains]
+    assert (trace.keys == again.keys).all()
+    parents: dict[int, int] = {}
+    for chain in trace.chains:
+        blocks = chain.tolist()
+        for parent, block in zip([-1, *blocks], blocks, strict=False):
+            assert parents.setdefault(block, parent) == parent
+
+
+def test_a_chain_longer_than_the_cache_is_kept_from_its_head() -> None:
+    for policy in POLICIES:
+        assert hits(policy, [range(20), range(20)], 8)[1] == 8
+
+
+# ---- the program -------------------------------------------------------------------------------------------------
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["python -m benchmarks.eviction", *arguments])
+    return program.main()
+
+
+def test_its_results_make_the_tables_and_charts_of_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(GOOD | {"hash_ids": [n % 5, 10 + n % 7]}) + "\n" for n in range(50)))
+    arguments = ("--trace", str(path), "--synthetic", "documents", "--requests", "100", "--capacities", "10,50")
+    assert run(monkeypatch, *arguments, "--json", str(tmp_path / "eviction.json")) == 0
+    assert "trace.jsonl: 50 requests, 100 references to 12 blocks" in capsys.readouterr().out.replace("\n", " ")
+    results = read_results(tmp_path)
+    first, second = results["eviction"].group("trace")
+    assert (first.name, first.parameters["requests"], first.parameters["distinct"]) == ("trace.jsonl", 50, 12)
+    assert second.name == "documents"
+    assert first.parameters["blocks"] == [1, 6]
+    for make in (make for _, make in EVICTION_TABLES.values()):
+        assert make(results)
+    assert "| 10 % | 1 |" in EVICTION_TABLES["eviction"][1](results)
+
+    pytest.importorskip("matplotlib")
+    from benchmarks.eviction.charts import EVICTION_CHARTS
+
+    for name, (_, draw) in EVICTION_CHARTS.items():
+        draw(results, tmp_path / f"{name}.svg")
+        assert "optimum" in (tmp_path / f"{name}.svg").read_text()
+
+
+def test_mistakes_are_told_with_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch) == 2
+    assert "--trace FILE" in capsys.readouterr().err
+    assert run(monkeypatch, "--trace", str(tmp_path / "none.jsonl")) == 1
+    assert "none.jsonl" in capsys.readouterr().err
+    for wrong in (("--capacities", "0"), ("--capacities", "a"), ("--requests", "0")):
+        with pytest.raises(SystemExit) as exit_:
+            run(monkeypatch, "--synthetic", "scan", *wrong)
+        assert exit_.value.code == 2

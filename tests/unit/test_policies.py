@@ -1,0 +1,523 @@
+"""The eviction policies: what all of them promise, whichever is chosen, and what each is for.
+
+`test_index.py` holds least recently used to its exact order; here a model knows which blocks may go and which may not,
+and leaves the order among them to the policy.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore._cext import BlockIndex
+
+READY = BlockIndex.READY
+every_policy = pytest.mark.parametrize("policy", BlockIndex.POLICIES)
+
+
+def keys_of(names: Sequence[int]) -> bytes:
+    return b"".join(name.to_bytes(4, "big") + bytes(12) for name in names)
+
+
+class Cache:
+    """An index used as a shard uses it: what is asked for and not there is set, after eviction if need be."""
+
+    def __init__(self, policy: str, slots: int) -> None:
+        self.index = BlockIndex(16, slots, policy)
+        self.index.attach()
+        self.tick = 1
+
+    def ticks(self, n: int) -> int:
+        self.tick += n
+        return self.tick - n
+
+    def set(self, *names: int, priority: int = 0, expires: float = 0.0) -> list[int]:
+        n, keys = len(names), keys_of(names)
+        room = self.index.missing(keys) - self.index.free
+        if room > 0:
+            self.index.evict(room, 0.0)
+        slots = self.index.reserve(keys, False, self.ticks(n), priority)
+        self.index.commit(slots, np.array(names, np.uint64), self.ticks(n), expires)
+        return [int(slot) for slot in slots]
+
+    def use(self, *names: int, pin_until: float = 0.0) -> None:
+        self.index.contains(keys_of(names), 0.0, True, self.ticks(len(names)), pin_until)
+
+    def request(self, *names: int) -> int:
+        """Reads the leading run that is there and sets the rest. -> blocks hit"""
+        hits = self.index.match_prefix(keys_of(names), 0.0, True, self.ticks(len(names)))
+        self.set(*names[hits:])
+        return hits
+
+    def left(self, *names: int) -> list[int]:
+        return [name for name in names if self.index.state_of(keys_of([name])) == READY]
+
+    def order(self, *names: int) -> list[int]:
+        """The names, in the order they are evicted one by one."""
+        gone: list[int] = []
+        while left := self.left(*names):
+            assert self.index.evict(1, 0.0) == 1
+            gone += set(left) - set(self.left(*names))
+        return gone
+
+
+# -- what every policy promises ------------------------------------------------------------------------------
+
+
+@every_policy
+def test_a_chains_tail_goes_before_its_head(policy: str) -> None:
+    cache = Cache(policy, 64)
+    cache.set(*range(40))
+    assert cache.order(*range(40)) == list(range(39, -1, -1))
+
+
+@every_policy
+def test_a_chain_used_as_a_whole_still_goes_tail_first(policy: str) -> None:
+    cache = Cache(policy, 64)
+    cache.set(*range(40))
+    for _ in range(5):
+        cache.use(*range(40))
+    assert cache.order(*range(40)) == list(range(39, -1, -1))
+
+
+@every_policy
+def test_pinned_and_referenced_blocks_stay_and_everything_else_can_go(policy: str) -> None:
+    cache = Cache(policy, 100)
+    for first in range(0, 100, 10):
+        cache.set(*range(first, first + 10))
+    cache.use(*range(0, 50))
+    cache.use(*range(20, 30), pin_until=10.0)
+    slots = cache.index.acquire(keys_of(range(55, 60)), 0.0, cache.ticks(5))
+    assert cache.index.evict(1000, 5.0) == 85
+    assert cache.left(*range(100)) == [*range(20, 30), *range(55, 60)]
+    assert cache.index.evict(1000, 5.0) == 0
+    cache.index.release(slots)
+    assert cache.index.evict(1000, 5.0) == 5
+    assert cache.index.evict(1000, 10.0) == 10
+    assert cache.index.free == 100
+
+
+@every_policy
+def test_an_unpinned_block_can_go_at_once(policy: str) -> None:
+    cache = Cache(policy, 10)
+    cache.set(*range(10))
+    cache.use(*range(10), pin_until=10.0)
+    assert cache.index.evict(1, 1.0) == 0
+    assert cache.index.unpin(keys_of([3])) == 1
+    assert cache.index.evict(10, 1.0) == 1
+    assert cache.left(*range(10)) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    cache.set(20)
+    assert cache.index.evict(10, 1.0) == 1
+
+
+@every_policy
+def test_a_higher_priority_goes_only_when_nothing_lower_can(policy: str) -> None:
+    cache = Cache(policy, 40)
+    for priority in (3, 1, 0, 2):
+        cache.set(*range(10 * priority, 10 * priority + 10), priority=priority)
+    cache.use(*range(10))
+    for priority in range(4):
+        assert cache.index.evict(10, 0.0) == 10
+        assert cache.left(*range(40)) == list(range(10 * priority + 10, 40))
+
+
+@every_policy
+def test_an_expired_block_is_no_victim_but_its_slot_is_had(policy: str) -> None:
+    cache = Cache(policy, 20)
+    cache.set(*range(10), expires=5.0)
+    cache.set(*range(10, 20))
+    cache.use(*range(20), pin_until=4.0)
+    assert set(cache.index.keys_of(cache.index.victims(100, 6.0))[3::16]) == set(range(10, 20))
+    assert cache.index.evict(100, 6.0) == 20
+
+
+@every_policy
+def test_victims_are_what_is_then_evicted(policy: str) -> None:
+    cache = Cache(policy, 200)
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        first = int(rng.zipf(1.3)) % 100 * 8
+        cache.request(*range(first, first + int(rng.integers(1, 9))))
+        if rng.random() < 0.1:
+            cache.use(first, pin_until=100.0)
+        if rng.random() < 0.2:
+            n = int(rng.integers(1, 30))
+            victims = cache.index.victims(n, 0.0)
+            assert len(set(victims.tolist())) == len(victims)
+            keys = bytearray()
+            expected = cache.index.keys_of(victims)
+            assert cache.index.evict(n, 0.0, keys) == len(victims)
+            assert keys == expected
+
+
+@every_policy
+def test_pinned_blocks_at_the_old_end_do_not_slow_every_eviction_down(policy: str) -> None:
+    cache = Cache(policy, 300_000)
+    for first in range(0, 300_000, 1000):
+        cache.set(*range(first, first + 1000))
+    cache.use(*range(299_000), pin_until=1000.0)
+    cache.use(*range(299_000, 300_000))
+    started = time.monotonic()
+    for name in range(10_000):  # passing 299 000 blocks each time would take minutes
+        cache.set(1_000_000 + name)
+    assert time.monotonic() - started < 10
+    assert len(cache.left(*range(299_000))) == 299_000
+
+
+@every_policy
+def test_an_index_of_a_million_blocks_takes_110_bytes_a_block(policy: str) -> None:
+    index = BlockIndex(16, 10_000, policy)
+    for segment in range(150):
+        index.attach()
+        assert index.nbytes <= 110 * index.slots + 1000, segment
+    for ordinal in range(150):
+        index.detach(ordinal)
+    assert index.nbytes < 300_000, "all but the bitmap"
+
+
+@every_policy
+def test_blocks_left_after_a_segment_was_detached_are_evicted_as_before(policy: str) -> None:
+    index = BlockIndex(16, 10, policy)
+    for _ in range(3):
+        index.attach()
+    slots = index.reserve(keys_of(range(30)), False, 1)
+    index.commit(slots, np.zeros(30, np.uint64), 31)
+    assert index.detach(1) == 10
+    keys = bytearray()
+    assert index.evict(100, 0.0, keys) == 20
+    gone = np.frombuffer(keys, np.uint8).reshape(-1, 16)[:, 3].tolist()
+    assert gone == sorted(set(range(30)) - {i for i, s in enumerate(slots.tolist()) if 10 <= s < 20}, reverse=True)
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="policy is 'fifo', expected one of lru, s3fifo, default"):
+        BlockIndex(16, 8, "fifo")
+
+
+@dataclass
+class Block:
+    slot: int
+    priority: int
+    expires: float
+    tick: int
+    refs: int = 0
+    pin_until: float = 0.0
+
+
+NAMES = st.integers(0, 29)
+BATCH = st.lists(NAMES, min_size=1, max_size=8, unique=True)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Blocks by name, those that have expired dropped as soon as time says so; slots of deleted ones still read."""
+
+    @initialize(policy=st.sampled_from(BlockIndex.POLICIES), slots_per_segment=st.integers(1, 12))
+    def create(self, policy: str, slots_per_segment: int) -> None:
+        self.policy = policy
+        self.per_segment = slots_per_segment
+        self.index = BlockIndex(16, slots_per_segment, policy)
+        self.attached = {self.index.attach()}
+        self.blocks: dict[int, Block] = {}
+        self.read: list[int] = []  # slots, one for each reference
+        self.now = 0.0
+        self.tick = 1
+
+    def ticks(self, n: int) -> int:
+        self.tick += n
+        return self.tick - n
+
+    def held(self, block: Block) -> bool:
+        return block.refs > 0 or block.pin_until > self.now
+
+    def touch(self, names: Sequence[int], batch: int, tick: int) -> None:
+        for i, name in enumerate(names):
+            if name in self.blocks:
+                self.blocks[name].tick = tick + batch - 1 - i
+
+    @rule(names=BATCH, priority=st.sampled_from([0, 0, 1, 3]), seconds=st.sampled_from([0.0, 0.0, 2.0]))
+    def set(self, names: list[int], priority: int, seconds: float) -> None:
+        tick = self.ticks(len(names))
+        slots = self.index.reserve(keys_of(names), False, tick, priority)
+        self.touch(names, len(names), tick)
+        tick = self.ticks(len(names))
+        expires = self.now + seconds if seconds else 0.0
+        self.index.commit(slots, np.array(names, np.uint64), tick, expires)
+        for i, (name, slot) in enumerate(zip(names, slots.tolist(), strict=True)):
+            assert (slot == BlockIndex.EXISTED) == (name in self.blocks)
+            if slot >= 0:
+                assert slot not in self.read and slot not in [b.slot for b in self.blocks.values()]
+                self.blocks[name] = Block(slot, priority, expires, tick + len(names) - 1 - i)
+
+    @rule(names=BATCH, pin=st.sampled_from([0.0, 0.0, 1.0, 5.0]))
+    def use(self, names: list[int], pin: float) -> None:
+        tick = self.ticks(len(names))
+        present = self.index.contains(keys_of(names), self.now, True, tick, self.now + pin)
+        assert list(present) == [name in self.blocks for name in names]
+        self.touch(names, len(names), tick)
+        for name in names:
+            if name in self.blocks and pin:
+                self.blocks[name].pin_until = max(self.blocks[name].pin_until, self.now + pin)
+
+    @rule(names=BATCH)
+    def acquire(self, names: list[int]) -> None:
+        tick = self.ticks(len(names))
+        slots = self.index.acquire(keys_of(names), self.now, tick).tolist()
+        self.touch(names, len(names), tick)
+        for name, slot in zip(names, slots, strict=True):
+            assert slot == (self.blocks[name].slot if name in self.blocks else -1)
+            if slot >= 0:
+                self.blocks[name].refs += 1
+                self.read.append(slot)
+
+    @precondition(lambda self: self.read)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(self.read), min_size=1, unique=True))
+        self.index.release(slots)
+        for slot in slots:
+            self.read.remove(slot)
+            for block in self.blocks.values():
+                block.refs -= block.slot == slot
+
+    @rule(names=BATCH)
+    def unpin(self, names: list[int]) -> None:
+        self.index.unpin(keys_of(names))
+        for name in names:
+            if name in self.blocks:
+                self.blocks[name].pin_until = 0.0
+
+    @rule(names=BATCH)
+    def delete(self, names: list[int]) -> None:
+        gone = [name for name in names if self.blocks.pop(name, None)]
+        assert self.index.delete(keys_of(names)) == len(gone)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.blocks.clear()
+
+    @rule(n=st.integers(0, 12), peek=st.booleans(), sweep=st.booleans())
+    def evict(self, n: int, peek: bool, sweep: bool) -> None:
+        if sweep:
+            self.index.expire(self.now, 1000)
+        victims = self.index.keys_of(self.index.victims(n, self.now)) if peek else None
+        evictable = {name: block for name, block in self.blocks.items() if not self.held(block)}
+        keys = bytearray()
+        count = self.index.evict(n, self.now, keys)
+        names = [int.from_bytes(keys[i : i + 4], "big") for i in range(0, len(keys), 16)]
+        assert len(names) == len(set(names)) == count
+        live = [name for name in names if name in self.blocks]
+        assert set(live) <= evictable.keys()
+        if sweep:
+            assert names == live
+            assert count == min(n, len(evictable))
+            assert victims is None or victims == keys
+        else:
+            assert count == n or len(live) == len(evictable)
+            assert victims is None or victims[: 16 * len(live)] == keys_of(live)
+        highest = max((self.blocks[name].priority for name in live), default=0)
+        for name in live:
+            del self.blocks[name]
+            del evictable[name]
+        assert all(block.priority >= highest for block in evictable.values())
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.index.pinned(self.now) <= self.index.ready
+        self.blocks = {n: b for n, b in self.blocks.items() if not b.expires or b.expires > self.now}
+
+    @precondition(lambda self: len(self.attached) < 3)
+    @rule()
+    def attach(self) -> None:
+        self.attached.add(self.index.attach())
+
+    @rule(ordinal=st.integers(0, 2))
+    def detach(self, ordinal: int) -> None:
+        if ordinal in self.attached and not any(slot // self.per_segment == ordinal for slot in self.read):
+            self.index.detach(ordinal)
+            self.attached.remove(ordinal)
+            self.blocks = {n: b for n, b in self.blocks.items() if b.slot // self.per_segment != ordinal}
+
+    @precondition(lambda self: not self.read)
+    @rule()
+    def restart(self) -> None:
+        """Everything there is goes through restore() into an index of the same segments."""
+        index, slots = self.index, self.index.ready_slots()
+        slots = slots[np.argsort(index.ticks_of(slots), kind="stable")]
+        fresh = BlockIndex(16, self.per_segment, self.policy)
+        for _ in range(max(self.attached, default=-1) + 1):
+            fresh.attach()
+        for ordinal in set(range(max(self.attached, default=0))) - self.attached:
+            fresh.detach(ordinal)
+        fresh.pinned(self.now)
+        answer = fresh.restore(
+            index.keys_of(slots),
+            slots,
+            index.checksums(slots),
+            index.ticks_of(slots),
+            index.expires_of(slots),
+            index.priorities_of(slots),
+        )
+        assert answer.tolist() == slots.tolist()
+        self.index = fresh
+        for block in self.blocks.values():
+            block.pin_until = 0.0
+        assert fresh.ready == len(self.blocks)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        index, blocks = self.index, self.blocks
+        names = sorted(blocks)
+        slots = [blocks[name].slot for name in names]
+        assert index.keys_of(slots) == keys_of(names)
+        assert index.checksums(slots).tolist() == names
+        assert index.ticks_of(slots).tolist() == [blocks[name].tick for name in names]
+        assert index.priorities_of(slots).tolist() == [blocks[name].priority for name in names]
+        assert index.expires_of(slots).tolist() == [blocks[name].expires for name in names]
+        assert index.ready_slots().tolist() == sorted(slots)
+        assert index.pinned(self.now) == sum(block.pin_until > self.now for block in blocks.values())
+        assert index.writing == 0
+        assert index.ready >= len(blocks)
+        assert index.free + index.ready + index.gone == index.slots == len(self.attached) * self.per_segment
+
+
+PolicyMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPolicyMachine = PolicyMachine.TestCase
+
+
+# -- s3fifo --------------------------------------------------------------------------------------------------
+
+
+def test_s3fifo_keeps_what_is_used_through_a_scan_that_empties_lru() -> None:
+    hits = {}
+    for policy in ("lru", "s3fifo"):
+        cache = Cache(policy, 100)
+        for _ in range(4):
+            for name in range(50):
+                cache.request(name)
+        for name in range(1000, 1200):
+            cache.request(name)
+        hits[policy] = len(cache.left(*range(50)))
+    assert hits == {"lru": 0, "s3fifo": 50}
+
+
+def test_a_block_that_comes_back_as_a_ghost_outlives_newer_ones() -> None:
+    cache = Cache("s3fifo", 20)
+    cache.set(*range(20))
+    assert cache.index.evict(1, 0.0) == 1
+    assert cache.left(19) == []
+    cache.set(19)
+    for name in range(100, 112):
+        cache.set(name)
+    assert cache.left(19) == [19]
+    cache.index.delete(keys_of([19]))
+    cache.set(19)
+    for name in range(200, 230):
+        cache.set(name)
+    assert cache.left(19) == [], "what was deleted is no ghost"
+
+
+def test_one_use_in_the_small_queue_is_not_enough_and_two_are() -> None:
+    cache = Cache("s3fifo", 40)
+    cache.set(1, 2)
+    cache.set(*range(10, 48))
+    cache.use(1, 2)
+    cache.use(2)
+    cache.index.evict(2, 0.0)
+    assert cache.left(1, 2) == [2]
+
+
+def test_a_used_block_of_the_main_queue_goes_round_once_for_each_use() -> None:
+    cache = Cache("s3fifo", 40)
+    for name in range(20):
+        cache.set(name)
+    for _ in range(2):
+        cache.use(*range(20))
+    cache.set(20, 21, 22)
+    assert cache.index.evict(1, 0.0) == 1  # moves the first twenty on
+    assert cache.left(*range(23)) == list(range(22))
+    cache.index.delete(keys_of([20, 21]))
+    for _ in range(5):
+        cache.use(0)
+    cache.use(1)
+    assert cache.order(*range(20)) == [*range(2, 20), 1, 0]
+
+
+def test_ghosts_are_as_many_as_the_main_queue_holds() -> None:
+    slots = 1000
+    last_evicted = 3999
+
+    def outlive_a_scan(names: range) -> int:
+        """How many of the names, evicted before, enter the main queue when they come back."""
+        cache = Cache("s3fifo", slots)
+        for name in [*range(5 * slots), *names, *range(100_000, 100_000 + slots)]:
+            cache.set(name)
+        return len(cache.left(*names))
+
+    assert outlive_a_scan(range(last_evicted - 700, last_evicted - 100)) > 500
+    assert outlive_a_scan(range(last_evicted - 1700, last_evicted - 1100)) == 0
+
+
+def paper_hits(trace: Sequence[int], capacity: int) -> int:
+    """S3-FIFO as Algorithm 1 of the paper has it, block by block. -> hits"""
+    small: deque[int] = deque()
+    main: deque[int] = deque()
+    ghosts: dict[int, None] = {}
+    uses: dict[int, int] = {}
+    hits = 0
+
+    def evict_from_main() -> None:
+        while True:
+            name = main.popleft()
+            if not uses[name]:
+                del uses[name]
+                return
+            uses[name] -= 1
+            main.append(name)
+
+    def evict_one() -> None:
+        while small and (len(small) >= capacity // 10 or not main):
+            name = small.popleft()
+            if uses[name] <= 1:
+                del uses[name]
+                ghosts[name] = None
+                if len(ghosts) > capacity - capacity // 10:
+                    del ghosts[next(iter(ghosts))]
+                return
+            uses[name] = 0
+            main.append(name)
+        evict_from_main()
+
+    for name in trace:
+        if name in uses:
+            hits += 1
+            uses[name] = min(uses[name] + 1, 3)
+            continue
+        if len(uses) == capacity:
+            evict_one()
+        back = name in ghosts
+        ghosts.pop(name, None)
+        (main if back else small).append(name)
+        uses[name] = 0
+    return hits
+
+
+@pytest.mark.parametrize("skew", [1.1, 1.3])
+def test_s3fifo_hits_as_often_as_the_papers_algorithm(skew: float) -> None:
+    capacity = 500
+    trace = (np.random.default_rng(7).zipf(skew, 30_000) % 10_000).tolist()
+    for scan in range(0, 30_000, 3000):
+        trace[scan : scan + 300] = range(50_000 + scan, 50_300 + scan)
+    cache = Cache("s3fifo", capacity)
+    hits = sum(cache.request(name) for name in trace)
+    expected = paper_hits(trace, capacity)
+    assert abs(hits - expected) < 0.005 * len(trace)
+    lru = Cache("lru", capacity)
+    assert hits > sum(lru.request(name) for name in trace)
