@@ -71,8 +71,9 @@ class Shard:
         self._behind = False  # the disk tier is, and who sets must wait
         self._finishing = False  # clients are gone, the disk tier is brought up to date
         self._traffic = (0, 0.0)  # payload bytes so far, and when there were last more of them
+        self.disk: DiskTier | None = None
         if config.disk is not None:
-            self.store.disk = DiskTier(self.store, config.disk, self._poll)
+            self.disk = self.store.disk = DiskTier(self.store, config.disk, self._poll)
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Shard:
                 if fd == listener.fileno():
                     self._accept()
                     continue
-                if self.store.disk is not None and self.store.disk.on_event(fd, event):
+                if self.disk is not None and self.disk.on_event(fd, event):
                     continue
                 peer = self._peers.get(fd)
                 if peer is None:
@@ -97,8 +98,8 @@ class Shard:
                     peer.on_readable(now)
                 if event & select.EPOLLOUT:
                     self.to_flush.add(peer)
-            if self.store.disk is not None:
-                self._pump_disk(self.store.disk, now)
+            if self.disk is not None:
+                self._pump_disk(self.disk, now)
             while self.to_flush:
                 self._flush(self.to_flush.pop(), now)
             if now >= housekeeping:
@@ -107,13 +108,13 @@ class Shard:
                 self.store.expire(now)
         for peer in list(self._peers.values()):
             peer.close("the server is shutting down")
-        if self.store.disk is not None:
-            self.store.disk.close()
+        if self.disk is not None:
+            self.disk.close()
         self.store.arena.close()
 
     def _patience_s(self) -> float:
         """How long the loop may sleep when nothing happens."""
-        disk = self.store.disk
+        disk = self.disk
         if disk is None or not (disk.restless or disk.working):
             return HOUSEKEEPING_S
         return 0.0 if disk.restless else DISK_TURN_S
@@ -135,7 +136,7 @@ class Shard:
     def _drained(self) -> bool:
         if self._drain_until is None:
             return False
-        disk = self.store.disk
+        disk = self.disk
         if not self._finishing:
             if time.monotonic() < self._drain_until and not all(peer.idle for peer in self._peers.values()):
                 return False
@@ -238,7 +239,7 @@ class Shard:
         elif isinstance(request, wire.Info):
             peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
         elif isinstance(request, wire.Scrub):
-            disk = self.store.disk
+            disk = self.disk
             peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.on else 0))
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
@@ -280,7 +281,7 @@ class Shard:
         self._remember(peer, keys)
         if isinstance(request, wire.Get):
             self._gets += 1
-            stream = Stream(self.store, namespace, request, keys, self.now, peer.resume)
+            stream = Stream(self.store, self.disk, namespace, request, keys, self.now, peer.resume)
             if self.buffered_bytes + stream.nbytes > MAX_BUFFERED_BYTES:
                 raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again")
             peer.add_stream(stream)
@@ -291,7 +292,7 @@ class Shard:
             self._lookup(peer, request, namespace, keys)
 
     def _delete(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore | None, keys: bytes) -> None:
-        disk = self.store.disk
+        disk = self.disk
         if namespace is None and disk is not None and disk.recovering:  # it may turn out to be on disk
             namespace = self.store.open(peer.namespace, request.key_bytes)
         deleted = namespace.delete(keys, self.now) if namespace else 0
@@ -299,10 +300,10 @@ class Shard:
 
     def _reply_for_good(self, peer: Peer, reply: wire.Reply) -> None:
         """Tell the client what holds even if the server dies now: what was removed does not come back from disk."""
-        if self.store.disk is None:
+        if self.disk is None:
             peer.reply(reply)
         else:
-            self.store.disk.after_removals(lambda: None if peer.closed else peer.reply(reply))
+            self.disk.after_removals(lambda: None if peer.closed else peer.reply(reply))
 
     def _lookup(
         self,
@@ -375,12 +376,12 @@ class Shard:
             error=int((slots == BlockIndex.NO_SPACE).sum()),
         )
         written = slots[slots >= 0]
-        if self.store.disk is None or not len(written):
+        if self.disk is None or not len(written):
             peer.reply(reply)
             return
         if request.force and namespace.disk is not None:  # what is on disk was replaced
             namespace.disk.delete(index.keys_of(written))
-        self.store.disk.writing.was_set(namespace, written, self.now)
+        self.disk.writing.was_set(namespace, written, self.now)
         if request.force:
             self._reply_for_good(peer, reply)
         else:
@@ -420,7 +421,7 @@ class Shard:
             namespaces=[namespace.info(self.now) for namespace in self.store],
             policy=config.policy,
             index_bytes=self.store.index_bytes,
-            disk=self.store.disk.info() if self.store.disk is not None else None,
+            disk=self.disk.info() if self.disk is not None else None,
             name=config.shards[config.shard].name,
         )
 

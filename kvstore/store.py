@@ -29,8 +29,6 @@ from kvstore.wire import (
 
 if TYPE_CHECKING:
     from kvstore.config import NamespaceRule
-    from kvstore.disk.namespace import DiskNamespace
-    from kvstore.disk.tier import DiskTier
 
 MAX_NAMESPACES: Final = 1024
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
@@ -54,6 +52,44 @@ class Parked(Protocol):
         """A block that was being written is there, or is not coming."""
 
 
+class DiskBlocks(Protocol):
+    """One namespace's blocks on disk."""
+
+    index: BlockIndex
+    evicted: int
+
+    @property
+    def empty(self) -> bool:
+        """No block in it, and nobody at one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of segments it holds."""
+
+    def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
+        """One byte a key: 1 when the block is on disk, not only on its way there."""
+
+    def delete(self, keys: bytes) -> int:
+        """Delete blocks. -> how many there were."""
+
+    def expire(self, now: float, limit: int) -> None:
+        """Free what is past its time among the next `limit` slots."""
+
+
+class Disk(Protocol):
+    """A disk tier, as far as the namespaces need it."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of its indexes."""
+
+    def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskBlocks | None:
+        """A new namespace's place on disk; None when there is none for its blocks."""
+
+    def forget(self, canonical: bytes) -> None:
+        """The namespace is gone."""
+
+
 @dataclass(eq=False)
 class NamespaceStore:
     """One namespace's blocks on this shard."""
@@ -64,7 +100,7 @@ class NamespaceStore:
     key_bytes: int
     arena: Arena
     memory: NamespaceTier
-    disk: DiskNamespace | None
+    disk: DiskBlocks | None
     frame_blocks: int
     ttl_s: int = 0  # 0: blocks do not expire
     priority: int = 0  # of each block at least
@@ -174,7 +210,7 @@ class Store:
         self.policy = policy
         self._rules = rules
         self.memory: Tier[NamespaceTier] = Tier(self.arena, self._memory_may_grow)
-        self.disk: DiskTier | None = None
+        self.disk: Disk | None = None
         self._namespaces: dict[bytes, NamespaceStore] = {}
         self._tick = 1
 
@@ -250,8 +286,8 @@ class Store:
 
     def _forget(self, namespace: NamespaceStore) -> None:
         self.memory.remove(namespace.memory)
-        if self.disk is not None and namespace.disk is not None:
-            self.disk.forget(namespace.disk)
+        if self.disk is not None:
+            self.disk.forget(namespace.canonical)
         del self._namespaces[namespace.canonical]
 
     def _forget_an_empty_one(self) -> None:
@@ -317,8 +353,9 @@ class Store:
         return True
 
     def _slots(self) -> int:
-        tiers = [namespace.memory for namespace in self] + [namespace.disk for namespace in self if namespace.disk]
-        return sum(tier.index.slots for tier in tiers)
+        indexes = [namespace.memory.index for namespace in self]
+        indexes += [namespace.disk.index for namespace in self if namespace.disk]
+        return sum(index.slots for index in indexes)
 
     def _index_excess(self, more: int = 0) -> int:
         return max(0, self.index_bytes + more - INDEX_OVERHEAD_BYTES)

@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.disk.tier import DiskTier
 from kvstore.store import NamespaceStore, Store
 from kvstore.tier import Slots
 from kvstore.wire import GROUP_BYTES, Get, Part, encode
@@ -46,6 +47,7 @@ class Stream:
     __slots__ = (
         "_ahead",
         "_count",
+        "_disk",
         "_fetched",
         "_group",
         "_hit",
@@ -67,6 +69,7 @@ class Stream:
     def __init__(
         self,
         store: Store,
+        disk: DiskTier | None,
         namespace: NamespaceStore | None,
         request: Get,
         keys: bytes,
@@ -78,6 +81,7 @@ class Stream:
         self.credit = request.credit if request.credit > 0 else None
         self.done = False
         self._store = store
+        self._disk = disk
         self._resume = resume  # called when there may be something to send again
         self._keys = memoryview(keys)
         self._key_bytes = request.key_bytes
@@ -172,8 +176,8 @@ class Stream:
 
     def _fetch(self, namespace: NamespaceStore, keys: npt.NDArray[np.uint8], now: float) -> npt.NDArray[np.bool_]:
         """Have blocks that are not in memory read from disk. -> which of them are worth waiting for."""
-        assert self._store.disk is not None
-        expected = self._store.disk.fetching.fetch(namespace, keys.tobytes(), now) < -1
+        assert self._disk is not None
+        expected = self._disk.fetching.fetch(namespace, keys.tobytes(), now) < -1
         self._fetched = self._fetched or bool(expected.any())
         return expected
 
@@ -230,8 +234,8 @@ class Stream:
                 namespace.memory.index.contains(keys, now, True, self._store.ticks(self._count))
         if not len(positions):
             return Outgoing([frame(header, False)])
-        if self._store.disk is not None:
-            self._store.disk.writing.was_read(namespace, slots, now)
+        if self._disk is not None:
+            self._disk.writing.was_read(namespace, slots, now)
         head = frame(header, True) + frame_head(len(positions) * block_bytes, False)
         views: list[bytes | memoryview] = [head, *namespace.views(slots)]
         return Outgoing(views, lambda: self._release(namespace, slots))

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import BlockIndex, read_blocks
 from kvstore.disk.namespace import DiskNamespace
+from kvstore.disk.volume import Volume
 from kvstore.store import NamespaceStore
 from kvstore.tier import Slots
-
-if TYPE_CHECKING:
-    from kvstore.disk.tier import DiskTier
 
 log = logging.getLogger("kvstore.disk")
 
@@ -40,9 +38,9 @@ Answers = npt.NDArray[np.int32]
 class Fetching:
     """All reads of blocks for their readers. The loop's thread."""
 
-    def __init__(self, tier: DiskTier) -> None:
-        self._tier = tier
-        self._limit_bytes = int(tier.store.limit_bytes * MAX_MEMORY_SHARE)
+    def __init__(self, volume: Volume) -> None:
+        self._volume = volume
+        self._limit_bytes = int(volume.store.limit_bytes * MAX_MEMORY_SHARE)
         self._starved: set[NamespaceStore] = set()  # those who were told to wait
         self.in_flight_bytes = 0
         self.blocks = self.bytes = self.corrupt = 0
@@ -50,7 +48,7 @@ class Fetching:
     def fetch(self, namespace: NamespaceStore, keys: bytes, now: float) -> Answers:
         """Begin to read what of `keys` is on disk and not in memory. -> `COMING`, `WAIT` or `ABSENT`, one a key."""
         disk = namespace.disk
-        assert disk is not None
+        assert isinstance(disk, DiskNamespace)
         found = disk.index.acquire(keys, now, 0, False)
         answers = np.full(len(found), ABSENT, dtype=np.int32)
         rows = np.flatnonzero(found >= 0)
@@ -86,7 +84,7 @@ class Fetching:
         now: float,
         priority: int,
     ) -> None:
-        store, memory = self._tier.store, namespace.memory
+        store, memory = self._volume.store, namespace.memory
         wanted = np.frombuffer(keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[rows].tobytes()
         store.make_room(namespace, memory.index.missing(wanted), now)
         slots = memory.index.reserve(wanted, False, store.ticks(len(rows)), priority)
@@ -108,18 +106,18 @@ class Fetching:
                 self._read(namespace, disk, segment, slots[some], places[some])
 
     def _read(self, namespace: NamespaceStore, disk: DiskNamespace, segment: int, slots: Slots, places: Slots) -> None:
-        tier, size = self._tier, namespace.block_bytes
+        volume, size = self._volume, namespace.block_bytes
         sums = disk.index.checksums(places)
-        fd = tier.open_file(segment, disk.direct)
+        fd = volume.open_file(segment, disk.direct)
         if fd is None:
             self._give_up(namespace, disk, slots, places)
             return
         self.in_flight_bytes += len(slots) * size
-        tier.reads.submit(
+        volume.reads.submit(
             partial(
                 read_blocks,
                 fd,
-                tier.store.arena.memory,
+                volume.store.arena.memory,
                 namespace.memory.offsets(slots),
                 disk.file_offsets(places),
                 size,
@@ -137,11 +135,11 @@ class Fetching:
         sums: Sums,
         status: Answers | OSError,
     ) -> None:
-        tier = self._tier
+        volume = self._volume
         self.in_flight_bytes -= len(slots) * namespace.block_bytes
         if isinstance(status, OSError):
             self._give_up(namespace, disk, slots, places)
-            tier.fail(status)
+            volume.fail(status)
         else:
             # A block deleted while it was read must not come back.
             good = (status == 0) & (disk.index.states_of(places) == BlockIndex.READY)
@@ -152,7 +150,7 @@ class Fetching:
             self.drop_corrupt(disk, places[status == CORRUPT])
             disk.index.release(places)
             if (status > 0).any():
-                tier.fail_with(int(status.max()))
+                volume.fail_with(int(status.max()))
         namespace.wake_parked()
         self.wake()
 
@@ -166,7 +164,7 @@ class Fetching:
         expires = disk.index.expires_of(places)
         for when in np.unique(expires).tolist():
             rows = expires == when
-            namespace.memory.index.commit(slots[rows], sums[rows], self._tier.store.ticks(int(rows.sum())), when)
+            namespace.memory.index.commit(slots[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
 
     def drop_corrupt(self, disk: DiskNamespace, places: Slots) -> None:
         """Blocks whose bytes are not those of their checksum are forgotten, counted and logged."""

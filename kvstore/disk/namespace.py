@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,20 +11,33 @@ import numpy.typing as npt
 from kvstore._cext import BlockIndex
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.segments import DIRECT_BYTES, MIN_DIRECT_BYTES
-from kvstore.tier import NamespaceTier, Offsets, Slots
+from kvstore.tier import NamespaceTier, Offsets, Slots, Space
 from kvstore.wire import namespace_id
 
-if TYPE_CHECKING:
-    from kvstore.disk.tier import DiskTier
+
+class Records(Protocol):
+    """Who keeps the persistent index: told of all that comes and goes."""
+
+    def record(self, member: DiskNamespace, keys: bytes, entries: Entries) -> None:
+        """Blocks are on disk now."""
+
+    def record_evicted(self, member: DiskNamespace, keys: bytes) -> int:
+        """Blocks are on disk no longer."""
+
+    def record_deleted(self, member: DiskNamespace, keys: bytes) -> None:
+        """Blocks were deleted or replaced: they must not come back."""
+
+    def wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
+        """Monotonic times, 0 for never, as seconds of the wall clock."""
 
 
 class DiskNamespace(NamespaceTier):
     """Slots are slots of segment files. Whatever leaves the index leaves the persistent one, too."""
 
-    def __init__(self, tier: DiskTier, canonical: bytes, block_bytes: int, index: BlockIndex) -> None:
-        super().__init__(tier.segments, block_bytes, index)
+    def __init__(self, records: Records, space: Space, canonical: bytes, block_bytes: int, index: BlockIndex) -> None:
+        super().__init__(space, block_bytes, index)
         index.keep_lapsed = True
-        self.tier = tier
+        self._records = records
         self.canonical = canonical
         self.ordinal: int | None = None  # the keeper's number for it, once it has one
         self.direct = block_bytes % DIRECT_BYTES == 0 and block_bytes >= MIN_DIRECT_BYTES
@@ -64,29 +77,28 @@ class DiskNamespace(NamespaceTier):
         entries["place"] = places
         entries["checksum"] = index.checksums(slots)
         entries["tick"] = index.ticks_of(slots)
-        entries["expires"] = self.tier.wall_clock(index.expires_of(slots))
+        entries["expires"] = self._records.wall_clock(index.expires_of(slots))
         entries["priority"] = index.priorities_of(slots)
         return entries
 
-    def commit(self, slots: Slots, sums: npt.NDArray[np.uint64], expires: float) -> None:
+    def commit(self, slots: Slots, sums: npt.NDArray[np.uint64], tick: int, expires: float) -> None:
         """Written slots are readable, and are recorded."""
-        tick = self.tier.store.ticks(len(slots))
         self.index.commit(slots, sums, tick, expires)
-        self.tier.record(self, self.index.keys_of(slots), self.entries(slots))
+        self._records.record(self, self.index.keys_of(slots), self.entries(slots))
 
     # ---- what leaves ---------------------------------------------------------------------------------------------
 
     def evict(self, count: int, now: float) -> int:
         keys = bytearray()
         evicted = self.index.evict(count, now, keys)
-        self.tier.record_evicted(self, bytes(keys))
+        self._records.record_evicted(self, bytes(keys))
         self.evicted += evicted
         return evicted
 
     def expire(self, now: float, limit: int) -> None:
         """Free what is past its time among the next `limit` slots, and record what was found so by others."""
         self.index.expire(now, limit)
-        self.tier.record_evicted(self, self.index.take_lapsed())
+        self._records.record_evicted(self, self.index.take_lapsed())
 
     def detach(self, ordinal: int) -> int:
         per_segment = self.index.slots_per_segment
@@ -100,10 +112,10 @@ class DiskNamespace(NamespaceTier):
     def delete(self, keys: bytes) -> int:
         """Delete blocks. -> how many there were."""
         deleted = self.index.delete(keys)
-        self.tier.record_deleted(self, keys)
+        self._records.record_deleted(self, keys)
         return deleted
 
     def _remove_records(self, slots: Slots) -> None:
         ready = slots[self.index.states_of(slots) == BlockIndex.READY]
         if len(ready):
-            self.tier.record_evicted(self, self.index.keys_of(ready))
+            self._records.record_evicted(self, self.index.keys_of(ready))

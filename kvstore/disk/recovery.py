@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.disk.entries import ENTRY, Entries
+from kvstore.disk.fetching import Fetching
 from kvstore.disk.messages import NamespaceFound, Recovered
 from kvstore.disk.namespace import DiskNamespace
+from kvstore.disk.volume import Volume
 from kvstore.store import NamespaceStore
 from kvstore.tier import Slots
 from kvstore.wire import WireError
-
-if TYPE_CHECKING:
-    from kvstore.disk.tier import DiskTier
 
 log = logging.getLogger("kvstore.disk")
 
@@ -57,8 +56,8 @@ class _Found:
 class Recovery:
     """The old index on its way into this run's. The loop's thread."""
 
-    def __init__(self, tier: DiskTier) -> None:
-        self._tier = tier
+    def __init__(self, volume: Volume) -> None:
+        self._volume = volume
         self._found: dict[int, _Found] = {}
         self.ready = False  # all was told
         self.started = time.monotonic()
@@ -69,11 +68,13 @@ class Recovery:
         """The old index knows a namespace."""
         member = None
         try:
-            member = self._tier.store.open(event.canonical, event.key_bytes).disk
+            disk = self._volume.store.open(event.canonical, event.key_bytes).disk
         except WireError as error:
             log.warning("disk: blocks of a namespace are dropped: %s", error)
-        if member is not None:
-            member.ordinal = event.ordinal
+        else:
+            if isinstance(disk, DiskNamespace):
+                member = disk
+                member.ordinal = event.ordinal
         self._found[event.ordinal] = _Found(member, event.ordinal, event.key_bytes)
 
     def add(self, event: Recovered) -> None:
@@ -86,7 +87,7 @@ class Recovery:
         for found in self._found.values():
             found.sort()
             if len(found.entries):
-                self._tier.store.skip_ticks(int(found.entries["tick"][-1]))
+                self._volume.store.skip_ticks(int(found.entries["tick"][-1]))
 
     def step(self) -> bool:
         """Put the next rows in. -> whether all are in."""
@@ -101,14 +102,14 @@ class Recovery:
     def _restore(self, found: _Found) -> None:
         rows = slice(found.next, found.next + ROWS_A_TURN)
         found.next += ROWS_A_TURN
-        keys, entries, member, tier = found.keys[rows], found.entries[rows], found.member, self._tier
+        keys, entries, member, volume = found.keys[rows], found.entries[rows], found.member, self._volume
         if member is None:
             self.lost += len(entries)
             if not self.rewrite:
-                tier.keeper.delete(found.ordinal, keys.tobytes())
+                volume.keeper.delete(found.ordinal, keys.tobytes())
             return
         index = member.index
-        expires = tier.monotonic(entries["expires"])
+        expires = volume.monotonic(entries["expires"])
         ordinals = np.array([self._ordinal(found, member, int(segment)) for segment in entries["segment"]])
         good = (ordinals >= 0) & (entries["place"] < index.slots_per_segment)
         good &= (expires == 0) | (expires > time.monotonic())
@@ -127,14 +128,14 @@ class Recovery:
         self.blocks += int(kept.sum())
         self.lost += int((~kept).sum())
         if self.rewrite:
-            tier.record(member, keys[kept].tobytes(), np.ascontiguousarray(entries[kept]))
+            volume.record(member, keys[kept].tobytes(), np.ascontiguousarray(entries[kept]))
         elif not kept.all():
-            tier.keeper.delete(found.ordinal, keys[~kept].tobytes())
+            volume.keeper.delete(found.ordinal, keys[~kept].tobytes())
 
     def _ordinal(self, found: _Found, member: DiskNamespace, segment: int) -> int:
         known = found.ordinals.get(segment)
         if known is None:
-            known = member.attach(segment) if self._tier.segments.claim(segment) else -1
+            known = member.attach(segment) if self._volume.segments.claim(segment) else -1
             found.ordinals[segment] = known
         return known
 
@@ -142,14 +143,15 @@ class Recovery:
 class WarmStart:
     """The most recently used blocks of an earlier run, on their way to memory while nobody else reads."""
 
-    def __init__(self, tier: DiskTier) -> None:
-        self._tier = tier
+    def __init__(self, volume: Volume, fetching: Fetching) -> None:
+        self._volume = volume
+        self._fetching = fetching
         self._wanted = self._choose()
         self.blocks = sum(len(slots) for _, slots in self._wanted)
 
     def _choose(self) -> list[tuple[NamespaceStore, Slots]]:
         """As many of the hottest blocks as memory has free segments for, the hottest last."""
-        store = self._tier.store
+        store = self._volume.store
         room_bytes = store.arena.free * store.arena.segment_bytes
         blocks: list[tuple[int, int, NamespaceStore, Slots]] = []  # by run of blocks of one namespace: ticks and slots
         for namespace in store:
@@ -172,13 +174,13 @@ class WarmStart:
 
     def pump(self, now: float) -> bool:
         """Fetch the next blocks if the disk has nothing to read. -> whether it is done."""
-        if self._tier.fetching.in_flight_bytes:
+        if self._fetching.in_flight_bytes:
             return False
-        if not self._wanted or not self._tier.store.arena.free:
+        if not self._wanted or not self._volume.store.arena.free:
             return True
         namespace, slots = self._wanted.pop()
         disk = namespace.disk
-        assert disk is not None
+        assert isinstance(disk, DiskNamespace)
         slots = slots[disk.index.states_of(slots) == disk.index.READY]
-        self._tier.fetching.fetch(namespace, disk.index.keys_of(slots), now)
+        self._fetching.fetch(namespace, disk.index.keys_of(slots), now)
         return False

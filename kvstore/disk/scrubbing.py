@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import mmap
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from kvstore._cext import BlockIndex, read_blocks
+from kvstore.disk.fetching import Answers, Fetching
 from kvstore.disk.namespace import DiskNamespace
+from kvstore.disk.volume import Volume
 from kvstore.tier import Slots
-
-if TYPE_CHECKING:
-    from kvstore.disk.fetching import Answers
-    from kvstore.disk.tier import DiskTier
 
 log = logging.getLogger("kvstore.disk")
 
@@ -30,8 +28,9 @@ CORRUPT: Final = -1
 class Scrubbing:
     """Passes over all blocks on disk. The loop's thread."""
 
-    def __init__(self, tier: DiskTier, bytes_per_s: int) -> None:
-        self._tier = tier
+    def __init__(self, volume: Volume, fetching: Fetching, bytes_per_s: int) -> None:
+        self._volume = volume
+        self._fetching = fetching
         self._bytes_per_s = bytes_per_s
         self._rest: list[tuple[DiskNamespace, Slots]] | None = None  # of this pass; None: none is under way
         self._scratch: mmap.mmap | None = None
@@ -58,7 +57,7 @@ class Scrubbing:
         if self._reading or not (self._asked or self._bytes_per_s) or (now < self._next_at and not self._asked):
             return
         if self._rest is None:
-            self._rest = [(member, member.index.ready_slots()) for member in self._tier.members.members]
+            self._rest = [(member, member.index.ready_slots()) for member in self._volume.members.members]
         while self._rest:
             member, slots = self._rest.pop()
             count = max(1, BATCH_BYTES // member.block_bytes)
@@ -75,8 +74,8 @@ class Scrubbing:
         self._end_pass(now)
 
     def _read(self, member: DiskNamespace, segment: int, slots: Slots, now: float) -> None:
-        tier, size = self._tier, member.block_bytes
-        fd = tier.open_file(segment, member.direct)
+        volume, size = self._volume, member.block_bytes
+        fd = volume.open_file(segment, member.direct)
         if fd is None:
             return
         if self._scratch is None or len(self._scratch) < len(slots) * size:
@@ -84,7 +83,7 @@ class Scrubbing:
         self._reading = True
         self._next_at = now + len(slots) * size / self._bytes_per_s if self._bytes_per_s else now
         member.index.acquire_slot(slots)
-        tier.background.submit(
+        volume.background.submit(
             partial(
                 read_blocks,
                 fd,
@@ -100,15 +99,15 @@ class Scrubbing:
     def _checked(self, member: DiskNamespace, slots: Slots, status: Answers | OSError) -> None:
         self._reading = False
         if isinstance(status, OSError):
-            self._tier.fail(status)
+            self._volume.fail(status)
         else:
             self.blocks += len(slots)
             self.bytes += len(slots) * member.block_bytes
-            before = self._tier.fetching.corrupt
-            self._tier.fetching.drop_corrupt(member, slots[status == CORRUPT])
-            self.corrupt += self._tier.fetching.corrupt - before
+            before = self._fetching.corrupt
+            self._fetching.drop_corrupt(member, slots[status == CORRUPT])
+            self.corrupt += self._fetching.corrupt - before
             if (status > 0).any():
-                self._tier.fail_with(int(status.max()))
+                self._volume.fail_with(int(status.max()))
         member.index.release(slots)
 
     def _end_pass(self, now: float) -> None:

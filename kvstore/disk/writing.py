@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvstore._cext import BlockIndex, write_blocks
 from kvstore.disk.namespace import DiskNamespace
+from kvstore.disk.volume import Volume
 from kvstore.store import NamespaceStore
 from kvstore.tier import Slots
-
-if TYPE_CHECKING:
-    from kvstore.disk.tier import DiskTier
 
 WRITE_JOB_BYTES: Final = 4 << 20
 MAX_IN_FLIGHT_BYTES: Final = 32 << 20
@@ -49,11 +47,11 @@ class _Waiting(NamedTuple):
 class Writing:
     """The dirty blocks of a shard. The loop's thread."""
 
-    def __init__(self, tier: DiskTier, policy: str) -> None:
-        self._tier = tier
+    def __init__(self, volume: Volume, policy: str) -> None:
+        self._volume = volume
         self._policy = policy
         self._queue: deque[_Waiting] = deque()
-        self._memory_bytes = tier.store.limit_bytes
+        self._memory_bytes = volume.store.limit_bytes
         self.dirty_blocks = self.dirty_bytes = self.in_flight_bytes = 0
         self.blocks = self.bytes = self.skipped = 0
         self.behind = False  # clients that set must wait
@@ -72,8 +70,8 @@ class Writing:
 
     def add_all(self, now: float) -> None:
         """Everything that is only in memory, as much as the disk can hold; the coldest first, so that it goes first."""
-        room_bytes = self._tier.segments.segments * self._tier.segments.segment_bytes
-        for namespace in self._tier.store:
+        room_bytes = self._volume.segments.segments * self._volume.segments.segment_bytes
+        for namespace in self._volume.store:
             index = namespace.memory.index
             slots = index.ready_slots()
             slots = slots[np.argsort(index.ticks_of(slots), kind="stable")]
@@ -87,7 +85,7 @@ class Writing:
         self._add(namespace, slots[np.frombuffer(there, dtype=np.uint8) == 0], now)
 
     def _add(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        if namespace.disk is None or not len(slots) or self._tier.off:
+        if namespace.disk is None or not len(slots) or self._volume.off:
             return
         namespace.memory.index.acquire_slot(slots)
         self._queue.append(_Waiting(namespace, slots, now))
@@ -112,11 +110,11 @@ class Writing:
 
     def pump(self, now: float, quiet_since: float, hurry: bool) -> None:
         """Start the writes whose time has come."""
-        if self._policy == "evicted" and not self._tier.store.arena.free:
+        if self._policy == "evicted" and not self._volume.store.arena.free:
             self._add_next_victims(now)
         while self._queue and self.in_flight_bytes < MAX_IN_FLIGHT_BYTES:
             waiting = self._queue[0]
-            assert waiting.namespace.disk is not None
+            assert isinstance(waiting.namespace.disk, DiskNamespace)
             due = (
                 hurry
                 or waiting.namespace.disk.direct
@@ -124,7 +122,7 @@ class Writing:
                 or now - waiting.since > PATIENCE_S
                 or self.dirty_bytes > self._memory_bytes * HURRY_SHARE
             )
-            if not due or self._tier.keeper_backlog_bytes > MAX_KEEPER_BACKLOG_BYTES:
+            if not due or self._volume.keeper_backlog_bytes > MAX_KEEPER_BACKLOG_BYTES:
                 return
             self._queue.popleft()
             count = max(1, WRITE_JOB_BYTES // waiting.namespace.block_bytes)
@@ -135,12 +133,12 @@ class Writing:
     def _add_next_victims(self, now: float) -> None:
         if self.in_flight_bytes or self._queue:
             return
-        for namespace in self._tier.store:
+        for namespace in self._volume.store:
             self._add_if_not_on_disk(namespace, namespace.memory.index.victims(EVICTION_AHEAD_BLOCKS, now), now)
 
     def _write(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         disk, index = namespace.disk, namespace.memory.index
-        assert disk is not None
+        assert isinstance(disk, DiskNamespace)
         kept = index.states_of(slots) == BlockIndex.READY  # the others were deleted meanwhile
         self._clean(namespace, slots[~kept])
         slots = slots[kept]
@@ -151,18 +149,18 @@ class Writing:
             self._place(namespace, disk, slots[priorities == priority], priority, now)
 
     def _place(self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, priority: int, now: float) -> None:
-        tier = self._tier
+        volume = self._volume
         keys = namespace.memory.index.keys_of(slots)
-        tier.make_room(disk, disk.index.missing(keys), now)
-        if not tier.on:
+        volume.make_room(disk, disk.index.missing(keys), now)
+        if not volume.on:
             self._clean(namespace, slots)
             return
-        places = disk.index.reserve(keys, False, tier.store.ticks(len(slots)), priority)
+        places = disk.index.reserve(keys, False, volume.store.ticks(len(slots)), priority)
         self.skipped += int((places == BlockIndex.NO_SPACE).sum())
         self._clean(namespace, slots[places < 0])
         slots, places = slots[places >= 0], places[places >= 0]
         for segment, rows in disk.by_segment(places):
-            fd = tier.open_file(segment, disk.direct)
+            fd = volume.open_file(segment, disk.direct)
             if fd is None:
                 disk.index.abort(places[rows])
                 self._clean(namespace, slots[rows])
@@ -171,11 +169,11 @@ class Writing:
 
     def _submit(self, namespace: NamespaceStore, disk: DiskNamespace, fd: int, slots: Slots, places: Slots) -> None:
         self.in_flight_bytes += len(slots) * namespace.block_bytes
-        self._tier.writes.submit(
+        self._volume.writes.submit(
             partial(
                 write_blocks,
                 fd,
-                self._tier.store.arena.memory,
+                self._volume.store.arena.memory,
                 namespace.memory.offsets(slots),
                 disk.file_offsets(places),
                 namespace.block_bytes,
@@ -188,10 +186,10 @@ class Writing:
     ) -> None:
         self.in_flight_bytes -= len(slots) * namespace.block_bytes
         if isinstance(code, OSError):
-            self._tier.fail(code)
+            self._volume.fail(code)
         elif code:
-            self._tier.fail_with(code)
-        if self._tier.on:
+            self._volume.fail_with(code)
+        if self._volume.on:
             # What was deleted or replaced while it was written must not come back.
             kept = namespace.memory.index.states_of(slots) == BlockIndex.READY
             self._commit(namespace, disk, slots[kept], places[kept])
@@ -207,7 +205,7 @@ class Writing:
         sums, expires = index.checksums(slots), index.expires_of(slots)
         for when in np.unique(expires).tolist():
             rows = expires == when
-            disk.commit(places[rows], sums[rows], when)
+            disk.commit(places[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
 
     def give_up(self) -> None:
         """There is no disk any more: nothing is dirty."""

@@ -1,0 +1,306 @@
+"""The disk of one shard, as all parts of its tier use it: files, threads, the index's keeper, and whether it works.
+
+Data and index need no order on disk: an entry whose bytes are not there fails its checksum and is a miss. What must not
+come back are blocks that were deleted or replaced: the reply to such a request waits until the keeper has committed
+it (`after_removals`). Any error of the disk turns the volume off, for good.
+
+One thread, the shard's loop, uses all of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore._cext import BlockIndex
+from kvstore.disk.entries import Entries
+from kvstore.disk.format import INDEX, SEGMENTS, DiskFormatError, lock_shard
+from kvstore.disk.keeper import Keeper
+from kvstore.disk.namespace import DiskNamespace
+from kvstore.disk.segments import SegmentFiles
+from kvstore.disk.threads import Completions, Pool
+from kvstore.store import Store
+from kvstore.tier import Tier
+
+if TYPE_CHECKING:
+    from kvstore.config import DiskConfig
+
+log = logging.getLogger("kvstore.disk")
+
+READ_THREADS: Final = 4
+WRITE_THREADS: Final = 2
+MIN_MAP_BYTES: Final = 16 << 20
+STALL_S: Final = 30.0
+# What the persistent index takes on disk, at most: of an entry, and of an empty one. An entry is its key, 50 bytes and
+# a node's header; pages are half full at worst, and a commit copies pages before the old ones are free.
+ENTRY_BYTES: Final = 66
+INDEX_FACTOR: Final = 4
+EMPTY_INDEX_BYTES: Final = 256 << 10
+
+
+class State(enum.Enum):
+    """Whether the tier answers."""
+
+    RECOVERING = "recovering"
+    ON = "on"
+    OFF = "off"
+
+
+class Volume:
+    """One shard's folder. To be taken (`take`) before anything else."""
+
+    def __init__(self, store: Store, config: DiskConfig, poll: select.epoll) -> None:
+        self.store = store
+        self.config = config
+        self.state = State.RECOVERING
+        self.reason = ""  # why it is off
+        self.directory = Path(config.directory)
+        self.segments = SegmentFiles(
+            self.directory / SEGMENTS, config.segment_bytes, config.limit_bytes // config.segment_bytes
+        )
+        self.members: Tier[DiskNamespace] = Tier(self.segments, self._may_grow)
+        self.completions = Completions()
+        self.reads = Pool("disk-read", READ_THREADS, self.completions)
+        self.writes = Pool("disk-write", WRITE_THREADS, self.completions)
+        self.background = Pool("disk-scrub", 1, self.completions)
+        self._poll = poll
+        self._poll.register(self.completions.fileno(), select.EPOLLIN)
+        self._removed_early: list[tuple[DiskNamespace, bytes]] = []  # while recovering
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # for a commit, by sequence
+        self._waiting_early: list[Callable[[], None]] = []  # while recovering
+        self._removal = self._committed = self._sequence = 0  # of the keeper's operations
+        self._uncommitted_since: float | None = None
+        self._clock_offset = time.time() - time.monotonic()
+        self._index_discarded = False
+        self._lock_fd = -1
+        self._keeper: Keeper | None = None
+
+    def take(self) -> None:
+        """Take the folder and start its keeper, which tells what is there; without success the volume is off."""
+        try:
+            self._lock_fd = lock_shard(self.directory)
+            self.segments.open()
+            self.start_keeper(fresh=False)
+        except (OSError, DiskFormatError) as error:
+            self.fail(error)
+
+    def start_keeper(self, fresh: bool) -> None:
+        """`fresh`: it knows nothing, and no namespace has a number."""
+        if self._keeper is not None:
+            self._keeper.kill()
+        for member in self.members.members:
+            member.ordinal = None
+        self._committed = self._sequence = 0
+        map_bytes = max(self.config.limit_bytes, MIN_MAP_BYTES)
+        self._keeper = Keeper(self.directory, fresh=fresh, lock_fd=self._lock_fd, map_bytes=map_bytes)
+        self._poll.register(self._keeper.fileno(), select.EPOLLIN)
+
+    @property
+    def keeper(self) -> Keeper:
+        """While the tier is not off."""
+        assert self._keeper is not None
+        return self._keeper
+
+    def watch_keeper(self) -> None:
+        """Have the loop told of what the keeper can take or tell."""
+        self._poll.modify(self.keeper.fileno(), select.EPOLLIN | (select.EPOLLOUT if self.keeper.wants_write else 0))
+
+    def turned_on(self) -> None:
+        """All of the old index is known: what was asked for meanwhile is done now."""
+        self.state = State.ON
+        for member, keys in self._removed_early:
+            member.delete(keys)
+        self._removed_early.clear()
+        waiting, self._waiting_early = self._waiting_early, []
+        for call in waiting:
+            self.after_removals(call)
+
+    @property
+    def on(self) -> bool:
+        """Blocks can be read and written."""
+        return self.state is State.ON
+
+    @property
+    def recovering(self) -> bool:
+        """It is not known yet what is there."""
+        return self.state is State.RECOVERING
+
+    @property
+    def off(self) -> bool:
+        """The disk has failed."""
+        return self.state is State.OFF
+
+    # ---- what the store asks -------------------------------------------------------------------------------------
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the indexes of what is on disk."""
+        return self.members.index_bytes
+
+    def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskNamespace | None:
+        """A new namespace's place on disk; None when there is none for its blocks."""
+        if block_bytes > self.config.segment_bytes:
+            log.warning(
+                "disk: blocks of %d bytes stay in memory: a segment on disk has %d bytes; use a larger --disk-size",
+                block_bytes,
+                self.config.segment_bytes,
+            )
+            return None
+        index = BlockIndex(key_bytes, self.config.segment_bytes // block_bytes, self.store.policy)
+        member = DiskNamespace(self, self.segments, canonical, block_bytes, index)
+        self.members.members.append(member)
+        return member
+
+    def forget(self, canonical: bytes) -> None:
+        """The namespace is gone."""
+        for member in [member for member in self.members.members if member.canonical == canonical]:
+            self.members.remove(member)
+            if self.on and member.ordinal is not None:
+                self.keeper.forget_namespace(member.ordinal)
+
+    # ---- space and files -----------------------------------------------------------------------------------------
+
+    def _may_grow(self, member: DiskNamespace, now: float) -> bool:
+        segments = max(self.segments.made, self.segments.segments - self.segments.free + 1)
+        slots = member.index.slots_per_segment * (member.index.key_bytes + ENTRY_BYTES)
+        for other in self.members.members:
+            slots += other.index.slots * (other.index.key_bytes + ENTRY_BYTES)
+        bytes_after = segments * self.config.segment_bytes + slots * INDEX_FACTOR + EMPTY_INDEX_BYTES
+        return bytes_after <= self.config.limit_bytes and self.store.disk_may_grow(member, now)
+
+    def make_room(self, member: DiskNamespace, wanted: int, now: float) -> None:
+        """See that `member` has `wanted` free slots on disk, as far as that goes."""
+        try:
+            self.members.make_room(member, wanted, now)
+        except OSError as error:
+            self.fail(error)
+
+    def open_file(self, segment: int, direct: bool) -> int | None:
+        """A segment's descriptor; None: the disk has failed."""
+        try:
+            return self.segments.open_file(segment, direct)
+        except OSError as error:
+            self.fail(error)
+            return None
+
+    def wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
+        """Monotonic times, 0 for never, as seconds of the wall clock."""
+        return np.where(expires > 0, np.ceil(expires + self._clock_offset), 0).astype(np.uint32)
+
+    def monotonic(self, expires: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+        """The reverse."""
+        return np.where(expires > 0, np.maximum(expires - self._clock_offset, 0.125), 0.0)
+
+    # ---- the persistent index ------------------------------------------------------------------------------------
+
+    @property
+    def keeper_backlog_bytes(self) -> int:
+        """What the keeper has not taken yet."""
+        return self.keeper.backlog_bytes
+
+    def record(self, member: DiskNamespace, keys: bytes, entries: Entries) -> None:
+        """Blocks are on disk now."""
+        if not self.off and keys:
+            self._sent(self.keeper.put(self._ordinal(member), keys, entries))
+
+    def record_evicted(self, member: DiskNamespace, keys: bytes) -> int:
+        """Blocks are on disk no longer. -> the keeper's sequence number; 0 when it is not told."""
+        if not self.on or not keys:
+            return 0
+        return self._sent(self.keeper.delete(self._ordinal(member), keys))
+
+    def _sent(self, sequence: int) -> int:
+        self._sequence = sequence
+        if self._uncommitted_since is None:
+            self._uncommitted_since = time.monotonic()
+        return sequence
+
+    def record_deleted(self, member: DiskNamespace, keys: bytes) -> None:
+        """Blocks were deleted or replaced: they must not come back."""
+        if self.recovering:
+            self._removed_early.append((member, keys))
+        else:
+            self._removal = max(self._removal, self.record_evicted(member, keys))
+
+    def _ordinal(self, member: DiskNamespace) -> int:
+        if member.ordinal is None:
+            member.ordinal = self.keeper.open_namespace(member.canonical, member.index.key_bytes)
+        return member.ordinal
+
+    def after_removals(self, call: Callable[[], None]) -> None:
+        """Call it once nothing that was deleted so far can come back, not even after a crash."""
+        if self.recovering:
+            self._waiting_early.append(call)
+        elif self.on and self._removal > self._committed:
+            self.keeper.sync()
+            self._waiting.append((self._removal, call))
+        else:
+            if not self.on:
+                self._discard_index()
+            call()
+
+    def _discard_index(self) -> None:
+        """The index can be changed no more, and says more than is true: after a restart nobody may believe it."""
+        if self._index_discarded:
+            return
+        self._index_discarded = True
+        try:
+            for name in os.listdir(self.directory / INDEX):
+                os.unlink(self.directory / INDEX / name)
+            log.error("disk: blocks were deleted while the tier is off; its index was removed, it will start empty")
+        except OSError as error:
+            log.error("disk: blocks deleted while the tier is off may come back after a restart: %s", error)
+
+    def committed(self, sequence: int) -> None:
+        """The keeper's operations up to this one outlive a crash."""
+        self._committed = sequence
+        self._uncommitted_since = None if sequence >= self._sequence else time.monotonic()
+        while self._waiting and self._waiting[0][0] <= self._committed:
+            self._waiting.popleft()[1]()
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def check_progress(self, now: float) -> None:
+        """A disk that hangs has failed: what waits for it would wait for its deadline, request after request."""
+        if any(pool.stalled(now, STALL_S) for pool in (self.reads, self.writes, self.background)):
+            self.fail(OSError(f"a read or write took longer than {STALL_S:g} s"))
+        elif self._uncommitted_since is not None and now - self._uncommitted_since > STALL_S:
+            self.fail(OSError(f"the index was not committed for {STALL_S:g} s"))
+
+    def fail(self, error: OSError | DiskFormatError) -> None:
+        """The disk does not do its work: go on without it."""
+        if self.off:
+            return
+        self.state = State.OFF
+        self.reason = str(error)
+        log.error(
+            "disk tier %s is off: %s; serving goes on from memory; repair the disk, then restart the server",
+            self.directory,
+            error,
+        )
+        if self._keeper is not None:
+            with contextlib.suppress(OSError, ValueError):  # it may have closed its socket itself
+                self._poll.unregister(self._keeper.fileno())
+            self._keeper.kill()
+        for member in self.members.members:
+            member.index.clear()
+        waiting = [call for _, call in self._waiting] + self._waiting_early
+        self._waiting.clear()
+        self._waiting_early.clear()
+        for call in waiting:
+            self.after_removals(call)
+
+    def fail_with(self, code: int) -> None:
+        """`fail` for an errno."""
+        self.fail(OSError(code, os.strerror(code)))
