@@ -1,9 +1,9 @@
-# What was evicted lately: a bounded table of hashes, with 32 bits to remember about each.
+# What was evicted lately: a bounded table of hashes.
 #
 # Buckets of eight places; a hash has one bucket. Each entry carries the number of the put that made it, and is alive
 # while fewer than `capacity` puts came after it, so nothing is ever moved or swept: a put takes its bucket's oldest
-# place. A bucket that gets more than its share forgets its oldest early: half as many places again as `capacity` keep
-# that to 4 % of all, 17 % of the oldest. A wrong answer needs two equal 32-bit hashes: one look-up in 4000 at a million
+# place. A bucket that gets more than its share forgets its oldest early: twice as many places as `capacity` keep that to
+# few. A wrong answer needs two equal 32-bit hashes: one look-up in 4000 at a million
 # entries. Memory for it is a hint like all of it: without, the table stays as it was.
 
 
@@ -15,12 +15,11 @@ cdef enum:
 cdef struct Bucket:
     uint32_t[WAYS] hashes
     uint32_t[WAYS] puts         # the number of the put
-    uint32_t[WAYS] payloads
 
 
 @cython.final
 cdef class Ghosts:
-    """The hashes of the last ``capacity`` puts, each with a payload. 18 to 24 bytes an entry of capacity."""
+    """The hashes of the last ``capacity`` puts. 16 to 20 bytes an entry of capacity."""
 
     cdef Bucket *buckets
     cdef uint32_t count         # of buckets
@@ -42,7 +41,7 @@ cdef class Ghosts:
             kv_prefetch(self.bucket(hash))
             kv_prefetch(&self.bucket(hash).puts[WAYS - 1])
 
-    cdef void place(self, uint32_t hash, uint32_t put_number, uint32_t payload) noexcept nogil:
+    cdef void place(self, uint32_t hash, uint32_t put_number) noexcept nogil:
         cdef Bucket *bucket = self.bucket(hash)
         cdef int i, best = 0
         for i in range(WAYS):
@@ -53,16 +52,15 @@ cdef class Ghosts:
                 best = i
         bucket.hashes[best] = hash
         bucket.puts[best] = put_number
-        bucket.payloads[best] = payload
 
-    cdef void put(self, uint32_t hash, uint32_t payload) noexcept nogil:
-        """Remembers a hash; one that is there is made the newest and gets the new payload."""
+    cdef void put(self, uint32_t hash) noexcept nogil:
+        """Remembers a hash; one that is there is made the newest."""
         if self.count:
             self.put_number += 1
-            self.place(hash, self.put_number, payload)
+            self.place(hash, self.put_number)
 
-    cdef bint take(self, uint32_t hash, uint32_t *payload) noexcept nogil:
-        """Whether a hash is remembered; if so it is forgotten, and its payload handed out (NULL: not wanted)."""
+    cdef bint take(self, uint32_t hash) noexcept nogil:
+        """Whether a hash is remembered; if so it is forgotten."""
         cdef Bucket *bucket
         cdef int i
         if not self.count:
@@ -71,8 +69,6 @@ cdef class Ghosts:
         for i in range(WAYS):
             if bucket.hashes[i] == hash and self.put_number - bucket.puts[i] < self.capacity:
                 bucket.puts[i] = self.put_number - <uint32_t>LONG_AGO
-                if payload != NULL:
-                    payload[0] = bucket.payloads[i]
                 return True
         return False
 
@@ -83,10 +79,10 @@ cdef class Ghosts:
         cdef Py_ssize_t places = <Py_ssize_t>self.count * WAYS, old_count = self.count, count = 0, i
         cdef int way
         self.capacity = <uint32_t>capacity
-        if capacity * 3 <= places * 2 <= capacity * 4:
+        if capacity * 2 <= places <= capacity * 3:
             return
         if capacity != 0:
-            count = (capacity * 15 // 8 if places else capacity * 3 // 2) // WAYS + 1
+            count = (capacity * 5 // 2 if places else capacity * 2) // WAYS + 1
             buckets = <Bucket *>malloc(count * sizeof(Bucket))
             if buckets == NULL:
                 return
@@ -99,7 +95,7 @@ cdef class Ghosts:
         for i in range(old_count if count else 0):
             for way in range(WAYS):
                 if self.put_number - old[i].puts[way] < self.capacity:
-                    self.place(old[i].hashes[way], old[i].puts[way], old[i].payloads[way])
+                    self.place(old[i].hashes[way], old[i].puts[way])
         free(old)
 
     cdef Py_ssize_t nbytes(self) noexcept:

@@ -212,9 +212,8 @@ cdef class BlockIndex(_Slots):
         cdef const unsigned char *key = <const unsigned char *>view.buf
         cdef Batch batch
         cdef Entry *entry
-        cdef Record *record
         cdef int32_t *out
-        cdef int32_t slot, old, before = NONE
+        cdef int32_t slot, old
         memset(&batch, 0, sizeof(Batch))
         try:
             check_priority(priority)
@@ -228,7 +227,6 @@ cdef class BlockIndex(_Slots):
             for i in range(n):
                 if not is_first(&batch, key, self.key_bytes, i):
                     out[i] = DUPLICATE
-                    before = NONE
                     continue
                 entry = self.look_up(key + i * self.key_bytes, batch.hashes[i])
                 old = NONE
@@ -236,23 +234,19 @@ cdef class BlockIndex(_Slots):
                     old = self.readable(entry.slot)
                     if not force or old != entry.slot:
                         out[i] = EXISTED if old == NONE else FOUND - old
-                        before = entry.slot
                         continue
                 slot = self.take_free()
                 if slot == NONE:
                     out[i] = NO_SPACE
-                    before = NONE
                     continue
                 if entry == NULL:
                     self.insert(batch.hashes[i], slot)
                 else:
                     entry.slot = slot
                 self.fill(slot, WRITING, key + i * self.key_bytes, batch.hashes[i], <uint8_t>priority)
-                record = self.record(slot)
-                record.older = old
-                record.newer = before
+                self.record(slot).older = old
                 self.writing += 1
-                out[i] = before = slot
+                out[i] = slot
             for i in range(n):
                 batch.heads[i] = NONE
                 if out[i] <= FOUND:
@@ -279,6 +273,20 @@ cdef class BlockIndex(_Slots):
         record.priority = priority
         memcpy(record_key(record), key, self.key_bytes)
 
+    cdef int32_t ready_slot(self, key) except -2:
+        """The slot of a key that is READY and not being replaced; NONE for others, and for no key."""
+        cdef Py_buffer view
+        cdef Py_ssize_t n = self.open_keys(key, &view)
+        cdef int32_t slot = NONE
+        try:
+            if n > 1:
+                raise ValueError(f"parent is {n} keys of key_bytes={self.key_bytes}, expected one or none")
+            if n == 1:
+                self.find(<const unsigned char *>view.buf, 1, &slot)
+            return slot if slot != NONE and self.record(slot).state == READY else NONE
+        finally:
+            PyBuffer_Release(&view)
+
     cdef int choose(self, const int32_t *slots, Py_ssize_t n) except -1:
         """Marks the WRITING slots CHOSEN, or raises with none marked."""
         cdef Py_ssize_t i, j
@@ -294,14 +302,22 @@ cdef class BlockIndex(_Slots):
             self.record(slots[i]).state = CHOSEN
         return 0
 
-    def commit(self, slots, sums, uint64_t tick, double expires=0.0) -> int:
-        """Makes written slots READY with their checksums; negative slots are skipped.
+    def commit(
+        self, slots, sums, uint64_t tick, double expires=0.0, parent=b"", bint ends_chain=False
+    ) -> int:
+        """Makes written slots READY with their checksums, those of a chain, head first; negative slots are skipped.
+
+        What is known of the chain helps the policy: ``parent`` is the key of the block before the first slot (empty:
+        none, or unknown; it need not be there), ``ends_chain`` says that the last slot is where the chain ends. A
+        slot that is skipped because its block existed does not end the run: what follows it counts as behind what is
+        before it, until a refresh of the whole chain tells its place.
 
         They are gone at the time ``expires``; 0: never. A block that was replaced is retired: its slot is free
         once no reader holds it, its pin holds for the new one. Returns the number committed. ValueError names a slot
         that is not WRITING, and then nothing is committed.
         """
         cdef Py_buffer view, sums_view
+        cdef int32_t before = self.ready_slot(parent)
         cdef Py_ssize_t n = open_slots(slots, &view), count = 0, i, m
         cdef const int32_t *slot = <const int32_t *>view.buf
         cdef Record *record
@@ -327,7 +343,7 @@ cdef class BlockIndex(_Slots):
                     record.tick = tick + record.rank
                     record.expires = until
                     count += 1
-                self.policy.inserted(slot, n)
+                self.policy.inserted(slot, n, before, ends_chain)
                 self.writing -= count
                 self.ready += count
                 if until != 0:
@@ -335,6 +351,36 @@ cdef class BlockIndex(_Slots):
                 return count
             finally:
                 PyBuffer_Release(&sums_view)
+        finally:
+            PyBuffer_Release(&view)
+
+    def disown(self, slots) -> int:
+        """Takes WRITING slots away from their keys, which are then as absent as if never reserved: others may set them.
+
+        The writer keeps its slots, one reference on each, and gives them back with release(). Slots that are not
+        WRITING, and negative ones, are skipped. Returns how many were taken away.
+        """
+        cdef Py_buffer view
+        cdef Py_ssize_t n = open_slots(slots, &view), count = 0, i
+        cdef const int32_t *slot = <const int32_t *>view.buf
+        cdef Record *record
+        cdef Entry *entry
+        try:
+            for i in range(n):
+                if slot[i] < 0 or not self.exists(slot[i]) or self.record(slot[i]).state != WRITING:
+                    continue
+                record = self.record(slot[i])
+                entry = self.entry_of_slot(slot[i], record.hash)
+                if record.older != NONE:
+                    entry.slot = record.older
+                else:
+                    self.remove(entry)
+                record.state = GONE
+                record.refs = 1
+                self.writing -= 1
+                self.gone += 1
+                count += 1
+            return count
         finally:
             PyBuffer_Release(&view)
 
@@ -416,7 +462,7 @@ cdef class BlockIndex(_Slots):
             record.expires = eighths_up((<const double *>view[4].buf)[i])
             self.ready += 1
             self.expiring += record.expires != 0
-            self.policy.inserted(&slot, 1)
+            self.policy.restored(slot)
             out[i] = slot
         return answer
 

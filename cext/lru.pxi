@@ -23,7 +23,9 @@ cdef class Lru(Policy):
         for i in range(PRIORITIES):
             chain_clear(&self.chains[i])
 
-    cdef void inserted(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
+    cdef void inserted(
+        self, const int32_t *slots, Py_ssize_t n, int32_t parent, bint ends_chain
+    ) noexcept nogil:
         cdef Py_ssize_t i
         cdef Record *record
         for i in range(n - 1, -1, -1):

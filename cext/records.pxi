@@ -11,8 +11,8 @@ from cpython.buffer cimport (
 )
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, qsort, realloc
 from libc.string cimport memcmp, memcpy, memset
 
 import os as _os
@@ -98,7 +98,7 @@ cdef struct Record:
     uint32_t pin_until  # eighths of a second; 0: never pinned
     uint32_t expires    # eighths of a second; 0: never
     int32_t refs
-    int32_t newer       # READY: the policy's list; WRITING: the slot of the block before it in its request, or NONE
+    int32_t newer       # READY: the policy's list
     int32_t older       # READY: the policy's list; WRITING: the READY slot it is to replace
     uint32_t hash
     uint32_t rank       # blocks below it in the batch that last touched it: tick - rank names that batch
@@ -109,7 +109,7 @@ cdef struct Record:
 
 
 cdef struct Segment:
-    char *records           # NULL when detached
+    char *records           # NULL when detached; behind them the policy's `slot_bytes` of each slot
     uint32_t latest_pin     # no pin in it ends later: what makes counting pins cheap
 
 

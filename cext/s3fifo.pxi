@@ -1,7 +1,7 @@
 # S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023).
 #
 # Three first-in-first-out queues: new blocks enter the small one, a tenth of all; those used more than once there move
-# to the main one, the others leave and are remembered as ghosts, as many as the main queue holds; a block that comes
+# to the main one, the others leave and are remembered as ghosts, as many as there are slots; a block that comes
 # back while it is a ghost enters the main queue at once. A block at the main queue's end that was used goes round
 # again, with one use less. A hit costs one counter. What the paper leaves open is decided for chains: of one request
 # the tail enters before the head, so it leaves before it.
@@ -42,7 +42,9 @@ cdef class S3Fifo(Policy):
             chain_clear(&self.queues[i].main)
         self.ghosts = Ghosts()
 
-    cdef void inserted(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
+    cdef void inserted(
+        self, const int32_t *slots, Py_ssize_t n, int32_t parent, bint ends_chain
+    ) noexcept nogil:
         cdef Py_ssize_t i
         cdef Record *record
         for i in range(n):
@@ -53,7 +55,7 @@ cdef class S3Fifo(Policy):
                 continue
             record = record_at(self.space, slots[i])
             record.uses = 0
-            if self.ghosts.take(record.hash, NULL):
+            if self.ghosts.take(record.hash):
                 record.queue = MAIN
                 chain_push(self.space, &self.queues[record.priority].main, slots[i], record)
             else:
@@ -76,7 +78,7 @@ cdef class S3Fifo(Policy):
             return
         chain_unlink(self.space, &queues.small, slot, record)
         if evicted:
-            self.ghosts.put(record.hash, 0)
+            self.ghosts.put(record.hash)
 
     cdef void unpinned(self) noexcept nogil:
         cdef int i
@@ -152,7 +154,7 @@ cdef class S3Fifo(Policy):
         return NONE
 
     cdef void resized(self, Py_ssize_t slots) noexcept:
-        self.ghosts.resize(slots - slots // SMALL_PARTS)
+        self.ghosts.resize(slots)
 
     cdef Py_ssize_t nbytes(self) noexcept:
         return self.ghosts.nbytes()

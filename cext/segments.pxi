@@ -11,6 +11,10 @@ cdef class _Segments(_Table):
             return ValueError(f"slot {slot} is in no attached segment of {self.slots_per_segment} slots")
         return ValueError(f"slot {slot} is {STATE_NAMES[self.record(slot).state]}, expected {expected}")
 
+    @cython.final
+    cdef inline Py_ssize_t segment_record_bytes(self) noexcept:
+        return self.slots_per_segment * (self.space.stride + self.policy.slot_bytes)
+
     def attach(self) -> int:
         """Adds a segment of free slots and returns its ordinal, the lowest that is detached if one is."""
         cdef Py_ssize_t ordinal = self.lowest_detached, capacity = <Py_ssize_t>self.mask + 1, count, i
@@ -38,9 +42,9 @@ cdef class _Segments(_Table):
             self.space.segment = <Segment *>memory
             self.space.segment[ordinal].records = NULL
             self.space.ordinals = ordinal + 1
-        if posix_memalign(&memory, 64, self.slots_per_segment * self.space.stride) != 0:
+        if posix_memalign(&memory, 64, self.segment_record_bytes()) != 0:
             raise MemoryError(f"no memory for the records of {self.slots_per_segment} slots")
-        memset(memory, 0, self.slots_per_segment * self.space.stride)
+        memset(memory, 0, self.segment_record_bytes())
         self.space.segment[ordinal].records = <char *>memory
         self.space.segment[ordinal].latest_pin = 0
         for i in range(count - self.slots_per_segment, count):
@@ -111,7 +115,11 @@ cdef class _Segments(_Table):
         return newest, busy
 
     def oldest_tick(self) -> int:
-        """The tick of the READY block that would be evicted next were none held; 2**63 - 1 without any."""
+        """The tick of the READY block by which namespaces are compared when one has to give way; 2**63 - 1 without any.
+
+        Of the blocks of the lowest priority, held or not: with "lru" and "default" the least recently used, with
+        "s3fifo" the one that would be evicted next.
+        """
         cdef int32_t slot = self.policy.oldest()
         return NO_TICK if slot == NONE else self.record(slot).tick
 
@@ -120,6 +128,6 @@ cdef class _Segments(_Table):
         """Bytes of memory the index holds."""
         return (
             self.__sizeof__() + self.policy.__sizeof__() + self.policy.nbytes()
-            + self.slots * self.space.stride + self.space.ordinals * sizeof(Segment)
+            + self.segments * self.segment_record_bytes() + self.space.ordinals * sizeof(Segment)
             + self.words * sizeof(uint64_t) + (<Py_ssize_t>self.mask + 1) * sizeof(Entry)
         )

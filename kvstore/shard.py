@@ -349,6 +349,8 @@ class Shard:
         if self._drain_until is not None:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         namespace = self.store.open(peer.namespace, request.key_bytes)
+        if request.force and self.disk is not None:
+            self.disk.fetching.disown(namespace, keys)
         slots, missing = self.store.reserve(namespace, keys, request.force, self.now, request.priority)
         parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)
         return Write(request, namespace, slots, keys, missing, parent, ends_chain)
@@ -359,7 +361,9 @@ class Shard:
         checksums = np.frombuffer(sums, dtype="<u8")
         index = namespace.memory.index
         expires = self.now + namespace.ttl_s if namespace.ttl_s else 0.0
-        placed = index.commit(slots, checksums, self.store.ticks(request.count), expires)
+        placed = index.commit(
+            slots, checksums, self.store.ticks(request.count), expires, write.parent, write.ends_chain
+        )
         created = min(placed, write.missing)
         namespace.created += placed
         existed = int((slots == BlockIndex.EXISTED).sum())

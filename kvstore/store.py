@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MAX_NAMESPACES: Final = 1024
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
 EXPIRE_STEP: Final = 16384  # slots looked at a time
+SLOT_BYTES: Final = 112  # of an index, at most, beside the key
 MAX_INDEX_SHARE: Final = 0.5  # of the limit: a disk so large that its index would take more is not filled
 
 
@@ -307,20 +308,24 @@ class Store:
         """Reserve a memory slot for every block that is wanted. -> slots or verdicts, and how many keys are new."""
         index, count = namespace.memory.index, len(keys) // namespace.key_bytes
         priority = max(priority, namespace.priority)
-        on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8)
-        if not on_disk.any():
-            missing = index.missing(keys)
-            self.make_room(namespace, count if force else missing, now)
-            return index.reserve(keys, force, self.ticks(count), priority), missing
-        rows = np.frombuffer(keys, dtype=np.uint8).reshape(count, namespace.key_bytes)
-        absent = rows[on_disk == 0].tobytes()
-        missing = index.missing(absent)
+        on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8) != 0
+        wanted = keys
+        if on_disk.any():
+            wanted = np.frombuffer(keys, dtype=np.uint8).reshape(count, namespace.key_bytes)[~on_disk].tobytes()
+        missing = index.missing(wanted)
         if force:
-            self.make_room(namespace, count, now)
-            return index.reserve(keys, force, self.ticks(count), priority), missing
-        self.make_room(namespace, missing, now)
+            wanted = keys
+        room = count if force else missing
+        # What a SET names itself must not give way to its other blocks.
+        held = index.acquire(wanted, now, 0, False) if room > index.free and room < count else None
+        self.make_room(namespace, room, now)
+        reserved = index.reserve(wanted, force, self.ticks(count), priority)
+        if held is not None:
+            index.release(held)
+        if len(reserved) == count:
+            return reserved, missing
         slots = np.full(count, BlockIndex.EXISTED, dtype=np.int32)
-        slots[on_disk == 0] = index.reserve(absent, force, self.ticks(count), priority)
+        slots[~on_disk] = reserved
         return slots, missing
 
     def expire(self, now: float) -> None:
@@ -338,11 +343,10 @@ class Store:
         in_use = (self.arena.segments - self.arena.free + 1) * self.arena.segment_bytes
         return in_use + self._index_excess() <= self.limit_bytes or not growing.segments
 
-    def disk_may_grow(self, growing: NamespaceTier, now: float) -> bool:
-        """Whether one more segment on disk may have its index in memory; memory for blocks gives way to it."""
-        more = growing.index.slots_per_segment * (self.index_bytes // max(1, self._slots()) + 1)
-        excess = self._index_excess(more)
-        if excess > self.limit_bytes * MAX_INDEX_SHARE and growing.segments:
+    def disk_may_grow(self, slots: int, key_bytes: int, now: float) -> bool:
+        """Whether so many more slots on disk may have their index in memory; memory for blocks gives way to it."""
+        excess = self._index_excess(slots * (key_bytes + SLOT_BYTES))
+        if excess > self.limit_bytes * MAX_INDEX_SHARE:
             return False
         if not excess:
             return True
@@ -351,11 +355,6 @@ class Store:
                 break
         self.arena.discard_free()
         return True
-
-    def _slots(self) -> int:
-        indexes = [namespace.memory.index for namespace in self]
-        indexes += [namespace.disk.index for namespace in self if namespace.disk]
-        return sum(index.slots for index in indexes)
 
     def _index_excess(self, more: int = 0) -> int:
         return max(0, self.index_bytes + more - INDEX_OVERHEAD_BYTES)

@@ -93,7 +93,7 @@ def _disks(shards: Sequence[ShardInfo]) -> Table:
             f"{disk.fetched_blocks} ({format_size(disk.fetched_bytes)})",
             str(disk.evicted),
             str(disk.corrupt_blocks),
-            f"{disk.recovered_blocks} in {disk.recovery_s:.1f} s",
+            f"{disk.recovered_blocks} in {disk.recovery_s:.1f} s, {disk.lost_blocks} lost",
             f"{disk.scrub_passes} passes, {disk.scrub_corrupt_blocks} damaged" + (", running" * disk.scrubbing),
         )
     return table

@@ -338,6 +338,7 @@ class DiskInfo(msgspec.Struct, frozen=True):
     fetched_bytes: int
     corrupt_blocks: int  # damaged on disk, and dropped
     recovered_blocks: int  # found at the start
+    lost_blocks: int  # not found again: the index was damaged there, or the segment is gone or another's
     recovery_s: float
     warming: bool  # the hottest blocks are on their way to memory
     scrub_passes: int

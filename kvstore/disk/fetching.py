@@ -42,6 +42,8 @@ class Fetching:
         self._volume = volume
         self._limit_bytes = int(volume.store.limit_bytes * MAX_MEMORY_SHARE)
         self._starved: set[NamespaceStore] = set()  # those who were told to wait
+        self._in_flight: dict[int, tuple[NamespaceStore, Slots]] = {}
+        self._jobs = 0
         self.in_flight_bytes = 0
         self.blocks = self.bytes = self.corrupt = 0
 
@@ -113,6 +115,8 @@ class Fetching:
             self._give_up(namespace, disk, slots, places)
             return
         self.in_flight_bytes += len(slots) * size
+        self._jobs += 1
+        self._in_flight[self._jobs] = namespace, slots
         volume.reads.submit(
             partial(
                 read_blocks,
@@ -123,11 +127,12 @@ class Fetching:
                 size,
                 sums,
             ),
-            partial(self._arrived, namespace, disk, slots, places, sums),
+            partial(self._arrived, self._jobs, namespace, disk, slots, places, sums),
         )
 
     def _arrived(
         self,
+        job: int,
         namespace: NamespaceStore,
         disk: DiskNamespace,
         slots: Slots,
@@ -137,22 +142,36 @@ class Fetching:
     ) -> None:
         volume = self._volume
         self.in_flight_bytes -= len(slots) * namespace.block_bytes
+        del self._in_flight[job]
         if isinstance(status, OSError):
             self._give_up(namespace, disk, slots, places)
             volume.fail(status)
         else:
             # A block deleted while it was read must not come back.
-            good = (status == 0) & (disk.index.states_of(places) == BlockIndex.READY)
+            ours = namespace.memory.index.states_of(slots) == BlockIndex.WRITING
+            good = (status == 0) & (disk.index.states_of(places) == BlockIndex.READY) & ours
             self.blocks += int(good.sum())
             self.bytes += int(good.sum()) * namespace.block_bytes
             self._place(namespace, disk, slots[good], places[good], sums[good])
-            namespace.memory.index.abort(slots[~good])
+            namespace.memory.index.abort(slots[ours & ~good])
+            namespace.memory.index.release(slots[~ours])
             self.drop_corrupt(disk, places[status == CORRUPT])
             disk.index.release(places)
             if (status > 0).any():
                 volume.fail_with(int(status.max()))
         namespace.wake_parked()
         self.wake()
+
+    def disown(self, namespace: NamespaceStore, keys: bytes) -> None:
+        """These blocks are about to be replaced: what is being read for them is not theirs any more."""
+        size = namespace.key_bytes
+        replaced = {keys[at : at + size] for at in range(0, len(keys), size)}
+        for other, slots in self._in_flight.values():
+            if other is not namespace:
+                continue
+            read = namespace.memory.index.keys_of(slots)
+            mine = [read[at : at + size] in replaced for at in range(0, len(read), size)]
+            namespace.memory.index.disown(slots[np.array(mine)])
 
     def wake(self) -> None:
         """Those who were told to wait look again."""
@@ -177,5 +196,8 @@ class Fetching:
 
     @staticmethod
     def _give_up(namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots) -> None:
-        namespace.memory.index.abort(slots)
+        index = namespace.memory.index
+        ours = index.states_of(slots) == BlockIndex.WRITING
+        index.abort(slots[ours])
+        index.release(slots[~ours])
         disk.index.release(places)

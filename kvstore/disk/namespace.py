@@ -40,12 +40,18 @@ class DiskNamespace(NamespaceTier):
         self._records = records
         self.canonical = canonical
         self.ordinal: int | None = None  # the keeper's number for it, once it has one
+        self.recovering = False  # more of it may turn up
         self.direct = block_bytes % DIRECT_BYTES == 0 and block_bytes >= MIN_DIRECT_BYTES
 
     @property
     def name(self) -> str:
         """For the log."""
         return f"namespace {namespace_id(self.canonical).hex()[:12]}"
+
+    @property
+    def empty(self) -> bool:
+        """No block in it as far as is known, and nobody at one."""
+        return super().empty and not self.recovering
 
     def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
         """One byte a key: 1 when the block is on disk, not only on its way there."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.disk.entries import ENTRY, Entries
-from kvstore.disk.fetching import Fetching
+from kvstore.disk.fetching import WAIT, Fetching
 from kvstore.disk.messages import NamespaceFound, Recovered
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
@@ -63,6 +63,7 @@ class Recovery:
         self.started = time.monotonic()
         self.rewrite = False  # the keeper began anew and knows nothing: tell it
         self.blocks = self.lost = 0
+        self.refused = ""  # why a namespace could not be had
 
     def found(self, event: NamespaceFound) -> None:
         """The old index knows a namespace."""
@@ -70,7 +71,7 @@ class Recovery:
         try:
             disk = self._volume.store.open(event.canonical, event.key_bytes).disk
         except WireError as error:
-            log.warning("disk: blocks of a namespace are dropped: %s", error)
+            self.refused = self.refused or str(error)
         else:
             if isinstance(disk, DiskNamespace):
                 member = disk
@@ -97,6 +98,9 @@ class Recovery:
             if found.next < len(found.entries):
                 self._restore(found)
                 return False
+        for found in self._found.values():
+            if found.member is None and not self.rewrite:
+                self._volume.keeper.forget_namespace(found.ordinal)
         return True
 
     def _restore(self, found: _Found) -> None:
@@ -182,5 +186,7 @@ class WarmStart:
         disk = namespace.disk
         assert isinstance(disk, DiskNamespace)
         slots = slots[disk.index.states_of(slots) == disk.index.READY]
-        self._fetching.fetch(namespace, disk.index.keys_of(slots), now)
+        answers = self._fetching.fetch(namespace, disk.index.keys_of(slots), now)
+        if (answers == WAIT).any():
+            self._wanted.append((namespace, slots[answers == WAIT]))
         return False

@@ -92,6 +92,17 @@ class SegmentFiles:
         self._taken.remove(segment)
         self._free.append(segment)
 
+    def remove_one(self) -> bool:
+        """Remove a file that no namespace has; False: there is none."""
+        for segment in self._made - self._taken:
+            self._path(segment).unlink()
+            self._made.remove(segment)
+            for direct in (False, True):
+                if (segment, direct) in self._files:
+                    os.close(self._files.pop((segment, direct)))
+            return True
+        return False
+
     def open_file(self, segment: int, direct: bool) -> int:
         """A descriptor of a segment's file, kept open; `direct`: past the page cache where that is possible."""
         found = self._files.get((segment, direct))

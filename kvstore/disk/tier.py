@@ -47,7 +47,7 @@ class DiskTier(Volume):
         self.scrubbing = Scrubbing(self, self.fetching, config.scrub_bytes_per_s)
         self._recovery: Recovery | None = Recovery(self)
         self._warm_start: WarmStart | None = None
-        self._recovered = 0
+        self._recovered = self._lost = 0
         self._recovery_s = 0.0
         self._recency_at = 0.0
         self._recency_tick = 0
@@ -109,6 +109,7 @@ class DiskTier(Volume):
             elif isinstance(event, Recovered):
                 self._recovery.add(event)
             elif isinstance(event, RecoveryDone):
+                self._recovery.lost += event.bad_entries
                 if event.bad_entries or event.damage:
                     log.error("disk: the index was damaged: %d entries dropped %s", event.bad_entries, event.damage)
                 self._recovery.complete()
@@ -125,8 +126,10 @@ class DiskTier(Volume):
 
     def _turn_on(self, recovery: Recovery) -> None:
         self._recovery = None
-        self._recovered = recovery.blocks
+        self._recovered, self._lost = recovery.blocks, recovery.lost
         self._recovery_s = time.monotonic() - recovery.started
+        if recovery.refused:
+            log.warning("disk: blocks of some namespaces cannot be kept and were dropped: %s", recovery.refused)
         log.info("disk: %d blocks recovered in %.2f s, %d lost", recovery.blocks, self._recovery_s, recovery.lost)
         self._recency_tick = self.store.ticks(1)
         self.turned_on()
@@ -218,6 +221,7 @@ class DiskTier(Volume):
             fetched_bytes=fetching.bytes,
             corrupt_blocks=fetching.corrupt,
             recovered_blocks=self._recovered,
+            lost_blocks=self._lost,
             recovery_s=self._recovery_s,
             warming=self._warm_start is not None,
             scrub_passes=scrubbing.passes,

@@ -47,6 +47,14 @@ STALL_S: Final = 30.0
 ENTRY_BYTES: Final = 66
 INDEX_FACTOR: Final = 4
 EMPTY_INDEX_BYTES: Final = 256 << 10
+# Blocks so small that a segment would have more slots leave its rest empty: a segment's index comes as a whole.
+MAX_SEGMENT_SLOTS: Final = 1 << 19
+MAX_SEGMENT_INDEX_SHARE: Final = 1 / 16  # of the limit
+
+
+def _entry_bytes(key_bytes: int) -> int:
+    """What a slot may take in the persistent index."""
+    return (key_bytes + ENTRY_BYTES) * INDEX_FACTOR
 
 
 class State(enum.Enum):
@@ -119,6 +127,9 @@ class Volume:
     def turned_on(self) -> None:
         """All of the old index is known: what was asked for meanwhile is done now."""
         self.state = State.ON
+        for member in self.members.members:
+            member.recovering = False
+        self._shrink(time.monotonic())
         for member, keys in self._removed_early:
             member.delete(keys)
         self._removed_early.clear()
@@ -157,8 +168,15 @@ class Volume:
                 self.config.segment_bytes,
             )
             return None
-        index = BlockIndex(key_bytes, self.config.segment_bytes // block_bytes, self.store.policy)
-        member = DiskNamespace(self, self.segments, canonical, block_bytes, index)
+        slots = min(
+            self.config.segment_bytes // block_bytes,
+            MAX_SEGMENT_SLOTS,
+            max(1, int(self.config.limit_bytes * MAX_SEGMENT_INDEX_SHARE) // _entry_bytes(key_bytes)),
+        )
+        member = DiskNamespace(
+            self, self.segments, canonical, block_bytes, BlockIndex(key_bytes, slots, self.store.policy)
+        )
+        member.recovering = self.recovering
         self.members.members.append(member)
         return member
 
@@ -173,11 +191,24 @@ class Volume:
 
     def _may_grow(self, member: DiskNamespace, now: float) -> bool:
         segments = max(self.segments.made, self.segments.segments - self.segments.free + 1)
-        slots = member.index.slots_per_segment * (member.index.key_bytes + ENTRY_BYTES)
-        for other in self.members.members:
-            slots += other.index.slots * (other.index.key_bytes + ENTRY_BYTES)
-        bytes_after = segments * self.config.segment_bytes + slots * INDEX_FACTOR + EMPTY_INDEX_BYTES
-        return bytes_after <= self.config.limit_bytes and self.store.disk_may_grow(member, now)
+        more = member.index.slots_per_segment * _entry_bytes(member.index.key_bytes)
+        bytes_after = segments * self.config.segment_bytes + self._index_file_bytes() + more
+        return bytes_after <= self.config.limit_bytes and self.store.disk_may_grow(
+            member.index.slots_per_segment, member.index.key_bytes, now
+        )
+
+    def _index_file_bytes(self) -> int:
+        indexes = [member.index for member in self.members.members]
+        return EMPTY_INDEX_BYTES + sum(index.slots * _entry_bytes(index.key_bytes) for index in indexes)
+
+    def _shrink(self, now: float) -> None:
+        """The limit may have been higher when these files were made: give up what is used least."""
+        try:
+            while self.segments.used_bytes + self._index_file_bytes() > self.config.limit_bytes:
+                if not self.segments.remove_one() and not self.members.shrink(now):
+                    break
+        except OSError as error:
+            self.fail(error)
 
     def make_room(self, member: DiskNamespace, wanted: int, now: float) -> None:
         """See that `member` has `wanted` free slots on disk, as far as that goes."""

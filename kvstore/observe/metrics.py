@@ -74,6 +74,7 @@ _DISK: Final[dict[str, _Family]] = {
     "fetched_bytes": _Family("kvstore_disk_fetched_bytes", "Bytes read from disk into memory.", True),
     "corrupt_blocks": _Family("kvstore_disk_corrupt_blocks", "Blocks found damaged on disk, and dropped.", True),
     "recovered_blocks": _Family("kvstore_disk_recovered_blocks", "Blocks found on disk at the start."),
+    "lost_blocks": _Family("kvstore_disk_lost_blocks", "Blocks not found again at the start: damage, expiry, no file."),
     "recovery_s": _Family("kvstore_disk_recovery_seconds", "Seconds from the start until they could be read."),
     "warming": _Family("kvstore_disk_warming", "1 while the hottest blocks are being brought to memory."),
     "scrub_passes": _Family("kvstore_disk_scrub_passes", "Complete passes of the scrubber.", True),

@@ -79,7 +79,7 @@ def test_without_room_a_block_is_refused_which_is_not_the_same_as_known() -> Non
 
 
 def test_the_least_recently_used_chain_gives_way_tail_first() -> None:
-    tier = HostTier(6, keep=True)
+    tier = HostTier(6, keep=True, policy="lru")
     old, new = make_keys(3), make_keys(3, first=3)
     put(tier, old)
     put(tier, new)
@@ -88,7 +88,7 @@ def test_the_least_recently_used_chain_gives_way_tail_first() -> None:
 
 
 def test_a_chain_that_was_used_outlives_one_that_was_not() -> None:
-    tier = HostTier(6, keep=True)
+    tier = HostTier(6, keep=True, policy="lru")
     old, new = make_keys(3), make_keys(3, first=3)
     put(tier, old)
     put(tier, new)
@@ -98,7 +98,7 @@ def test_a_chain_that_was_used_outlives_one_that_was_not() -> None:
 
 
 def test_looking_is_no_use() -> None:
-    tier = HostTier(2, keep=True)
+    tier = HostTier(2, keep=True, policy="lru")
     old, new = make_keys(2)
     put(tier, [old])
     put(tier, [new])
@@ -108,7 +108,7 @@ def test_looking_is_no_use() -> None:
 
 
 def test_touching_a_chain_ends_at_its_first_gap() -> None:
-    tier = HostTier(3, keep=True)
+    tier = HostTier(3, keep=True, policy="lru")
     head, gap, tail = make_keys(3)
     other = make_keys(1, first=3)
     put(tier, [tail])
@@ -120,7 +120,7 @@ def test_touching_a_chain_ends_at_its_first_gap() -> None:
 
 
 def test_a_slot_that_is_read_is_never_given_away() -> None:
-    tier = HostTier(2, keep=True)
+    tier = HostTier(2, keep=True, policy="lru")
     keys = make_keys(2)
     put(tier, keys)
     held = tier.acquire(keys[:1])

@@ -486,6 +486,43 @@ def test_blocks_above_a_pinned_one_are_evicted_when_nothing_else_is_left() -> No
     assert store.left(1, 2, 3) == [3]
 
 
+@pytest.mark.parametrize("policy", BlockIndex.POLICIES)
+def test_a_parent_that_is_not_there_or_not_ready_is_no_parent(policy: str) -> None:
+    index = BlockIndex(16, 8, policy)
+    index.attach()
+    first = index.reserve(chain(1, 2), False, 1)
+    second = index.reserve(key(3), False, 3)
+    for parent in (key(9), key(1), key(3)):
+        slots = index.reserve(key(4), False, 4)
+        assert index.commit(slots, [7], 5, parent=parent, ends_chain=True) == 1
+        assert index.delete(key(4)) == 1
+    index.commit(first, [1, 2], 6, parent=key(1))
+    assert index.commit(second, [3], 8, parent=key(2)) == 1
+    assert index.evict(8, 0.0) == 3
+
+
+@pytest.mark.parametrize("policy", BlockIndex.POLICIES)
+def test_a_parent_of_the_wrong_size_is_refused_and_nothing_is_committed(policy: str) -> None:
+    index = BlockIndex(16, 8, policy)
+    index.attach()
+    slots = index.reserve(key(1), False, 1)
+    with pytest.raises(ValueError, match="parent is 2 keys"):
+        index.commit(slots, [1], 2, parent=chain(2, 3))
+    with pytest.raises(ValueError, match="expected a multiple of key_bytes=16"):
+        index.commit(slots, [1], 2, parent=b"short")
+    assert (index.ready, index.writing) == (0, 1)
+
+
+def test_a_block_replaced_under_a_parent_that_is_replaced_too() -> None:
+    index = BlockIndex(16, 8, "default")
+    index.attach()
+    index.commit(index.reserve(chain(1, 2), False, 1), [1, 2], 3)
+    slots = index.reserve(chain(1, 2), True, 5)
+    assert index.commit(slots, [3, 4], 7, parent=key(1)) == 2
+    assert (index.ready, index.free) == (2, 6)
+    assert index.evict(8, 0.0) == 2
+
+
 def test_a_pinned_block_is_not_evicted_until_its_pin_expires() -> None:
     store = Filled()
     store.set(1)
@@ -937,3 +974,34 @@ def test_evicted_keys_are_only_appended_to_a_bytearray_that_can_grow() -> None:
     with pytest.raises(TypeError, match="bytearray"):
         store.index.evict(1, 0.0, b"")  # type: ignore[arg-type]
     assert store.left(1) == [1]
+
+
+# ---- slots taken from their writer ---------------------------------------------------------------------------------
+
+
+def test_a_disowned_slot_leaves_its_key_to_others_and_is_free_when_its_writer_lets_go() -> None:
+    index = BlockIndex(16, 4)
+    index.attach()
+    key = bytes(16)
+    [slot] = index.reserve(key, False, 1)
+    assert index.disown([slot, -1, 3]) == 1
+    assert index.state_of(key) == BlockIndex.FREE and (index.writing, index.gone, index.free) == (0, 1, 3)
+    [other] = index.reserve(key, False, 2)
+    assert other not in (slot, -1)
+    index.commit([other], [7], 3)
+    assert index.release([slot]) == 1 and (index.gone, index.free) == (0, 3)
+    assert index.state_of(key) == BlockIndex.READY and index.checksums([other]).tolist() == [7]
+
+
+def test_what_a_disowned_slot_was_to_replace_stays() -> None:
+    index = BlockIndex(16, 4)
+    index.attach()
+    key = bytes(16)
+    index.commit(index.reserve(key, False, 1), [1], 2)
+    slots = index.reserve(key, True, 3)
+    assert index.disown(slots) == 1 and index.disown(slots) == 0
+    assert index.state_of(key) == BlockIndex.READY and index.ready == 1
+    index.release(slots)
+    assert (index.free, index.gone, index.writing) == (3, 0, 0)
+    with pytest.raises(ValueError, match="expected writing"):
+        index.commit(slots, [2], 4)

@@ -85,6 +85,7 @@ SHARD_INFO = wire.ShardInfo(
         fetched_bytes=13 * 917_504,
         corrupt_blocks=3,
         recovered_blocks=14,
+        lost_blocks=16,
         recovery_s=0.25,
         warming=False,
         scrub_passes=15,

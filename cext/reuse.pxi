@@ -1,0 +1,399 @@
+# How blocks are used again, learnt from a sample of uses, and what a block is worth for it.
+#
+# A block has a class and an age: block references since its last use. Ages fall into bins whose edges grow by the
+# square root of 2 from a sixteenth of the cache. A sample is one use of one block, followed until the block's next use,
+# also while the block is not in the cache: policies that learn only from what they keep learn that it was right to keep
+# it. Of each (class, bin) we count the samples that came so far and those used again there: their ratio is the hazard,
+# the chance of reuse in the bin of what gets there.
+#
+# What a block is worth is its Gittins index: the most hits a reference that it can bring from its age on, over all
+# times one might keep it (Gittins, 1979; for caches Beckmann, Chen, Cidon: LHD, NSDI 2018, with one fixed horizon).
+#     worth(class, a) = max over b >= a of  expected hits from bin a to b / expected references spent in them
+# Bins with few samples lean on what is known: a bin of all classes on the one before, a bin of a class on that of all
+# classes times the factor by which the class was used more or less than all so far (proportional hazards).
+#
+# The samples are all uses as long as there is room. When it is gone and the oldest sample is younger than HORIZON
+# caches of references, every second use is sampled from then on, and so forth; every second sample is given up, a few
+# at each new one. Uses are sampled, not keys: sampling keys can miss the few prompts that make up half the traffic.
+
+
+cdef enum:
+    CLASSES = 18
+    BINS = 26               # the last begins at 256 caches of references
+    LISTS = 468             # CLASSES * BINS
+    VACANT = 0xFF           # the class of an entry that holds no sample
+    HORIZON = 64            # caches of references a sample is followed at least; 32 to 128 do as well
+    SAMPLES_PER_BLOCK = 2   # one sample for so many blocks of the cache; 1 to 4 do as well
+    MIN_SAMPLES = 64
+    THINNED_AT_ONCE = 4     # entries looked at for each new sample while every second one is given up
+    TAKEN_BEFORE_HALVING = 0x40000  # what was learnt from so many samples counts half from then on
+    MAX_AGE = 0x80000000    # ages are differences of 32-bit counts: older ones are in the last bin, and not looked at
+
+cdef double FIRST_EDGE = 1.0 / 16.0     # of the cache; 1/8 to 1/32 do as well, 1/2 does not
+cdef double STRENGTH = 2.0              # what is assumed counts as this many observed reuses
+cdef double FIRST_HAZARD = 0.02         # assumed of the first bin
+cdef double SECOND_HAZARD = 0.33        # of the second, to that of the first, when nothing else is known: the second is
+                                        # 0.41 as wide, so the newest blocks are worth most
+cdef double MOST_HAZARD = 0.98
+cdef double MOST_ASSUMED = 0.95
+cdef double FINER = 0.70710678118654752 # from an edge to the one before
+
+
+cdef struct Sample:
+    uint32_t hash
+    uint32_t stamp      # when the use was
+    int32_t newer       # in its bin
+    int32_t older
+    int32_t next        # of its bucket, or of the vacant ones
+    uint8_t kind        # the class
+    uint8_t bin
+    uint8_t epoch       # of the last thinning it has been through
+
+
+cdef struct Ranked:
+    double worth
+    int32_t list
+
+
+cdef int compare_ranked(const void *a, const void *b) noexcept nogil:
+    cdef const Ranked *x = <const Ranked *>a
+    cdef const Ranked *y = <const Ranked *>b
+    if x.worth != y.worth:
+        return -1 if x.worth < y.worth else 1
+    return x.list - y.list
+
+
+@cython.final
+cdef class Reuse:
+    """Statistics of reuse, and the order of the lists of blocks they suggest. 28 bytes a sample."""
+
+    cdef double[CLASSES][BINS] entered      # samples that got to a bin
+    cdef double[CLASSES][BINS] reused       # and were used again in it
+    cdef int32_t[LISTS] order               # class * BINS + bin, the least worth first
+    cdef double[BINS + 1] edges             # of bins, in references
+    cdef uint32_t[BINS + 1] ages            # the same as ages are compared: rounded up, at most MAX_AGE
+    cdef double unit                        # the size of the cache the edges are for
+    cdef Sample *samples
+    cdef int32_t *buckets                   # the first sample of each, plus one; as many as samples
+    cdef int32_t[BINS] newest
+    cdef int32_t[BINS] oldest
+    cdef uint32_t capacity, used            # entries, and how many were ever used
+    cdef int32_t vacant
+    cdef uint32_t rate, gap                 # one use in `rate` is sampled; how many uses until the next
+    cdef uint32_t hand                      # of the thinning; `capacity`: none goes on
+    cdef uint8_t epoch
+    cdef uint64_t random
+    cdef uint64_t taken                     # samples since the last halving; 0: there never was one
+
+    def __cinit__(self):
+        self.rate = self.gap = 1
+        self.random = 88172645463325252
+        self.vacant = NONE
+        memset(self.newest, 0xFF, sizeof(self.newest))
+        memset(self.oldest, 0xFF, sizeof(self.oldest))
+
+    def __dealloc__(self):
+        free(self.samples)
+        free(self.buckets)
+
+    # -- samples ---------------------------------------------------------------------------------------------
+
+    cdef inline int32_t *bucket(self, uint32_t hash) noexcept nogil:
+        return &self.buckets[(<uint64_t>hash * self.capacity) >> 32]
+
+    cdef inline void prefetch(self, uint32_t hash) noexcept nogil:
+        """Asks for the memory a look-up will need."""
+        kv_prefetch(self.bucket(hash))
+
+    cdef inline int bin_of(self, uint32_t age) noexcept nogil:
+        cdef int bin = 0
+        while bin < BINS - 1 and age >= self.ages[bin + 1]:
+            bin += 1
+        return bin
+
+    cdef inline void push(self, int32_t i, int bin) noexcept nogil:
+        cdef Sample *sample = &self.samples[i]
+        sample.bin = <uint8_t>bin
+        sample.newer = NONE
+        sample.older = self.newest[bin]
+        if sample.older == NONE:
+            self.oldest[bin] = i
+        else:
+            self.samples[sample.older].newer = i
+        self.newest[bin] = i
+
+    cdef inline void unlink(self, Sample *sample) noexcept nogil:
+        if sample.newer == NONE:
+            self.newest[sample.bin] = sample.older
+        else:
+            self.samples[sample.newer].older = sample.older
+        if sample.older == NONE:
+            self.oldest[sample.bin] = sample.newer
+        else:
+            self.samples[sample.older].newer = sample.newer
+
+    cdef void file(self, int32_t i, uint32_t hash) noexcept nogil:
+        """Puts an entry into its bucket."""
+        cdef int32_t *bucket = self.bucket(hash)
+        self.samples[i].hash = hash
+        self.samples[i].next = bucket[0] - 1
+        bucket[0] = i + 1
+
+    cdef void drop(self, int32_t i) noexcept nogil:
+        cdef Sample *sample = &self.samples[i]
+        cdef int32_t *bucket = self.bucket(sample.hash)
+        cdef int32_t other = bucket[0] - 1
+        self.unlink(sample)
+        if other == i:
+            bucket[0] = sample.next + 1
+        else:
+            while self.samples[other].next != i:
+                other = self.samples[other].next
+            self.samples[other].next = sample.next
+        sample.kind = VACANT
+        sample.next = self.vacant
+        self.vacant = i
+
+    cdef inline uint64_t draw(self) noexcept nogil:
+        """Xorshift (Marsaglia, 2003), the same numbers in every process."""
+        self.random ^= self.random << 13
+        self.random ^= self.random >> 7
+        self.random ^= self.random << 17
+        return self.random >> 16
+
+    cdef void make_vacant(self, uint32_t now) noexcept nogil:
+        """Sees that there is a vacant entry, and goes on with a thinning."""
+        cdef int32_t oldest = NONE
+        cdef int bin = BINS - 1
+        cdef Py_ssize_t left = THINNED_AT_ONCE
+        cdef Sample *sample
+        if self.vacant == NONE and self.used == self.capacity:
+            while self.oldest[bin] == NONE:
+                bin -= 1
+            oldest = self.oldest[bin]
+            if bin == BINS - 1 or now - self.samples[oldest].stamp >= min(HORIZON * self.unit, <double>MAX_AGE):
+                self.drop(oldest)
+            elif self.hand == self.capacity:
+                self.hand = 0
+                self.epoch ^= 1
+                self.rate *= 2
+        while self.hand < self.capacity and (left > 0 or self.vacant == NONE):
+            sample = &self.samples[self.hand]
+            if sample.kind != VACANT and sample.epoch != self.epoch:
+                sample.epoch = self.epoch
+                if self.draw() & 1:
+                    self.drop(<int32_t>self.hand)
+            self.hand += 1
+            left -= 1
+        if self.vacant == NONE and self.used == self.capacity:
+            self.drop(oldest)
+
+    cdef bint used_again(self, uint32_t hash, uint32_t now) noexcept nogil:
+        """A block was used: ends the sample of its last use, if there is one."""
+        cdef int32_t i
+        cdef int bin
+        cdef Sample *sample
+        if not self.capacity:
+            return False
+        i = self.bucket(hash)[0] - 1
+        while i != NONE and self.samples[i].hash != hash:
+            i = self.samples[i].next
+        if i == NONE:
+            return False
+        sample = &self.samples[i]
+        bin = sample.bin
+        while bin < BINS - 1 and now - sample.stamp >= self.ages[bin + 1]:
+            bin += 1
+            self.entered[sample.kind][bin] += 1
+        self.reused[sample.kind][bin] += 1
+        self.drop(i)
+        return True
+
+    cdef bint take(self, uint32_t hash, int kind, uint32_t now) noexcept nogil:
+        """A block was used and is of this class from now on: whether that use is sampled."""
+        cdef int32_t i
+        self.gap -= 1
+        if self.gap > 0 or not self.capacity:
+            self.gap = max(<uint32_t>1, self.gap)
+            return False
+        self.gap = <uint32_t>(1 + self.draw() % (2 * self.rate - 1))
+        self.make_vacant(now)
+        i = self.vacant
+        if i == NONE:
+            i = <int32_t>self.used
+            self.used += 1
+        else:
+            self.vacant = self.samples[i].next
+        self.file(i, hash)
+        self.samples[i].stamp = now
+        self.samples[i].kind = <uint8_t>kind
+        self.samples[i].epoch = self.epoch
+        self.push(i, 0)
+        self.entered[kind][0] += 1
+        self.taken += 1
+        return True
+
+    cdef Py_ssize_t age(self, int bin, uint32_t now, Py_ssize_t limit) noexcept nogil:
+        """Moves what has become too old for a bin to the next, up to ``limit`` samples; returns how many."""
+        cdef int32_t i = self.oldest[bin]
+        cdef Py_ssize_t count = 0
+        while i != NONE and count < limit and now - self.samples[i].stamp >= self.ages[bin + 1]:
+            self.unlink(&self.samples[i])
+            self.push(i, bin + 1)
+            self.entered[self.samples[i].kind][bin + 1] += 1
+            count += 1
+            i = self.oldest[bin]
+        return count
+
+    # -- the size of the cache -------------------------------------------------------------------------------
+
+    cdef bint resize(self, Py_ssize_t capacity, uint32_t now) noexcept nogil:
+        """The cache has this many slots. True: the bins are others now, which took O(samples)."""
+        cdef double coarser = 1 / FINER, unit = self.unit
+        cdef int bin
+        if not self.taken:
+            unit = capacity
+        while unit < capacity * FINER:
+            unit *= coarser
+            self.shift_down()
+        while unit * FINER > capacity:
+            unit *= FINER
+            self.shift_up()
+        if unit == self.unit:
+            return False
+        self.unit = unit
+        for bin in range(1, BINS + 1):
+            self.edges[bin] = unit * FIRST_EDGE if bin == 1 else self.edges[bin - 1] * coarser
+            self.ages[bin] = <uint32_t>min(self.edges[bin], <double>MAX_AGE)
+            self.ages[bin] += self.ages[bin] < min(self.edges[bin], <double>MAX_AGE)
+        self.rebuild(<uint32_t>max(<Py_ssize_t>MIN_SAMPLES, capacity // SAMPLES_PER_BLOCK), now)
+        return True
+
+    cdef void shift_down(self) noexcept nogil:
+        """The cache grew by a bin: what was age bin k is k - 1."""
+        cdef int kind, bin
+        for kind in range(CLASSES):
+            self.reused[kind][0] += self.reused[kind][1]
+            for bin in range(1, BINS - 1):
+                self.entered[kind][bin] = self.entered[kind][bin + 1]
+                self.reused[kind][bin] = self.reused[kind][bin + 1]
+            self.entered[kind][BINS - 1] = self.reused[kind][BINS - 1] = 0
+
+    cdef void shift_up(self) noexcept nogil:
+        """The cache shrank by a bin; the first is split as if reuse were even in it."""
+        cdef int kind, bin
+        for kind in range(CLASSES):
+            self.reused[kind][BINS - 1] += self.reused[kind][BINS - 2]
+            self.entered[kind][BINS - 1] = self.entered[kind][BINS - 2]
+            for bin in range(BINS - 2, 1, -1):
+                self.entered[kind][bin] = self.entered[kind][bin - 1]
+                self.reused[kind][bin] = self.reused[kind][bin - 1]
+            self.reused[kind][1] = self.reused[kind][0] * (1 - FINER)
+            self.reused[kind][0] *= FINER
+            self.entered[kind][1] = self.entered[kind][0] - self.reused[kind][0]
+
+    cdef void rebuild(self, uint32_t capacity, uint32_t now) noexcept nogil:
+        """New memory for so many samples; the oldest go where there are more. Without memory it stays as it was."""
+        cdef Sample *old = self.samples
+        cdef Sample *samples = <Sample *>calloc(capacity, sizeof(Sample))
+        cdef int32_t *buckets = <int32_t *>calloc(capacity, sizeof(int32_t))
+        cdef int32_t[BINS] oldest
+        cdef int32_t i, made
+        cdef int bin
+        cdef Py_ssize_t surplus = <Py_ssize_t>self.used - capacity
+        if samples == NULL or buckets == NULL:
+            free(samples)
+            free(buckets)
+            return
+        i = self.vacant
+        while i != NONE:
+            i = old[i].next
+            surplus -= 1
+        memcpy(oldest, self.oldest, sizeof(oldest))
+        memset(self.newest, 0xFF, sizeof(self.newest))
+        memset(self.oldest, 0xFF, sizeof(self.oldest))
+        free(self.buckets)
+        self.samples, self.buckets = samples, buckets
+        self.capacity = self.hand = capacity
+        self.used = 0
+        self.vacant = NONE
+        for bin in range(BINS - 1, -1, -1):
+            i = oldest[bin]
+            while i != NONE:
+                if surplus > 0:
+                    surplus -= 1
+                else:
+                    made = <int32_t>self.used
+                    self.used += 1
+                    samples[made] = old[i]
+                    samples[made].epoch = self.epoch
+                    self.file(made, old[i].hash)
+                    self.push(made, self.bin_of(now - old[i].stamp))
+                i = old[i].newer
+        free(old)
+
+    # -- worth -----------------------------------------------------------------------------------------------
+
+    cdef void solve(self, double mean_request) noexcept nogil:
+        """Ranks the lists by what their blocks are worth. 25 us.
+
+        The blocks of one request are used together: together they are one observation.
+        """
+        cdef double strength = STRENGTH * max(1.0, mean_request / self.rate)
+        cdef double[BINS] pool
+        cdef double[BINS] hazard
+        cdef Ranked[LISTS] ranked
+        cdef double before = FIRST_HAZARD, entered, reused, assumed, alive, hits, cost, best, factor
+        cdef int kind, bin, first, step
+        if self.taken >= TAKEN_BEFORE_HALVING:
+            self.taken = 1
+            for kind in range(CLASSES):
+                for bin in range(BINS):
+                    self.entered[kind][bin] /= 2
+                    self.reused[kind][bin] /= 2
+        for bin in range(BINS):
+            entered = reused = strength / 4
+            entered /= max(before, 0.001)
+            for kind in range(CLASSES):
+                entered += self.entered[kind][bin]
+                reused += self.reused[kind][bin]
+            pool[bin] = min(MOST_ASSUMED, reused / entered)
+            before = pool[bin] * SECOND_HAZARD if bin == 0 else pool[bin]
+        for step in range(CLASSES):
+            kind = 0 if step == 0 else step + 14 if step <= 3 else step - 3  # 0, 15, 16, 17, 1 to 14
+            reused = entered = strength
+            for bin in range(BINS):
+                reused += self.reused[kind][bin]
+                entered += self.entered[kind][bin] * pool[bin]
+            factor = reused / entered
+            for bin in range(BINS):
+                assumed = min(MOST_ASSUMED, pool[bin] * factor)
+                hazard[bin] = min(
+                    MOST_HAZARD,
+                    (self.reused[kind][bin] + strength) / (self.entered[kind][bin] + strength / assumed),
+                )
+            for first in range(BINS):
+                alive = 1.0
+                hits = cost = best = 0.0
+                for bin in range(first, BINS):
+                    cost += (self.edges[bin + 1] - self.edges[bin]) * alive * (1 - 0.5 * hazard[bin])
+                    hits += alive * hazard[bin]
+                    alive *= 1 - hazard[bin]
+                    if hits > best * cost:
+                        best = hits / cost
+                # A block is worth at least what those behind it in the chain are, at the same age: it has at least as
+                # many uses, and they are useless without it.
+                if 0 < kind < 15:
+                    best = max(best, ranked[(kind - 1) * BINS + first].worth)
+                elif kind >= 15:
+                    best = max(best, ranked[first].worth)
+                if kind == 2 or kind == 4 or kind == 8:
+                    best = max(best, ranked[(15 if kind == 2 else 16 if kind == 4 else 17) * BINS + first].worth)
+                ranked[kind * BINS + first].worth = best
+                ranked[kind * BINS + first].list = kind * BINS + first
+        qsort(ranked, LISTS, sizeof(Ranked), compare_ranked)
+        for bin in range(LISTS):
+            self.order[bin] = ranked[bin].list
+
+    cdef Py_ssize_t nbytes(self) noexcept:
+        return self.__sizeof__() + <Py_ssize_t>self.capacity * (sizeof(Sample) + sizeof(int32_t))

@@ -1,0 +1,388 @@
+"""A server that is killed at random instants, and files whose bytes change: what is served is right, or a miss.
+
+A writer in a process of its own sets, replaces and deletes blocks whose bytes say of which key and version they are.
+It notes every operation in a journal before it begins and after it was acknowledged. From that follows what a
+restarted server may serve of a key:
+
+* the versions that were set since the last acknowledged delete, or with and since the last acknowledged forced set;
+  those of operations that were begun and not acknowledged among them;
+* nothing else; and, after a kill, nothing at all is fine too. After a clean stop an acknowledged block is there.
+
+All rounds use one folder, so damage would accumulate. `KVSTORE_TORTURE_ROUNDS` and `KVSTORE_FLIP_TRIALS` set how long
+it takes, `KVSTORE_TORTURE_SEED` repeats a run as far as time allows.
+
+Run as a program, this is the writer. Arguments: endpoint, journal, seed, number of its first version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from disk import (
+    KiB,
+    MiB,
+    allocated_bytes,
+    disk_flags,
+    disk_info,
+    fill,
+    flip,
+    index_file,
+    open_client,
+    read,
+    segment_files,
+    wait_until_on,
+    wait_until_written,
+)
+from harness import (
+    STOP_S,
+    MakeNamespace,
+    MemoryWatch,
+    Server,
+    StartServer,
+    alive,
+    block_of,
+    environment,
+    make_keys,
+    make_namespace,
+    wait_until,
+)
+
+from kvstore_client import KVStoreClient, KVStoreError, Namespace
+
+ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "5"))
+FLIPS = int(os.environ.get("KVSTORE_FLIP_TRIALS", "40"))
+SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+
+SHAPES = {4096: 2500, 20_000: 700, 1000: 1500}  # block bytes: keys; one half goes past the page cache
+FLIPS_A_START = 25
+
+
+def namespaces() -> dict[int, Namespace]:
+    return {size: make_namespace(size, "torture") for size in SHAPES}
+
+
+def torture_block(key: bytes, size: int, version: int) -> bytes:
+    """A block that says its version, and proves it with all other bytes."""
+    return version.to_bytes(8, "little") + block_of(key, size - 8, version)
+
+
+# ---- the writer ----------------------------------------------------------------------------------------------------
+
+
+def write(endpoint: str, journal: Path, seed: int, version: int) -> None:
+    """Until the server is gone."""
+    rng = random.Random(seed)
+    clients = {
+        size: KVStoreClient(endpoint, namespace, timeout_s=20.0, checksum=False)
+        for size, namespace in namespaces().items()
+    }
+    keys = {size: make_keys(count) for size, count in SHAPES.items()}
+    with journal.open("ab", buffering=0) as opened:
+
+        def note(*fields: object) -> None:
+            opened.write(json.dumps(fields).encode() + b"\n")
+
+        while True:
+            version += 1
+            size = rng.choice(list(SHAPES))
+            count = rng.choice([1, 1, 3, 10, 60])
+            first = rng.randrange(SHAPES[size])
+            numbers = [(first + at) % SHAPES[size] for at in range(count)]
+            some = [keys[size][number] for number in numbers]
+            kind = rng.choices(["set", "force", "delete", "read"], [60, 15, 10, 15])[0]
+            client = clients[size]
+            if kind == "read":
+                client.get(some)
+                continue
+            note("begin", version, kind, size, numbers)
+            if kind == "delete":
+                client.delete(some)
+                note("done", version)
+                continue
+            result = client.set(some, [torture_block(key, size, version) for key in some], force=kind == "force")
+            # A forced set that left a block alone, because someone else was writing it, replaced not all of them.
+            complete = result.error == 0 and not (kind == "force" and result.existed)
+            note("done" if complete else "partly", version)
+
+
+# ---- what may be served --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """What the journal says of every block."""
+
+    allowed: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # (size, number of key) -> versions
+    must: set[tuple[int, int]] = field(default_factory=set)  # acknowledged, and not deleted
+    version: int = 0
+    read_bytes: int = 0
+
+    def take(self, journal: Path) -> set[tuple[int, int]]:
+        """Read on in the journal. -> the blocks that it tells of."""
+        with journal.open("rb") as opened:
+            opened.seek(self.read_bytes)
+            lines = opened.read().splitlines(keepends=True)
+        begun: dict[int, tuple[str, list[tuple[int, int]]]] = {}
+        touched: set[tuple[int, int]] = set()
+        for line in lines:
+            self.read_bytes += len(line)
+            assert line.endswith(b"\n")
+            what, version, *rest = json.loads(line)
+            if what == "begin":
+                kind, size, numbers = rest
+                blocks = [(size, number) for number in numbers]
+                touched.update(blocks)
+                begun[version] = (kind, blocks)
+                self.version = version
+                if kind == "delete":
+                    self.must.difference_update(blocks)
+                else:
+                    for block in blocks:
+                        self.allowed.setdefault(block, set()).add(version)
+                continue
+            kind, blocks = begun[version]
+            if what == "partly":
+                continue
+            if kind != "set":
+                for block in blocks:
+                    self.allowed[block] = {version} if kind == "force" else set()
+            if kind != "delete":
+                self.must.update(blocks)
+        return touched
+
+    def check(self, server: Server, clean: bool) -> str:
+        """Read every block. -> how many are served, how many that were acknowledged are not, how many were damaged."""
+        served: set[tuple[int, int]] = set()
+        damaged = 0
+        for size, namespace in namespaces().items():
+            keys = make_keys(SHAPES[size])
+            with open_client(server, namespace) as client:
+                wait_until_on(client)
+                present = client.contains(keys)
+                for at in range(0, len(keys), 100):
+                    for number, block in enumerate(client.get(keys[at : at + 100]).blocks, start=at):
+                        if block is None:
+                            continue
+                        version = int.from_bytes(block[:8], "little")
+                        name = f"block {number} of {size} bytes, version {version}"
+                        assert version in self.allowed.get((size, number), set()), (
+                            f"{name} is served, allowed are {sorted(self.allowed.get((size, number), set()))}"
+                        )
+                        assert bytes(block) == torture_block(keys[number], size, version), f"wrong bytes: {name}"
+                        assert present[number], f"{name} came out of nowhere"
+                        served.add((size, number))
+                damaged = disk_info(client).corrupt_blocks
+        lost = self.must - served
+        self.must = served  # from here on, these are not to be lost by a clean stop
+        if clean:
+            assert not lost, f"{len(lost)} of {len(lost | served)} lost by a clean stop, among them {sorted(lost)[:5]}"
+        return f"{len(served)} served, {len(lost)} lost, {damaged} damaged"
+
+
+def kill_all(server: Server, rng: random.Random) -> None:
+    """SIGKILL to every process of a server, in any order."""
+    supervisor = psutil.Process(server.process.pid)
+    processes = [supervisor, *supervisor.children(recursive=True)]
+    rng.shuffle(processes)
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    wait_until(lambda: not any(alive(process) for process in processes), STOP_S)
+    server.kill()
+
+
+@pytest.mark.timeout(180 + 20 * ROUNDS)
+@pytest.mark.parametrize("disk_size", ["512MiB", "12MiB"])  # room for all, and for less than half
+def test_a_server_killed_at_any_instant_serves_nothing_wrong(
+    start_server: StartServer, tmp_path: Path, disk_size: str
+) -> None:
+    print(f"KVSTORE_TORTURE_SEED={SEED}")
+    rng = random.Random(SEED)
+    folder, journal, model = tmp_path / "disk", tmp_path / "journal", Model()
+    journal.touch()
+    clean = False
+    for number in range(ROUNDS + 1):
+        policy, how = rng.choice(["lru", "s3fifo", "default"]), rng.choice(["all", "all", "reused", "evicted"])
+        flags = disk_flags(folder, disk_size, "--policy", policy, write=how)
+        server = start_server(*flags, memory=f"{rng.choice([8, 16, 64])}MiB", segment="1MiB")
+        at_once = rng.random() < 0.3  # the writer begins while the old index is read
+        if not at_once or number == ROUNDS:
+            print(f"round {number}: {'clean' if clean else 'killed'}, {model.check(server, clean)}")
+            if number == ROUNDS:
+                break
+        elif not clean:
+            model.must.clear()  # nobody looked at what the kill cost
+        writer = subprocess.Popen(
+            [sys.executable, __file__, server.endpoint, str(journal), str(rng.randrange(1 << 32)), str(model.version)],
+            env=environment(),
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_until(lambda: journal.stat().st_size > model.read_bytes, 20, "the writer writes")
+            time.sleep(rng.choice([0.02, 0.3, 1.0, 2.5]) * rng.random())
+            clean = rng.random() < 0.25
+            if clean:
+                assert server.stop() == 0
+            else:
+                kill_all(server, rng)
+            writer.wait(30)
+        finally:
+            writer.kill()
+            writer.wait()
+        touched = model.take(journal)
+        if how != "all":
+            model.must -= touched  # what memory had no room for may be gone
+        if disk_size != "512MiB":
+            model.must.clear()
+        assert "Traceback" not in server.log_text(), server.log_text()[-3000:]
+
+
+# ---- clients that get in each other's way ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "write"), [("default", "all"), ("s3fifo", "evicted"), ("lru", "reused")])
+def test_clients_of_the_same_blocks_find_no_byte_wrong(
+    start_server: StartServer, tmp_path: Path, policy: str, write: str
+) -> None:
+    folder = tmp_path / "disk"
+    flags = disk_flags(folder, "64MiB", "--policy", policy, "--scrub-mbps", "50", write=write)
+    server = start_server(*flags, memory="16MiB", segment="1MiB")  # of 125 MiB that the clients use
+    command = [sys.executable, str(Path(__file__).with_name("worker.py")), server.endpoint]
+    with server.unharmed(), MemoryWatch(server, 16 * MiB):
+        clients = [
+            subprocess.Popen(
+                [*command, str(number), "5"],
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for number in range(3)
+        ]
+        for client in clients:
+            said, _ = client.communicate(timeout=60)
+            assert client.returncode == 0 and json.loads(said)["hits"] > 100, said
+        with open_client(server, make_namespace(64 * KiB, "soak")) as reader:
+            info = disk_info(reader)
+            assert info.state == "on" and info.corrupt_blocks == 0 and info.written_blocks > 100
+    assert allocated_bytes(folder) <= 64 * MiB
+    assert server.stop() == 0
+
+
+# ---- bytes that change ---------------------------------------------------------------------------------------------
+
+
+class Victim:
+    """A folder of blocks in two namespaces, and servers on it, one after the other."""
+
+    def __init__(self, start_server: StartServer, folder: Path, new_namespace: MakeNamespace) -> None:
+        self.folder = folder
+        self.sets = [(new_namespace(size), make_keys(count), size) for size, count in ((4096, 3000), (1000, 3000))]
+        self.server = start_server(*disk_flags(folder, "64MiB"), memory="8MiB", segment="1MiB")
+        self.refill()
+        assert self.server.stop() == 0
+
+    def clients(self) -> Iterator[tuple[KVStoreClient, Sequence[bytes], int]]:
+        for namespace, keys, size in self.sets:
+            with open_client(self.server, namespace) as client:
+                wait_until_on(client)
+                yield client, keys, size
+
+    def refill(self) -> None:
+        """All blocks are there, and on disk."""
+        for client, keys, size in self.clients():
+            there = client.contains(keys)
+            fill(client, [key for key, present in zip(keys, there, strict=True) if not present], size)
+            wait_until_written(client)
+
+    def check(self) -> tuple[int, int]:
+        """Start, read everything: all right or a miss, and the shard lives. -> misses, and damaged blocks counted."""
+        before = len(self.server.log_text())
+        self.server.restart()
+        pids = [shard.pid for shard in self.server.shards()]
+        misses = damaged = 0
+        for client, keys, size in self.clients():
+            misses += len(keys) - sum(read(client, keys, size))
+            damaged = disk_info(client).corrupt_blocks
+        assert [shard.pid for shard in self.server.shards()] == pids
+        text = self.server.log_text()[before:]
+        assert "Traceback" not in text and "died" not in text, text[-3000:]
+        return misses, damaged
+
+
+@pytest.mark.timeout(120 + FLIPS)
+def test_a_changed_byte_of_a_segment_is_a_miss(
+    start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace
+) -> None:
+    print(f"KVSTORE_TORTURE_SEED={SEED}")
+    rng = random.Random(SEED)
+    victim = Victim(start_server, tmp_path / "disk", new_namespace)
+    trials = hits = 0
+    while trials < FLIPS - FLIPS // 2:
+        count = min(FLIPS_A_START, FLIPS - FLIPS // 2 - trials)
+        places = set()
+        while len(places) < count:  # at most one in a block, so that each is a trial of its own
+            path = rng.choice(segment_files(victim.folder))
+            places.add((path, rng.randrange(path.stat().st_size // 4096)))
+        for path, page in places:
+            flip(path, page * 4096 + rng.randrange(4096), 1 << rng.randrange(8))
+        trials += count
+        misses, damaged = victim.check()
+        assert misses <= count
+        assert damaged == misses, f"{damaged} damaged blocks counted, {misses} misses"
+        hits += misses
+        victim.refill()
+        assert victim.server.stop() == 0
+    print(f"{trials} bytes of segments changed: {hits} blocks were misses")
+    assert hits >= trials // 10, "most bytes of the files are bytes of blocks"
+
+
+@pytest.mark.timeout(120 + 5 * FLIPS)
+def test_a_changed_byte_of_the_index_costs_no_more_than_blocks(
+    start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace
+) -> None:
+    print(f"KVSTORE_TORTURE_SEED={SEED}")
+    rng = random.Random(SEED)
+    victim = Victim(start_server, tmp_path / "disk", new_namespace)
+    path = index_file(victim.folder)
+    missing = []
+    for trial in range(FLIPS // 2):
+        data = np.fromfile(path, dtype=np.uint8)
+        # Half of the file is pages that are not in use; every other trial takes a byte that says something.
+        some = np.flatnonzero(data) if trial % 2 else np.arange(len(data))
+        at = int(some[rng.randrange(len(some))])
+        mask = 1 << rng.randrange(8)
+        print(f"trial {trial}: byte {at} of {len(data)}, mask {mask}", end="")
+        flip(path, at, mask)
+        misses, damaged = victim.check()
+        print(f": {misses} misses, {damaged} damaged")
+        missing.append(misses)
+        victim.refill()
+        if rng.random() < 0.5:
+            assert victim.server.stop() == 0
+        else:
+            time.sleep(0.4)  # what is written is in the index
+            victim.server.kill()
+    print(f"{len(missing)} bytes of the index changed: misses {sorted(missing)}")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KVStoreError):  # the server is gone
+        write(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
