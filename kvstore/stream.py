@@ -87,7 +87,7 @@ class Stream:
         self._key_bytes = request.key_bytes
         self._count = request.count
         self._next = 0
-        self._ahead = 0  # keys before this one were looked for on disk
+        self._ahead = 0  # blocks before this one are in memory, or on their way there
         self._fetched = False  # something came from disk
         self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
         self._group: deque[tuple[Positions, Slots]] = deque()  # of the parts made ready
@@ -131,13 +131,13 @@ class Stream:
 
     def _make_group(self, namespace: NamespaceStore, now: float) -> bool:
         """Make the next parts ready; False: nothing can be sent now."""
+        self._read_ahead(namespace, now)
         block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
         room = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
         if self.credit is not None:
             room = min(room, self.credit // block_bytes)
             if room < 1 and (self._next < self._count or self._waiting):
                 return False
-        self._read_ahead(namespace, now)
         positions, slots = self._acquire(namespace, room, now)
         if self._next < self._count or self._waiting:
             if not len(positions):
@@ -160,12 +160,13 @@ class Stream:
 
     def _read_ahead(self, namespace: NamespaceStore, now: float) -> None:
         """Have the disk read what comes next, so that it is in memory when its turn comes."""
-        if namespace.disk is None or namespace.disk.empty or self._ahead == self._count:
+        if namespace.disk is None or namespace.disk.empty:
+            self._ahead = self._count
+        if self._ahead == self._count:
             return
-        window = max(1, min(READ_AHEAD_BYTES, self._store.limit_bytes // 8) // namespace.block_bytes)
-        self._ahead = max(self._ahead, self._next)
-        end = min(self._count, self._next + window)
-        if end - self._ahead < min(self._count - self._ahead, window // 4):
+        window = max(1, min(READ_AHEAD_BYTES, self._store.limit_bytes // 4) // namespace.block_bytes)
+        end = min(self._count, self._next - len(self._waiting) + window)
+        if end - self._ahead < min(self._count - self._ahead, max(1, window // 4)):
             return  # many at a time
         keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[self._ahead : end]
         self._ahead = end
@@ -184,25 +185,25 @@ class Stream:
     def _acquire(self, namespace: NamespaceStore, room: int, now: float) -> tuple[Positions, Slots]:
         """Reference up to `room` blocks that are there, waiting ones first."""
         found: list[tuple[Positions, Slots]] = []
-        waiting, self._waiting = self._waiting, array("I")
-        at = 0
-        while at < len(waiting) and room > 0:
-            some = np.array(waiting[at : at + room], dtype=np.uint32)
-            at += len(some)
-            found.append(self._find(namespace, some, now))
-            room -= len(found[-1][0])
-        self._waiting.extend(waiting[at:])
-        while self._next < self._count and room > 0:
+        if self._waiting:
+            waiting, self._waiting = np.array(self._waiting, dtype=np.uint32), array("I")
+            positions, slots = self._find(namespace, waiting, now)
+            if len(positions) > room:  # one look at all of them is cheaper than several at some
+                namespace.memory.index.release(slots[room:])
+                self._waiting.extend(positions[room:].tolist())
+            found.append((positions[:room], slots[:room]))
+            room -= len(found[0][0])
+        while self._next < self._ahead and room > 0:
             first = self._next
-            self._next = min(self._count, first + room)
+            self._next = min(self._ahead, first + room)
             found.append(self._find(namespace, np.arange(first, self._next, dtype=np.uint32), now))
             room -= len(found[-1][0])
         if len(found) == 1:
             return found[0]
         if not found:
             return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int32)
-        positions, slots = zip(*found, strict=True)
-        return np.concatenate(positions), np.concatenate(slots)
+        positions, slots = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return positions, slots
 
     def _find(self, namespace: NamespaceStore, positions: Positions, now: float) -> tuple[Positions, Slots]:
         """Reference those that are in memory; the others are waited for or counted as misses."""

@@ -216,8 +216,9 @@ def measure_read(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) ->
 
 def measure_hybrid(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) -> None:
     """Blocks in memory, with and without a disk tier. What an operation leaves to be written is written before the next
-    one begins; a set competes with its own write-behind."""
-    memory = blocks.total_bytes * 5 // 4 + SPARE_BYTES
+    one begins; a set competes with its own write-behind. Memory is a few times what is set: beyond half of it, who sets
+    is held back to the speed of the disk, which the part `write` measures."""
+    memory = blocks.total_bytes * 5
     operations = []
     with contextlib.ExitStack() as stack:
         servers = {

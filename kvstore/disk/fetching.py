@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvstore._cext import BlockIndex, read_blocks
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
+from kvstore.disk.writing import Writing
 from kvstore.store import NamespaceStore
 from kvstore.tier import Slots
 
@@ -38,8 +39,9 @@ Answers = npt.NDArray[np.int32]
 class Fetching:
     """All reads of blocks for their readers. The loop's thread."""
 
-    def __init__(self, volume: Volume) -> None:
+    def __init__(self, volume: Volume, writing: Writing) -> None:
         self._volume = volume
+        self._writing = writing
         self._limit_bytes = int(volume.store.limit_bytes * MAX_MEMORY_SHARE)
         self._starved: set[NamespaceStore] = set()  # those who were told to wait
         self._in_flight: dict[int, tuple[NamespaceStore, Slots]] = {}
@@ -57,6 +59,9 @@ class Fetching:
         if not len(rows):
             return answers
         answers[rows] = COMING
+        if self._writing.saves_before(namespace, len(rows), now):
+            self._put_off(namespace, answers, rows, disk.index, found)
+            return answers
         room = max(0, self._limit_bytes - self.in_flight_bytes) // namespace.block_bytes
         if not self.in_flight_bytes:
             room = max(room, 1)
@@ -172,6 +177,11 @@ class Fetching:
             read = namespace.memory.index.keys_of(slots)
             mine = [read[at : at + size] in replaced for at in range(0, len(read), size)]
             namespace.memory.index.disown(slots[np.array(mine)])
+
+    @property
+    def starved(self) -> bool:
+        """Somebody was told to wait, and no read is under way whose end would wake them."""
+        return bool(self._starved) and not self.in_flight_bytes
 
     def wake(self) -> None:
         """Those who were told to wait look again."""

@@ -42,8 +42,8 @@ class DiskTier(Volume):
 
     def __init__(self, store: Store, config: DiskConfig, poll: select.epoll) -> None:
         super().__init__(store, config, poll)
-        self.fetching = Fetching(self)
         self.writing = Writing(self, config.write)
+        self.fetching = Fetching(self, self.writing)
         self.scrubbing = Scrubbing(self, self.fetching, config.scrub_bytes_per_s)
         self._recovery: Recovery | None = Recovery(self)
         self._warm_start: WarmStart | None = None
@@ -80,6 +80,8 @@ class DiskTier(Volume):
         if not self.on:
             return
         self.writing.pump(now, quiet_since, hurry)
+        if self.fetching.starved and self.writing.idle:
+            self.fetching.wake()
         if not hurry:
             if self._warm_start is not None and self._warm_start.pump(now):
                 self._warm_start = None
