@@ -30,6 +30,7 @@ READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer d
 WRITE_BUDGET_BYTES: Final = 8 << 20
 MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond it nothing more is read from this peer
 _REPLY_COST_BYTES: Final = 64  # what a queued reply takes beside its bytes
+MAX_PROMISED_REPLIES: Final = 64
 MAX_STREAMS: Final = 256
 HANDSHAKE_S: Final = 5.0
 MESSAGE_S: Final = 30.0  # for a message whose header has not come yet
@@ -102,6 +103,7 @@ class Peer:
         self.streams: dict[int, Stream] = {}
         self.write: Write | None = None
         self.writer = False  # it has sent a SET
+        self.promised = 0  # replies that wait for the disk
         self.chain = b""  # the keys it asked for last: a SET usually continues them
         self.message_deadline = now + HANDSHAKE_S
         self.progress = now  # when the kernel last took something we had to send
@@ -362,7 +364,7 @@ class Peer:
     @property
     def backed_up(self) -> bool:
         """The peer does not take its replies: read no more from it."""
-        return self._replies_bytes > MAX_QUEUED_REPLIES_BYTES
+        return self._replies_bytes > MAX_QUEUED_REPLIES_BYTES or self.promised > MAX_PROMISED_REPLIES
 
     def stalled(self, now: float) -> bool:
         """The peer has taken nothing of what waits for it for a long time."""
@@ -371,7 +373,7 @@ class Peer:
     @property
     def idle(self) -> bool:
         """Nothing half received, nothing to send."""
-        return self._frame == 0 and not (self._sending or self._replies or self.streams)
+        return self._frame == 0 and not (self._sending or self._replies or self.streams or self.promised)
 
     def flush(self, now: float) -> bool:
         """Send what the kernel takes. True: more is waiting for it."""

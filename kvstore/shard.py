@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import resource
@@ -89,7 +90,7 @@ class Shard:
                 if fd == listener.fileno():
                     self._accept()
                     continue
-                if self.disk is not None and self.disk.on_event(fd, event):
+                if self.disk is not None and self._on_disk_event(self.disk, fd, event):
                     continue
                 peer = self._peers.get(fd)
                 if peer is None:
@@ -119,11 +120,24 @@ class Shard:
             return HOUSEKEEPING_S
         return 0.0 if disk.restless else DISK_TURN_S
 
+    @staticmethod
+    def _on_disk_event(disk: DiskTier, fd: int, event: int) -> bool:
+        try:
+            return disk.on_event(fd, event)
+        except Exception:  # a defect of ours must cost the disk tier, not everybody the cache
+            log.exception("disk: internal error")
+            disk.fail_with(errno.EIO)
+            return True
+
     def _pump_disk(self, disk: DiskTier, now: float) -> None:
         payload = self.bytes_in + self.bytes_out
         if payload - self._traffic[0] > QUIET_BYTES:
             self._traffic = (payload, now)
-        disk.pump(now, self._traffic[1], self._finishing)
+        try:
+            disk.pump(now, self._traffic[1], self._finishing)
+        except Exception:  # see `_on_disk_event`
+            log.exception("disk: internal error")
+            disk.fail_with(errno.EIO)
         if disk.writing.behind != self._behind:
             self._behind = disk.writing.behind
             self.to_flush.update(self._peers.values())  # writers are read no further, or again
@@ -191,6 +205,9 @@ class Shard:
 
     def _enforce_deadlines(self, now: float) -> None:
         for peer in list(self._peers.values()):
+            if peer.writer and self._behind:  # it waits for us, not we for it
+                peer.message_deadline += HOUSEKEEPING_S
+                continue
             if now > peer.message_deadline:
                 self.errors += 1
                 peer.close("a message or handshake was not finished by its deadline")
@@ -295,6 +312,8 @@ class Shard:
         disk = self.disk
         if namespace is None and disk is not None and disk.recovering:  # it may turn out to be on disk
             namespace = self.store.open(peer.namespace, request.key_bytes)
+        if namespace is not None and disk is not None:
+            disk.fetching.disown(namespace, keys)
         deleted = namespace.delete(keys, self.now) if namespace else 0
         self._reply_for_good(peer, wire.DeleteReply(request.id, deleted))
 
@@ -303,7 +322,13 @@ class Shard:
         if self.disk is None:
             peer.reply(reply)
         else:
-            self.disk.after_removals(lambda: None if peer.closed else peer.reply(reply))
+            peer.promised += 1
+            self.disk.after_removals(lambda: self._keep_promise(peer, reply))
+
+    def _keep_promise(self, peer: Peer, reply: wire.Reply) -> None:
+        peer.promised -= 1
+        if not peer.closed:
+            peer.reply(reply)
 
     def _lookup(
         self,

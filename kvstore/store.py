@@ -331,10 +331,9 @@ class Store:
     def expire(self, now: float) -> None:
         """Free what is past its time, some of it at a time."""
         for namespace in self:
-            if namespace.ttl_s:
-                namespace.memory.index.expire(now, EXPIRE_STEP)
-                if namespace.disk is not None:
-                    namespace.disk.expire(now, EXPIRE_STEP)
+            namespace.memory.index.expire(now, EXPIRE_STEP)
+            if namespace.disk is not None:
+                namespace.disk.expire(now, EXPIRE_STEP)
 
     # ---- what indexes may take ---------------------------------------------------------------------------------
 

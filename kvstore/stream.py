@@ -87,7 +87,7 @@ class Stream:
         self._key_bytes = request.key_bytes
         self._count = request.count
         self._next = 0
-        self._ahead = 0  # blocks before this one are in memory, or on their way there
+        self._ahead = 0  # blocks before this one were looked for on disk
         self._fetched = False  # something came from disk
         self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
         self._group: deque[tuple[Positions, Slots]] = deque()  # of the parts made ready
@@ -118,7 +118,7 @@ class Stream:
         """The deadline passed: what is still being written is a miss."""
         self._miss += len(self._waiting) + self._count - self._next
         del self._waiting[:]
-        self._next = self._count
+        self._next = self._ahead = self._count
 
     def next_part(self, now: float) -> Outgoing | None:
         """The next part, or None: nothing can be sent now (no credit, or all that is left is being written)."""
@@ -131,14 +131,18 @@ class Stream:
 
     def _make_group(self, namespace: NamespaceStore, now: float) -> bool:
         """Make the next parts ready; False: nothing can be sent now."""
-        self._read_ahead(namespace, now)
         block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
         room = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
         if self.credit is not None:
             room = min(room, self.credit // block_bytes)
             if room < 1 and (self._next < self._count or self._waiting):
+                self._read_ahead(namespace, now)
                 return False
-        positions, slots = self._acquire(namespace, room, now)
+        while True:
+            self._read_ahead(namespace, now)
+            positions, slots = self._acquire(namespace, room, now)
+            if len(positions) or self._waiting or self._next == self._count:
+                break  # otherwise all that was looked for is gone: look further
         if self._next < self._count or self._waiting:
             if not len(positions):
                 namespace.parked.add(self)

@@ -167,8 +167,15 @@ class Fetching:
         namespace.wake_parked()
         self.wake()
 
+    def give_up(self) -> None:
+        """The disk has failed, and may hold its threads for ever: nobody waits for what they read."""
+        for namespace, slots in self._in_flight.values():
+            namespace.memory.index.disown(slots)
+            namespace.wake_parked()
+        self.wake()
+
     def disown(self, namespace: NamespaceStore, keys: bytes) -> None:
-        """These blocks are about to be replaced: what is being read for them is not theirs any more."""
+        """These blocks are deleted or about to be replaced: what is being read is not theirs any more."""
         size = namespace.key_bytes
         replaced = {keys[at : at + size] for at in range(0, len(keys), size)}
         for other, slots in self._in_flight.values():
@@ -176,7 +183,8 @@ class Fetching:
                 continue
             read = namespace.memory.index.keys_of(slots)
             mine = [read[at : at + size] in replaced for at in range(0, len(read), size)]
-            namespace.memory.index.disown(slots[np.array(mine)])
+            if namespace.memory.index.disown(slots[np.array(mine)]):
+                namespace.wake_parked()
 
     @property
     def starved(self) -> bool:

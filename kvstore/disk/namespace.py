@@ -21,11 +21,8 @@ class Records(Protocol):
     def record(self, member: DiskNamespace, keys: bytes, entries: Entries) -> None:
         """Blocks are on disk now."""
 
-    def record_evicted(self, member: DiskNamespace, keys: bytes) -> int:
+    def record_evicted(self, member: DiskNamespace, keys: bytes) -> None:
         """Blocks are on disk no longer."""
-
-    def record_deleted(self, member: DiskNamespace, keys: bytes) -> None:
-        """Blocks were deleted or replaced: they must not come back."""
 
     def wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
         """Monotonic times, 0 for never, as seconds of the wall clock."""
@@ -89,6 +86,7 @@ class DiskNamespace(NamespaceTier):
 
     def commit(self, slots: Slots, sums: npt.NDArray[np.uint64], tick: int, expires: float) -> None:
         """Written slots are readable, and are recorded."""
+        self._records.record_evicted(self, self.index.take_lapsed())  # of what may be the same keys
         self.index.commit(slots, sums, tick, expires)
         self._records.record(self, self.index.keys_of(slots), self.entries(slots))
 
@@ -118,7 +116,7 @@ class DiskNamespace(NamespaceTier):
     def delete(self, keys: bytes) -> int:
         """Delete blocks. -> how many there were."""
         deleted = self.index.delete(keys)
-        self._records.record_deleted(self, keys)
+        self._records.record_evicted(self, keys)
         return deleted
 
     def _remove_records(self, slots: Slots) -> None:

@@ -49,6 +49,7 @@ class DiskTier(Volume):
         self._warm_start: WarmStart | None = None
         self._recovered = self._lost = 0
         self._recovery_s = 0.0
+        self._finishing = False
         self._recency_at = 0.0
         self._recency_tick = 0
         self._recency_rest: list[tuple[DiskNamespace, Slots]] = []
@@ -80,6 +81,8 @@ class DiskTier(Volume):
         if not self.on:
             return
         self.writing.pump(now, quiet_since, hurry)
+        if not self.on:
+            return
         if self.fetching.starved and self.writing.idle:
             self.fetching.wake()
         if not hurry:
@@ -121,7 +124,11 @@ class DiskTier(Volume):
             self.fail(OSError(f"the index: {message}"))
             return
         log.error("disk: the index could not be read to its end, what was read so far is kept: %s", message)
-        self.start_keeper(fresh=True)
+        try:
+            self.start_keeper(fresh=True)
+        except OSError as error:
+            self.fail(error)
+            return
         self._recovery.rewrite = True
         if not self._recovery.ready:
             self._recovery.complete()
@@ -135,7 +142,9 @@ class DiskTier(Volume):
         log.info("disk: %d blocks recovered in %.2f s, %d lost", recovery.blocks, self._recovery_s, recovery.lost)
         self._recency_tick = self.store.ticks(1)
         self.turned_on()
-        if recovery.blocks and self.config.warm_start:
+        if self._finishing:
+            self.writing.add_all(time.monotonic())
+        elif self.on and recovery.blocks and self.config.warm_start:
             self._warm_start = WarmStart(self, self.fetching)
 
     def _record_recency(self, now: float) -> None:
@@ -166,10 +175,11 @@ class DiskTier(Volume):
             super().fail(error)
             self._recovery = self._warm_start = None
             self.writing.give_up()
-            self.fetching.wake()
+            self.fetching.give_up()
 
     def finish(self, now: float) -> None:
         """No client is left: what is only in memory goes to disk. `finished` says when it is there."""
+        self._finishing = True
         if self.on:
             self.writing.add_all(now)
             if self.writing.dirty_bytes:

@@ -14,6 +14,7 @@ import enum
 import logging
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -87,6 +88,7 @@ class Volume:
         self._removed_early: list[tuple[DiskNamespace, bytes]] = []  # while recovering
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # for a commit, by sequence
         self._waiting_early: list[Callable[[], None]] = []  # while recovering
+        self._waiting_discard: list[Callable[[], None]] = []  # for the end of an index that can be changed no more
         self._removal = self._committed = self._sequence = 0  # of the keeper's operations
         self._uncommitted_since: float | None = None
         self._clock_offset = time.time() - time.monotonic()
@@ -127,6 +129,7 @@ class Volume:
     def turned_on(self) -> None:
         """All of the old index is known: what was asked for meanwhile is done now."""
         self.state = State.ON
+        self._uncommitted_since = None
         for member in self.members.members:
             member.recovering = False
         self._shrink(time.monotonic())
@@ -185,6 +188,7 @@ class Volume:
         for member in [member for member in self.members.members if member.canonical == canonical]:
             self.members.remove(member)
             if self.on and member.ordinal is not None:
+                self.record_evicted(member, member.index.take_lapsed())
                 self.keeper.forget_namespace(member.ordinal)
 
     # ---- space and files -----------------------------------------------------------------------------------------
@@ -245,24 +249,18 @@ class Volume:
         if not self.off and keys:
             self._sent(self.keeper.put(self._ordinal(member), keys, entries))
 
-    def record_evicted(self, member: DiskNamespace, keys: bytes) -> int:
-        """Blocks are on disk no longer. -> the keeper's sequence number; 0 when it is not told."""
-        if not self.on or not keys:
-            return 0
-        return self._sent(self.keeper.delete(self._ordinal(member), keys))
+    def record_evicted(self, member: DiskNamespace, keys: bytes) -> None:
+        """Blocks are on disk no longer."""
+        if self.recovering and keys:
+            self._removed_early.append((member, keys))
+        elif self.on and keys:
+            self._removal = self._sent(self.keeper.delete(self._ordinal(member), keys))
 
     def _sent(self, sequence: int) -> int:
         self._sequence = sequence
         if self._uncommitted_since is None:
             self._uncommitted_since = time.monotonic()
         return sequence
-
-    def record_deleted(self, member: DiskNamespace, keys: bytes) -> None:
-        """Blocks were deleted or replaced: they must not come back."""
-        if self.recovering:
-            self._removed_early.append((member, keys))
-        else:
-            self._removal = max(self._removal, self.record_evicted(member, keys))
 
     def _ordinal(self, member: DiskNamespace) -> int:
         if member.ordinal is None:
@@ -276,22 +274,32 @@ class Volume:
         elif self.on and self._removal > self._committed:
             self.keeper.sync()
             self._waiting.append((self._removal, call))
-        else:
-            if not self.on:
-                self._discard_index()
+        elif self.on or self._lock_fd < 0 or self._index_discarded:
             call()
+        else:
+            self._waiting_discard.append(call)
+            if len(self._waiting_discard) == 1:
+                threading.Thread(target=self._discard_index, name="kvstore-disk-discard", daemon=True).start()
 
     def _discard_index(self) -> None:
-        """The index can be changed no more, and says more than is true: after a restart nobody may believe it."""
-        if self._index_discarded:
-            return
-        self._index_discarded = True
+        """On a thread, for the disk may hang: the index can be changed no more, and says more than is true."""
         try:
-            for name in os.listdir(self.directory / INDEX):
-                os.unlink(self.directory / INDEX / name)
+            index = self.directory / INDEX
+            for name in os.listdir(index):
+                os.unlink(index / name)
+            folder = os.open(index, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(folder)
+            os.close(folder)
             log.error("disk: blocks were deleted while the tier is off; its index was removed, it will start empty")
         except OSError as error:
             log.error("disk: blocks deleted while the tier is off may come back after a restart: %s", error)
+        self.completions.add(self._discarded)
+
+    def _discarded(self) -> None:
+        self._index_discarded = True
+        waiting, self._waiting_discard = self._waiting_discard, []
+        for call in waiting:
+            call()
 
     def committed(self, sequence: int) -> None:
         """The keeper's operations up to this one outlive a crash."""
@@ -326,6 +334,8 @@ class Volume:
             self._keeper.kill()
         for member in self.members.members:
             member.index.clear()
+            member.recovering = False
+        self._removed_early.clear()
         waiting = [call for _, call in self._waiting] + self._waiting_early
         self._waiting.clear()
         self._waiting_early.clear()

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore._cext import BlockIndex, write_blocks
 from kvstore.disk.namespace import DiskNamespace
@@ -52,6 +53,8 @@ class Writing:
         self._volume = volume
         self._policy = policy
         self._queue: deque[_Waiting] = deque()
+        self._again: list[_Waiting] = []  # an older version of these is being written
+        self._dirty: dict[NamespaceStore, set[int]] = {}  # slots
         self._memory_bytes = volume.store.limit_bytes
         self.dirty_blocks = self.dirty_bytes = self.in_flight_bytes = 0
         self.blocks = self.bytes = self.skipped = 0
@@ -100,6 +103,12 @@ class Writing:
     def _add(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         if namespace.disk is None or not len(slots) or self._volume.off:
             return
+        dirty = self._dirty.setdefault(namespace, set())
+        fresh = np.array([slot not in dirty for slot in slots.tolist()])
+        slots = slots[fresh]
+        if not len(slots):
+            return
+        dirty.update(slots.tolist())
         namespace.memory.index.acquire_slot(slots)
         self._queue.append(_Waiting(namespace, slots, now))
         self._count(namespace, len(slots))
@@ -107,11 +116,16 @@ class Writing:
     def _count(self, namespace: NamespaceStore, blocks: int) -> None:
         self.dirty_blocks += blocks
         self.dirty_bytes += blocks * namespace.block_bytes
-        self.behind = self.dirty_bytes > self._memory_bytes * (CAUGHT_UP_SHARE if self.behind else BEHIND_SHARE)
+        share = CAUGHT_UP_SHARE if self.behind else BEHIND_SHARE
+        self.behind = not self._volume.off and self.dirty_bytes > self._memory_bytes * share
 
     def _clean(self, namespace: NamespaceStore, slots: Slots) -> None:
         """These blocks wait no longer, written or not."""
         namespace.memory.index.release(slots)
+        dirty = self._dirty[namespace]
+        dirty.difference_update(slots.tolist())
+        if not dirty:
+            del self._dirty[namespace]
         self._count(namespace, -len(slots))
 
     # ---- when they are written -----------------------------------------------------------------------------------
@@ -119,12 +133,14 @@ class Writing:
     @property
     def idle(self) -> bool:
         """Nothing is dirty."""
-        return not self._queue and not self.in_flight_bytes
+        return not self._queue and not self._again and not self.in_flight_bytes
 
     def pump(self, now: float, quiet_since: float, hurry: bool) -> None:
         """Start the writes whose time has come."""
         if self._policy == "evicted" and not self._volume.store.arena.free:
             self._add_next_victims(now)
+        self._queue.extend(self._again)
+        self._again.clear()
         self._hurrying = self._hurrying and bool(self._queue)
         while self._queue and self.in_flight_bytes < MAX_IN_FLIGHT_BYTES:
             waiting = self._queue[0]
@@ -165,7 +181,13 @@ class Writing:
             return
         places = disk.index.reserve(keys, False, volume.store.ticks(len(slots)), priority)
         self.skipped += int((places == BlockIndex.NO_SPACE).sum())
-        self._clean(namespace, slots[places < 0])
+        older = places == BlockIndex.EXISTED
+        older[older] = [
+            disk.index.state_of(key) == BlockIndex.WRITING for key in _rows(keys, namespace.key_bytes, older)
+        ]
+        if older.any():
+            self._again.append(_Waiting(namespace, slots[older], now))
+        self._clean(namespace, slots[(places < 0) & ~older])
         slots, places = slots[places >= 0], places[places >= 0]
         for segment, rows in disk.by_segment(places):
             fd = volume.open_file(segment, disk.direct)
@@ -217,6 +239,11 @@ class Writing:
 
     def give_up(self) -> None:
         """There is no disk any more: nothing is dirty."""
-        while self._queue:
-            waiting = self._queue.popleft()
+        for waiting in [*self._queue, *self._again]:
             self._clean(waiting.namespace, waiting.slots)
+        self._queue.clear()
+        self._again.clear()
+
+
+def _rows(keys: bytes, key_bytes: int, which: npt.NDArray[np.bool_]) -> list[bytes]:
+    return [keys[row * key_bytes : (row + 1) * key_bytes] for row in np.flatnonzero(which).tolist()]

@@ -1047,3 +1047,17 @@ def test_a_server_without_a_disk_tier_says_so(start_server: StartServer, namespa
     server: Server = start_server()
     with KVStoreClient(server.endpoint, namespace) as client:
         assert shard_info(client).disk is None
+
+
+def test_what_comes_after_a_long_run_of_misses_is_found_at_once(
+    start_server: StartServer, folder: Path, namespace: Namespace
+) -> None:
+    server = start_server(*disk_flags(folder), memory="16MiB", segment="1MiB")
+    keys = make_keys(620)
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        fill(client, keys[600:], BLOCK)
+        wait_until_written(client)
+        began = time.monotonic()
+        assert read(client, keys, BLOCK) == [False] * 600 + [True] * 20
+        assert time.monotonic() - began < 10, "it did not wait for blocks that nobody brings"
