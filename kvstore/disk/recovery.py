@@ -99,9 +99,18 @@ class Recovery:
                 self._restore(found)
                 return False
         for found in self._found.values():
-            if found.member is None and not self.rewrite:
+            if self.rewrite and found.member is not None:
+                self._tell(found.member)
+            elif not self.rewrite and found.member is None:
                 self._volume.keeper.forget_namespace(found.ordinal)
         return True
+
+    def _tell(self, member: DiskNamespace) -> None:
+        """A keeper that knows nothing is told what was recovered."""
+        slots = member.index.ready_slots()
+        for at in range(0, len(slots), ROWS_A_TURN):
+            some = slots[at : at + ROWS_A_TURN]
+            self._volume.record(member, member.index.keys_of(some), member.entries(some))
 
     def _restore(self, found: _Found) -> None:
         rows = slice(found.next, found.next + ROWS_A_TURN)
@@ -131,9 +140,7 @@ class Recovery:
         kept[which] = placed >= 0
         self.blocks += int(kept.sum())
         self.lost += int((~kept).sum())
-        if self.rewrite:
-            volume.record(member, keys[kept].tobytes(), np.ascontiguousarray(entries[kept]))
-        elif not kept.all():
+        if not self.rewrite and not kept.all():
             volume.keeper.delete(found.ordinal, keys[~kept].tobytes())
 
     def _ordinal(self, found: _Found, member: DiskNamespace, segment: int) -> int:

@@ -449,11 +449,16 @@ def test_a_keeper_killed_while_it_reads_the_old_index_is_replaced(
     with open_client(server, namespace) as client:
         fill(client, keys, 64)
     assert server.stop() == 0
-    server.restart()
-    (shard,) = server.shards()
-    keeper = wait_until(lambda: next(iter(shard.children()), None))
-    time.sleep(0.3)
-    keeper.kill()
+    for _ in range(10):  # until it is killed in time: the later, the more it had told
+        server.restart()
+        (shard,) = server.shards()
+        keeper = wait_until(lambda shard=shard: next(iter(shard.children()), None))
+        time.sleep(0.15)
+        keeper.kill()
+        with open_client(server, namespace) as client:
+            if wait_until(lambda: (state := disk_info(client).state) != "recovering" and state) == "on":
+                break
+        assert server.stop() == 0
     with open_client(server, namespace) as client:
         wait_until_on(client)
         before = sum(read(client, keys[::50], 64))
