@@ -504,7 +504,7 @@ def test_a_keeper_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path
     random.seed(1)
     directory = tmp_path / "shard-0"
     state: State = {}
-    for seed in range(20):
+    for seed in range(8):
         loop = Loop(directory)
         try:
             if seed % 4 != 3:  # in every fourth round, it is killed while it starts
@@ -531,7 +531,7 @@ def test_a_shard_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path)
     directory.mkdir()
     tests = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     state: State = {}
-    for seed in range(20):
+    for seed in range(8):
         shard = subprocess.Popen(
             [sys.executable, __file__, str(directory), str(seed)],
             stdout=subprocess.PIPE,
@@ -599,7 +599,7 @@ def damaged(kind: str, file: bytes, numbers: random.Random) -> bytes:
 
 @pytest.mark.parametrize(
     ("kind", "trials"),
-    [("flip", 80), ("flip_head", 40), ("truncate", 24), ("zeros", 16), ("other_page", 16), ("garbage", 24)],
+    [("flip", 32), ("flip_head", 16), ("truncate", 8), ("zeros", 8), ("other_page", 8), ("garbage", 8)],
 )
 def test_of_a_damaged_index_nothing_is_believed_that_was_not_put(
     tmp_path: Path, index_file: bytes, kind: str, trials: int
