@@ -46,8 +46,8 @@ STALL_S: Final = 30.0
 # What the persistent index takes on disk, at most: of an entry, and of an empty one. An entry is its key, 50 bytes and
 # a node's header; pages are half full at worst, and a commit copies pages before the old ones are free.
 ENTRY_BYTES: Final = 66
-INDEX_FACTOR: Final = 4
-EMPTY_INDEX_BYTES: Final = 256 << 10
+INDEX_FACTOR: Final = 6
+EMPTY_INDEX_BYTES: Final = 1 << 20
 # Blocks so small that a segment would have more slots leave its rest empty: a segment's index comes as a whole.
 MAX_SEGMENT_SLOTS: Final = 1 << 19
 MAX_SEGMENT_INDEX_SHARE: Final = 1 / 16  # of the limit
