@@ -406,7 +406,7 @@ def test_a_client_that_vanishes_in_a_stream_leaves_nothing_behind(
 
 
 def test_a_reader_that_never_reads_harms_nobody_else(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    server = start_server(memory="64MiB", segment="8MiB")
+    server = start_server("--policy", "lru", memory="64MiB", segment="8MiB")  # new blocks push old ones out
     namespace = new_namespace(MiB)
     keys = make_keys(48)
     with (
