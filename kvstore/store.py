@@ -298,10 +298,6 @@ class Store:
                 return
         raise WireError(ErrorCode.LIMIT, f"{MAX_NAMESPACES} namespaces hold blocks already; delete one's blocks first")
 
-    def make_room(self, namespace: NamespaceStore, count: int, now: float) -> None:
-        """See that `namespace` has `count` free slots in memory, as far as what is pinned or in use allows."""
-        self.memory.make_room(namespace.memory, count, now)
-
     def reserve(
         self, namespace: NamespaceStore, keys: bytes, force: bool, now: float, priority: int = 0
     ) -> tuple[Slots, int]:
@@ -318,7 +314,7 @@ class Store:
         room = count if force else missing
         # What a SET names itself must not give way to its other blocks.
         held = index.acquire(wanted, now, 0, False) if room > index.free and room < count else None
-        self.make_room(namespace, room, now)
+        self.memory.make_room(namespace.memory, room, now)
         reserved = index.reserve(wanted, force, self.ticks(count), priority)
         if held is not None:
             index.release(held)

@@ -93,7 +93,7 @@ class Fetching:
     ) -> None:
         store, memory = self._volume.store, namespace.memory
         wanted = np.frombuffer(keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[rows].tobytes()
-        store.make_room(namespace, memory.index.missing(wanted), now)
+        store.memory.make_room(memory, memory.index.missing(wanted), now)
         slots = memory.index.reserve(wanted, False, store.ticks(len(rows)), priority)
         refused = slots < 0
         if refused.any():

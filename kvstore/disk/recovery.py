@@ -158,7 +158,6 @@ class WarmStart:
         self._volume = volume
         self._fetching = fetching
         self._wanted = self._choose()
-        self.blocks = sum(len(slots) for _, slots in self._wanted)
 
     def _choose(self) -> list[tuple[NamespaceStore, Slots]]:
         """As many of the hottest blocks as memory has free segments for, the hottest last."""

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvstore._cext import BlockIndex, read_blocks
-from kvstore.disk.fetching import Answers, Fetching
+from kvstore.disk.fetching import CORRUPT, Answers, Fetching
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
 from kvstore.tier import Slots
@@ -22,7 +22,6 @@ from kvstore.tier import Slots
 log = logging.getLogger("kvstore.disk")
 
 BATCH_BYTES: Final = 4 << 20
-CORRUPT: Final = -1
 
 
 class Scrubbing:
@@ -46,7 +45,10 @@ class Scrubbing:
         return self._rest is not None
 
     def ask(self) -> int:
-        """Make one pass now, at full speed. -> how many passes there will have been when it is complete."""
+        """Make one pass now, at full speed, or let one that was asked for go on.
+
+        -> how many passes there will have been when it is complete.
+        """
         if not self._asked:
             self._asked = True
             self._rest = None  # a whole one, from the beginning

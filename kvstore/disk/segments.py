@@ -8,7 +8,7 @@ Blocks of 64 KiB and more whose size is a multiple of 4 KiB bypass the page cach
 it): the memory they would be cached in twice is the arena's, and reads do not depend on what else the machine did.
 Smaller ones need the kernel's read-ahead and its merging of writes.
 
-Threads: all methods but `sync` belong to the shard's loop; descriptors may be read and written by any thread.
+Threads: all methods belong to the shard's loop; descriptors may be read and written by any thread.
 """
 
 from __future__ import annotations

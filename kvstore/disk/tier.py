@@ -1,8 +1,9 @@
 """The disk tier of one shard: what it does with its volume, turn by turn of the loop.
 
-A tier is *recovering* until the keeper has told all of the old index: it answers nothing and writes nothing so long;
-then it is *on*: it fetches what is wanted, writes what is dirty, scrubs, and brings the hottest blocks of an earlier
-run to memory. When the volume fails it is *off*, for good: the shard serves from memory.
+A tier is *recovering* until the keeper has told all of the old index and all of it is in this run's: so long it writes
+nothing, and answers for what is in already. Then it is *on*: it fetches what is wanted, writes what is dirty, scrubs,
+and brings the hottest blocks of an earlier run to memory. When the volume fails it is *off*, for good: the shard serves
+from memory.
 
 One thread, the shard's loop, uses all of this; it blocks in `close` only.
 """

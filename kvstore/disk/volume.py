@@ -239,11 +239,6 @@ class Volume:
 
     # ---- the persistent index ------------------------------------------------------------------------------------
 
-    @property
-    def keeper_backlog_bytes(self) -> int:
-        """What the keeper has not taken yet."""
-        return self.keeper.backlog_bytes
-
     def record(self, member: DiskNamespace, keys: bytes, entries: Entries) -> None:
         """Blocks are on disk now."""
         if not self.off and keys:

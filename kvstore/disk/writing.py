@@ -9,9 +9,8 @@ decides who becomes dirty:
 * `evicted`: blocks that are about to be evicted. If the disk cannot keep up with what is set, they are evicted
   unwritten; what is fetched from disk waits for them.
 
-Writes wait for a quiet moment, for they slow down who is setting blocks, even past the page cache (measured: to 0.7 of
-the speed, on two cores); but not for long, and not while much is dirty.
-A clean stop writes what is only in memory.
+Writes wait for a quiet moment, for they slow down who is setting blocks, even past the page cache; but not for long,
+and not while much is dirty. A clean stop writes what is only in memory.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class Writing:
             waiting = self._queue[0]
             self._hurrying = self._hurrying or self.dirty_bytes > self._memory_bytes * HURRY_SHARE
             due = hurry or self._hurrying or now - quiet_since > QUIET_S or now - waiting.since > PATIENCE_S
-            if not due or self._volume.keeper_backlog_bytes > MAX_KEEPER_BACKLOG_BYTES:
+            if not due or self._volume.keeper.backlog_bytes > MAX_KEEPER_BACKLOG_BYTES:
                 return
             self._queue.popleft()
             count = max(1, WRITE_JOB_BYTES // waiting.namespace.block_bytes)

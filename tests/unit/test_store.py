@@ -40,7 +40,7 @@ def store() -> Iterator[Store]:
 def put(store: Store, namespace: NamespaceStore, keys: Sequence[bytes], now: float = 0.0) -> np.ndarray:
     """What a SET does to a store. -> slots."""
     joined = b"".join(keys)
-    store.make_room(namespace, namespace.memory.index.missing(joined), now)
+    store.memory.make_room(namespace.memory, namespace.memory.index.missing(joined), now)
     slots = namespace.memory.index.reserve(joined, False, store.ticks(len(keys)))
     namespace.memory.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), store.ticks(len(keys)))
     return slots
