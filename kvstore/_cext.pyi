@@ -40,6 +40,21 @@ def read_blocks(
 ) -> npt.NDArray[np.int32]: ...
 def write_blocks(fd: int, memory: _Buffer, places: _Places, offsets: _Places, block_bytes: int) -> int: ...
 
+# placement
+
+_Shards: TypeAlias = npt.NDArray[np.int64]
+
+def rendezvous(
+    keys: npt.NDArray[np.uint8],
+    seeds: npt.NDArray[np.uint64],
+    weights: npt.NDArray[np.float64],
+    ranks: _Shards,
+    nodes: _Shards,
+    zones: _Shards,
+    columns: int,
+) -> npt.NDArray[np.intp]: ...
+def group_by_owner(owners: npt.NDArray[np.intp], count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]: ...
+
 # index
 
 _Keys: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]

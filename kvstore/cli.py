@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
+from typing import Annotated
 
 import typer
 
 from kvstore import __version__
+from kvstore.cli_cluster import cluster_app, drain
+from kvstore.cli_shared import (
+    BAD_USAGE,
+    FAILED,
+    EndpointOption,
+    JsonOption,
+    KeysArgument,
+    NamespaceOption,
+    TimeoutOption,
+    connected,
+    endpoints_of,
+    errors,
+    fail,
+    parse_keys,
+    print_json,
+    show,
+)
 from kvstore.config import ConfigError, load
 from kvstore.logs import LEVELS, configure
-
-if TYPE_CHECKING:
-    from kvstore_client import KVStoreClient
-
-FAILED = 1
-BAD_USAGE = 2
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise typer.Exit(status)
 
 
 def _show_version(value: bool) -> None:
@@ -77,6 +81,28 @@ def serve(
     scrub_mbps: Annotated[
         int | None, typer.Option(help="Check blocks on disk in the background, in MB/s; 0: never. [default: 0]")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="etcd://HOST:PORT[,HOST:PORT...]/NAME to be a member of. [default: no cluster]")
+    ] = None,
+    node_id: Annotated[
+        str | None, typer.Option(help="The node's id, the same after a restart. [default: the host name]")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Host where a cluster's clients reach this node. [default: --host]")
+    ] = None,
+    zone: Annotated[str | None, typer.Option(help="What fails together: copies go to other zones. [default: none]")] = (
+        None
+    ),
+    drain_seconds: Annotated[
+        int | None,
+        typer.Option(help="At SIGTERM, move the hottest blocks to other nodes for so long at most. [default: 0]"),
+    ] = None,
+    grace_seconds: Annotated[
+        int | None, typer.Option(help="How long a new node is also filled from old owners. [default: 300]")
+    ] = None,
+    lease_seconds: Annotated[
+        int | None, typer.Option(help="A node that is silent for so long is taken for dead. [default: 2]")
+    ] = None,
     version: VersionOption = False,
 ) -> None:
     """Serve KV blocks over ZeroMQ TCP until SIGTERM or SIGINT.
@@ -100,16 +126,23 @@ def serve(
         "disk_write": disk_write,
         "warm_start": warm_start,
         "scrub_mbps": scrub_mbps,
+        "cluster": cluster,
+        "node_id": node_id,
+        "advertise": advertise,
+        "zone": zone,
+        "drain_seconds": drain_seconds,
+        "grace_seconds": grace_seconds,
+        "lease_seconds": lease_seconds,
     }
     try:
         settings = load(config, os.environ, flags)
     except ConfigError as error:
-        _fail(str(error), BAD_USAGE)
+        fail(str(error), BAD_USAGE)
     configure(settings.log_level, "supervisor")
     try:
         status = Supervisor(settings).run()
     except StartError as error:
-        _fail(str(error), FAILED)
+        fail(str(error), FAILED)
     raise typer.Exit(status)
 
 
@@ -122,20 +155,9 @@ def server_main() -> None:
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
-EndpointOption = Annotated[
-    list[str] | None,
-    typer.Option("--endpoint", help="tcp://HOST:PORT; repeat for several nodes. [default: tcp://127.0.0.1:7070]"),
-]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.001, max=600.0, help="Seconds a request may take.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-NamespaceOption = Annotated[
-    str,
-    typer.Option(
-        "--namespace",
-        help='The namespace as JSON, e.g. \'{"model":"m","dtype":"bfloat16","block_tokens":16,"block_bytes":4096}\'.',
-    ),
-]
-KeysArgument = Annotated[list[str], typer.Argument(help="Keys in hexadecimal, 8 to 64 bytes each.")]
+
+app.add_typer(cluster_app, name="cluster")
+app.command()(drain)
 
 
 @app.callback()
@@ -146,10 +168,10 @@ def _main(version: VersionOption = False) -> None:
 @app.command()
 def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
     """Say whether all shards answer, and how fast."""
-    with _session(endpoint, None, timeout) as session:
-        seconds = session.client.ping()
-        shards = len(session.client.info().shards)
-        session.show(
+    with connected(endpoint, None, timeout) as client:
+        seconds = client.ping()
+        shards = len(client.info().shards)
+        show(
             {"ok": True, "shards": shards, "seconds": seconds},
             as_json,
             lambda: print(f"{shards} shard(s) answered in {seconds * 1000:.2f} ms"),
@@ -161,9 +183,9 @@ def info(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json:
     """Show shards, both tiers and namespaces."""
     from kvstore import tables
 
-    with _session(endpoint, None, timeout) as session:
-        shards = session.client.info().shards
-        session.show({"shards": shards}, as_json, lambda: tables.print_info(shards))
+    with connected(endpoint, None, timeout) as client:
+        shards = client.info().shards
+        show({"shards": shards}, as_json, lambda: tables.print_info(shards))
 
 
 @app.command()
@@ -175,10 +197,10 @@ def contains(
     as_json: JsonOption = False,
 ) -> None:
     """Say which keys are present."""
-    names = _parse_keys(keys)
-    with _session(endpoint, namespace, timeout) as session:
-        present = session.client.contains(names).tolist()
-        session.show(
+    names = parse_keys(keys)
+    with connected(endpoint, namespace, timeout) as client:
+        present = client.contains(names).tolist()
+        show(
             {"present": dict(zip(keys, present, strict=True))},
             as_json,
             lambda: [print(f"{key}  {'present' if hit else 'absent'}") for key, hit in zip(keys, present, strict=True)],
@@ -195,17 +217,17 @@ def get(
     as_json: JsonOption = False,
 ) -> None:
     """Write one block to a file. A miss is status 1."""
-    names = _parse_keys([key])
-    with _session(endpoint, namespace, timeout) as session:
-        block = session.client.get(names).blocks[0]
+    names = parse_keys([key])
+    with connected(endpoint, namespace, timeout) as client:
+        block = client.get(names).blocks[0]
         if block is None:
-            _fail(f"no block has key {key} in this namespace", FAILED)
+            fail(f"no block has key {key} in this namespace", FAILED)
         if output is None and not as_json:
             sys.stdout.buffer.write(block)
             return
         if output is not None:
             output.write_bytes(block)
-        session.show(
+        show(
             {"key": key, "bytes": len(block), "output": str(output) if output else None},
             as_json,
             lambda: print(f"{len(block)} bytes written to {output}"),
@@ -223,20 +245,20 @@ def set_(
     as_json: JsonOption = False,
 ) -> None:
     """Store one block from a file."""
-    names = _parse_keys([key])
+    names = parse_keys([key])
     try:
         block = file.read_bytes()
     except OSError as error:
-        _fail(f"{file}: {error.strerror}", BAD_USAGE)
-    with _session(endpoint, namespace, timeout) as session:
-        result = session.client.set(names, [block], force=force, deferred=False)
-        session.show(
+        fail(f"{file}: {error.strerror}", BAD_USAGE)
+    with connected(endpoint, namespace, timeout) as client:
+        result = client.set(names, [block], force=force, deferred=False)
+        show(
             result._asdict(),
             as_json,
             lambda: print("created" if result.created else "replaced" if result.forced else "existed already"),
         )
         if result.error:
-            _fail("the block was not stored: no room for it", FAILED)
+            fail("the block was not stored: no room for it", FAILED)
 
 
 @app.command()
@@ -248,18 +270,18 @@ def delete(
     as_json: JsonOption = False,
 ) -> None:
     """Remove blocks."""
-    names = _parse_keys(keys)
-    with _session(endpoint, namespace, timeout) as session:
-        deleted = session.client.delete(names)
-        session.show({"deleted": deleted}, as_json, lambda: print(f"{deleted} of {len(keys)} deleted"))
+    names = parse_keys(keys)
+    with connected(endpoint, namespace, timeout) as client:
+        deleted = client.delete(names)
+        show({"deleted": deleted}, as_json, lambda: print(f"{deleted} of {len(keys)} deleted"))
 
 
 @app.command()
 def flush(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
     """Wait until every shard has placed what was sent to it before."""
-    with _session(endpoint, None, timeout) as session:
-        session.client.flush()
-        session.show({"ok": True}, as_json, lambda: print("flushed"))
+    with connected(endpoint, None, timeout) as client:
+        client.flush()
+        show({"ok": True}, as_json, lambda: print("flushed"))
 
 
 @app.command()
@@ -279,10 +301,10 @@ def bench(
     from kvstore import tables
     from kvstore_client.bench import Bench
 
-    with _errors():
-        measured = Bench(_endpoints(endpoint), block_bytes, blocks, batch, rounds, timeout).run(progress=not as_json)
+    with errors():
+        measured = Bench(endpoints_of(endpoint), block_bytes, blocks, batch, rounds, timeout).run(progress=not as_json)
         if as_json:
-            _print_json(measured)
+            print_json(measured)
         else:
             tables.print_bench(measured)
 
@@ -305,7 +327,7 @@ def verify(
     running one check their own; they drop what is damaged.
     """
     if (path is None) == (not endpoint):
-        _fail("expected either PATH, of a server that is stopped, or --endpoint, of one that runs", BAD_USAGE)
+        fail("expected either PATH, of a server that is stopped, or --endpoint, of one that runs", BAD_USAGE)
     if path is not None:
         _verify_folder(path, as_json)
     else:
@@ -321,8 +343,8 @@ def _verify_folder(path: Path, as_json: bool) -> None:
         with tables.verifying(of_bytes=True, shown=not as_json) as progress:
             report = verify_folder(path, progress)
     except DiskFormatError as error:
-        _fail(str(error), BAD_USAGE)
-    _Session.show(report, as_json, lambda: tables.print_verified(report))
+        fail(str(error), BAD_USAGE)
+    show(report, as_json, lambda: tables.print_verified(report))
     if not report.ok:
         raise typer.Exit(FAILED)
 
@@ -331,10 +353,10 @@ def _verify_store(endpoint: list[str] | None, timeout: float, as_json: bool) -> 
     from kvstore import tables
     from kvstore_client.verify import verify as verify_store
 
-    with _session(endpoint, None, timeout) as session:
+    with connected(endpoint, None, timeout) as client:
         with tables.verifying(of_bytes=False, shown=not as_json) as progress:
-            report = verify_store(session.client, progress)
-        session.show(report, as_json, lambda: tables.print_scrubbed(report))
+            report = verify_store(client, progress)
+        show(report, as_json, lambda: tables.print_scrubbed(report))
     if not report.ok:
         raise typer.Exit(FAILED)
 
@@ -342,79 +364,6 @@ def _verify_store(endpoint: list[str] | None, timeout: float, as_json: bool) -> 
 def main() -> None:
     """Entry point of `kvstore`."""
     app(prog_name="kvstore")
-
-
-# ---- what the commands share ---------------------------------------------------------------------------------------
-
-
-def _endpoints(endpoint: list[str] | None) -> list[str]:
-    return endpoint or ["tcp://127.0.0.1:7070"]
-
-
-def _parse_keys(keys: list[str]) -> list[bytes]:
-    try:
-        return [bytes.fromhex(key) for key in keys]
-    except ValueError:
-        wrong = next(key for key in keys if not _is_hex(key))
-        _fail(f"key {wrong!r}: expected hexadecimal digits, two a byte", BAD_USAGE)
-
-
-def _is_hex(text: str) -> bool:
-    try:
-        bytes.fromhex(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _print_json(document: object) -> None:
-    import msgspec
-
-    print(msgspec.json.encode(document).decode())
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Exit 1 with the message for what the store says, 2 for what the user gave."""
-    from kvstore_client import BlockSizeMismatch, KVStoreError
-
-    try:
-        yield
-    except BlockSizeMismatch as error:
-        _fail(str(error), BAD_USAGE)
-    except KVStoreError as error:
-        _fail(str(error), FAILED)
-    except (TypeError, ValueError) as error:
-        _fail(str(error), BAD_USAGE)
-
-
-class _Session(NamedTuple):
-    client: KVStoreClient
-
-    @staticmethod
-    def show(document: object, as_json: bool, people: Callable[[], object]) -> None:
-        if as_json:
-            _print_json(document)
-        else:
-            people()
-
-
-@contextlib.contextmanager
-def _session(endpoint: list[str] | None, namespace: str | None, timeout: float) -> Iterator[_Session]:
-    from kvstore_client import KVStoreClient, Namespace
-
-    with _errors():
-        import msgspec
-
-        if namespace is None:
-            found = Namespace(model="kvstore-cli", dtype="none", block_tokens=1, block_bytes=1)
-        else:
-            try:
-                found = msgspec.json.decode(namespace, type=Namespace)
-            except msgspec.DecodeError as error:
-                _fail(f"--namespace: {error}", BAD_USAGE)
-        with KVStoreClient(_endpoints(endpoint), found, timeout_s=timeout) as client:
-            yield _Session(client)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ knows is an error in each of the three; a value of the wrong kind says what was 
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from kvstore._cext import BlockIndex
+from kvstore.cluster.url import MAX_NAME, EtcdURL, is_name, parse_cluster_url
 from kvstore.logs import LEVELS
 from kvstore.sizes import format_size, parse_size
 from kvstore.wire import MAX_PRIORITY, ShardAddress
@@ -31,6 +33,8 @@ DISK_WRITES: Final = ("all", "reused", "evicted")
 MIN_DISK_BYTES: Final = 8 << 20
 MIN_DISK_SEGMENT_BYTES: Final = 1 << 20
 DISK_SEGMENT_BYTES: Final = 256 << 20
+WILDCARDS: Final = ("0.0.0.0", "::", "")
+MAX_HOST: Final = 255
 DISK_SEGMENTS: Final = (16, 1024)  # at least, if they can be of any size; at most, where that takes larger ones
 
 
@@ -63,7 +67,40 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_write: str = "all"
     warm_start: bool = True
     scrub_mbps: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
+    cluster: str | None = None
+    node_id: str | None = None
+    advertise: str | None = None
+    zone: str = ""
+    drain_seconds: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 0
+    grace_seconds: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 300
+    lease_seconds: Annotated[int, msgspec.Meta(ge=2, le=60)] = 2
     namespaces: list[NamespaceRule] = []  # in the file only
+
+    @property
+    def cluster_url(self) -> EtcdURL | None:
+        """The cluster that the node registers in. `ConfigError` for a URL that names none."""
+        if self.cluster is None:
+            return None
+        try:
+            url = parse_cluster_url(self.cluster)
+        except ValueError as error:
+            raise ConfigError(f"cluster {error}") from None
+        if not isinstance(url, EtcdURL):
+            raise ConfigError(
+                f"cluster {self.cluster!r}: expected etcd://HOST:PORT[,HOST:PORT...]/NAME; nodes behind a DNS name do "
+                "not register: leave --cluster out, only clients are given dns://"
+            )
+        return url
+
+    @property
+    def cluster_node_id(self) -> str:
+        """The node's id in a cluster."""
+        return self.node_id or socket.gethostname()
+
+    @property
+    def advertised_host(self) -> str:
+        """Where the other members and the clients of a cluster reach the node."""
+        return self.advertise or self.host
 
     @property
     def memory_bytes(self) -> int:
@@ -115,6 +152,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"disk_size {self.disk_size!r} gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: "
                 f"expected at least {format_size(MIN_DISK_BYTES)}; raise --disk-size"
             )
+        self._check_cluster()
         if not self.segment_bytes >= MIN_SEGMENT_BYTES or self.segment_bytes % 4096:
             raise ConfigError(
                 f"segment {self.segment!r}: expected at least {format_size(MIN_SEGMENT_BYTES)}, a multiple of 4 KiB"
@@ -125,6 +163,36 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"expected at least one segment of {self.segment_bytes} bytes; raise --memory, or lower --shards or "
                 "--segment"
             )
+
+    def _check_cluster(self) -> None:
+        if self.node_id is not None and not is_name(self.node_id):
+            raise ConfigError(
+                f"node_id {self.node_id!r}: expected 1 to {MAX_NAME} letters, digits, '.', '_' and '-', another for "
+                "each node of the cluster"
+            )
+        if self.zone and not is_name(self.zone):
+            raise ConfigError(f"zone {self.zone!r}: expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
+        if self.cluster_url is None:
+            for name in ("advertise", "drain_seconds"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name} {getattr(self, name)!r}: only a member of a cluster has one; expected --cluster too"
+                    )
+            return
+        if not is_name(self.cluster_node_id):
+            raise ConfigError(
+                f"the host name {self.cluster_node_id!r} cannot be the node's id: expected 1 to {MAX_NAME} letters, "
+                "digits, '.', '_' and '-'; give --node-id"
+            )
+        host = self.advertised_host
+        if host in WILDCARDS:
+            raise ConfigError(
+                f"{'advertise' if self.advertise else 'host'} {host!r} is no address that others can connect to: "
+                "expected --advertise with one"
+            )
+        wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
+        if wrong or len(host) > MAX_HOST or host.count(":") == 1:
+            raise ConfigError(f"advertise {host!r}: expected a host name or address, without a port")
 
 
 class DiskConfig(msgspec.Struct, frozen=True):
@@ -154,6 +222,7 @@ class ShardConfig(msgspec.Struct, frozen=True):
     policy: str
     rules: list[NamespaceRule]
     disk: DiskConfig | None
+    zone: str = ""
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:

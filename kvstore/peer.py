@@ -17,6 +17,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore import wire, zmtp
 from kvstore.store import NamespaceStore
 from kvstore.stream import Outgoing, Stream
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 
 READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
 WRITE_BUDGET_BYTES: Final = 8 << 20
+KEEP_ALIVE_S: Final = 1.0  # a client that must wait hears of us so often
+LARGE_REPLY_BYTES: Final = 8 << 10  # what all clients are bounded together in
 MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond it nothing more is read from this peer
 _REPLY_COST_BYTES: Final = 64  # what a queued reply takes beside its bytes
 MAX_PROMISED_REPLIES: Final = 64
@@ -50,7 +55,7 @@ class Write:
     namespace: NamespaceStore
     slots: Slots
     keys: bytes
-    missing: int  # keys that were not there before
+    existed: npt.NDArray[np.bool_] | None  # of a SET with `force`: which keys were there before
     parent: bytes  # the key before the first in its chain, as far as known
     ends_chain: bool
     arrived: int = 0  # blocks
@@ -63,11 +68,11 @@ class Loop(Protocol):
     bytes_in: int
     bytes_out: int
     errors: int
-    buffered_bytes: int  # in frames being collected and keys of GETs in progress
+    buffered_bytes: int  # in frames being collected, keys of GETs in progress and large replies
     to_flush: set[Peer]  # who may have something to send
 
-    def check_buffer_room(self, size: int) -> None:
-        """Raise `WireError` when a frame of `size` bytes must not be collected."""
+    def check_buffer_room(self, size: int, request_id: int = 0) -> None:
+        """Raise `WireError` when `size` more bytes must not be kept, of a frame or of a reply."""
 
     def handle(self, peer: Peer, request: wire.Request) -> None:
         """A request of one frame."""
@@ -100,6 +105,7 @@ class Peer:
         self.events = 0  # what the loop polls this socket for
         self.namespace: bytes = b""
         self.client = ""
+        self.replicas = 1  # copies it keeps of each block
         self.streams: dict[int, Stream] = {}
         self.write: Write | None = None
         self.writer = False  # it has sent a SET
@@ -110,6 +116,7 @@ class Peer:
         self._receiver = zmtp.Receiver(sock, self)
         self._greeting = b""
         self._ready = False
+        self._speaks_ping = False
         self._frame = 0  # index of the next frame in the current message
         self._request: wire.Set | wire.KeyedRequest | None = None
         self._skipping = False
@@ -117,6 +124,8 @@ class Peer:
         self._collecting = 0
         self._replies: deque[bytes] = deque([zmtp.greeting() + zmtp.ready(b"ROUTER")])
         self._replies_bytes = 0
+        self._large_replies_bytes = 0  # of them, what counts in `buffered_bytes`
+        self._large_sending_bytes = 0
         self._turn: deque[Stream] = deque()  # streams that may have something to send
         self._sending: list[bytes | memoryview] = []
         self._sent: Outgoing | None = None
@@ -160,6 +169,7 @@ class Peer:
         if len(self._greeting) < zmtp.GREETING_BYTES:
             return False
         zmtp.check_greeting(self._greeting)
+        self._speaks_ping = self._greeting[10:12] >= b"\x03\x01"
         return True
 
     def command(self, name: bytes, body: bytes) -> None:
@@ -294,7 +304,8 @@ class Peer:
             return
         if more:
             raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} is one frame: more came", request.id)
-        if self.backed_up and isinstance(request, wire.Hello | wire.Info):  # small requests with large replies
+        # Small requests with large replies:
+        if self.backed_up and isinstance(request, wire.Hello | wire.Info | wire.Hottest):
             raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
         self.shard.handle(self, request)
 
@@ -331,6 +342,9 @@ class Peer:
     def _queue(self, data: bytes) -> None:
         self._replies.append(data)
         self._replies_bytes += len(data) + _REPLY_COST_BYTES
+        if len(data) > LARGE_REPLY_BYTES:
+            self._large_replies_bytes += len(data)
+            self.shard.buffered_bytes += len(data)
         self.shard.to_flush.add(self)
 
     def _queue_reply(self, reply: wire.Reply) -> None:
@@ -370,6 +384,13 @@ class Peer:
         """The peer has taken nothing of what waits for it for a long time."""
         return bool(self._sending) and now - self.progress > STALL_S
 
+    def keep_alive(self, now: float, held_back: bool) -> None:
+        """Say that we are there to a client that waits while nothing is read from it, or nothing behind what it is
+        sending: a PING of its own would not be answered. Something that waits to be sent says so, too."""
+        waits = held_back or self.promised or self.write is not None
+        if waits and self._speaks_ping and not self._sending and now - self.progress > KEEP_ALIVE_S:
+            self._queue(zmtp.command(b"PING", bytes(2)))
+
     @property
     def idle(self) -> bool:
         """Nothing half received, nothing to send."""
@@ -408,6 +429,7 @@ class Peer:
             self._sending = [b"".join(self._replies)]
             self._replies.clear()
             self._replies_bytes = 0
+            self._large_sending_bytes, self._large_replies_bytes = self._large_replies_bytes, 0
             self.progress = now
             return True
         while self._turn:
@@ -425,6 +447,8 @@ class Peer:
         return False
 
     def _release_sent(self) -> None:
+        self.shard.buffered_bytes -= self._large_sending_bytes
+        self._large_sending_bytes = 0
         sent, self._sent = self._sent, None
         if sent is not None and sent.release is not None:
             sent.release()
@@ -437,7 +461,7 @@ class Peer:
         log.debug("client %s %r: closed: %s", self.address, self.client, reason)
         self.abort_write()
         self._release_sent()
-        self.shard.buffered_bytes -= self._collecting + len(self.chain)
+        self.shard.buffered_bytes -= self._collecting + len(self.chain) + self._large_replies_bytes
         for stream in list(self.streams.values()):
             self.end_stream(stream)
         self.shard.forget(self)

@@ -2,12 +2,14 @@
 
 It owns the listening sockets, so a shard that dies keeps its port and its clients' pending connections; the shard
 started in its place begins empty, which for its clients is nothing but misses. The supervisor holds no data and does
-nothing while all is well. If it dies itself, the kernel ends its shards (parent-death signal).
+nothing while all is well. If it dies itself, the kernel ends its shards (parent-death signal). In a cluster it is who
+registers the node, and withdraws it before the shards stop.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import selectors
@@ -16,16 +18,21 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 import kvstore
+from kvstore.cluster.members import DirectoryError, Member
 from kvstore.config import DiskConfig, NamespaceRule, ServerConfig, ShardConfig
 from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_directory
 from kvstore.wire import ShardAddress
+
+if TYPE_CHECKING:
+    from kvstore.cluster.registration import Registration
 
 log = logging.getLogger("kvstore.server")
 
@@ -106,11 +113,19 @@ def _open_disk(config: ServerConfig) -> Layout | None:
     return layout
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class Supervisor:
     """One node."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
+        self._asked_to_stop = False
         self._stopping = False
         self._restarts = 0
         self._selector = selectors.DefaultSelector()
@@ -121,13 +136,18 @@ class Supervisor:
         listeners = bind(config.host, config.port, config.shards)
         self._children = [_Child(number, listener) for number, listener in enumerate(listeners)]
         self.port: int = listeners[0].getsockname()[1]
-        self.node = f"{socket.gethostname()}:{self.port}"
+        if config.cluster is not None or config.node_id is not None:
+            self.node = config.cluster_node_id
+        else:
+            self.node = f"{socket.gethostname()}:{self.port}"
         # Placement hashes the shards' names: with blocks on disk they must be the same after every restart.
         name = self._disk.identity if self._disk is not None else self.node
         self._addresses = [
             ShardAddress(f"{name}/{number}", "", listener.getsockname()[1], float(config.shard_memory_bytes))
             for number, listener in enumerate(listeners)
         ]
+        self._registration = self._make_registration()
+        self._draining = False
 
     def run(self) -> int:
         """Serve until told to stop. -> the process's exit status."""
@@ -136,39 +156,104 @@ class Supervisor:
         for child in self._children:
             self._start(child)
         if not self._await_ready():
+            self._stopping = True
             self._stop()
-            return 0 if self._stopping else 1
+            return 0 if self._asked_to_stop else 1
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        self._serve_metrics()
+        metrics = self._serve_metrics()
         print(
             f"kvstore-server ready tcp://{host}:{self.port} shards={self.config.shards} "
             f"memory={self.config.memory_bytes}",
             flush=True,
         )
+        if self._registration is not None and not self._asked_to_stop:
+            self._registration.start(metrics)
         while not self._stopping:
-            self._watch()
+            if self._asked_to_stop and not self._draining:
+                self._begin_to_leave()
+            else:
+                self._watch()
+        if self._registration is not None:
+            self._registration.stop()
         self._stop()
         return 0
 
-    def _serve_metrics(self) -> None:
+    def _make_registration(self) -> Registration | None:
+        config = self.config
+        url = config.cluster_url
+        if url is None:
+            return None
+        from kvstore.cluster.registration import Registration
+
+        host = config.advertised_host
+        if _is_loopback(host) and not all(_is_loopback(endpoint) for endpoint, _ in url.endpoints):
+            log.warning("node %s advertises %s, where only this machine reaches it: see --advertise", self.node, host)
+        member = Member(
+            self.node,
+            "joining",
+            [msgspec.structs.replace(shard, host=host) for shard in self._addresses],
+            zone=config.zone,
+            version=kvstore.__version__,
+            instance=uuid.uuid4().hex,
+            started=time.time(),
+        )
+        here = [
+            msgspec.structs.replace(shard, host=child.listener.getsockname()[0])
+            for shard, child in zip(self._addresses, self._children, strict=True)
+        ]
+        try:
+            return Registration(
+                url,
+                member,
+                here,
+                lease_s=config.lease_seconds,
+                grace_s=config.grace_seconds,
+                drained=self._on_drained,
+            )
+        except DirectoryError as error:
+            raise StartError(f"cluster: {error}") from None
+
+    def _begin_to_leave(self) -> None:
+        """Drain first, if that is wanted."""
+        if self._registration is None or not self.config.drain_seconds:
+            self._stopping = True
+            return
+        log.info("draining for at most %d s; a second signal ends that", self.config.drain_seconds)
+        self._draining = True
+        self._registration.drain(self.config.drain_seconds)
+
+    def _on_drained(self) -> None:
+        self._stopping = True
+        os.write(self._wake_w, b"x")
+
+    def _serve_metrics(self) -> str:
+        """-> HOST:PORT where the node serves its metrics, as others reach it; empty: it does not."""
         port = self.config.metrics_port
         if port is None:
-            return
+            return ""
         from kvstore.observe import metrics
 
         addresses = [child.listener.getsockname()[:2] for child in self._children]
+        status = self._registration.status if self._registration is not None else None
         try:
-            metrics.serve(self.config.host, port, metrics.NodeCollector(addresses, lambda: self._restarts))
+            bound = metrics.serve(
+                self.config.host, port, metrics.NodeCollector(addresses, lambda: self._restarts, status)
+            )
         except OSError as error:
             self._stop()
             raise StartError(f"cannot serve metrics on {self.config.host}:{port}: {error.strerror}") from None
+        host = self.config.advertised_host
+        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        if self._stopping:  # asked twice: now
+        """Asked once: leave, and drain first if that is wanted. Asked again: stop. While it stops: now."""
+        if self._stopping:
             for child in self._children:
                 if child.process is not None:
                     child.process.kill()
-        self._stopping = True
+        if self._asked_to_stop:
+            self._stopping = True
+        self._asked_to_stop = True
         os.write(self._wake_w, b"x")
 
     def _start(self, child: _Child) -> None:
@@ -187,6 +272,7 @@ class Supervisor:
             policy=self.config.policy,
             rules=[*self.config.namespaces, NamespaceRule("*", self.config.ttl_seconds)],
             disk=self._disk_config(child.number),
+            zone=self.config.zone,
         )
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN_SHARD, _CODE],
@@ -230,7 +316,7 @@ class Supervisor:
                 elif key.fd == child.ready_fd and not self._take_ready(child):
                     log.error("shard %d did not start; its own message is above", child.number)
                     return False
-            if self._stopping:
+            if self._asked_to_stop:
                 return False
             if time.monotonic() > deadline:
                 log.error("not all shards were ready after %g s", START_S)

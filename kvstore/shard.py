@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import __version__, wire
 from kvstore._cext import BlockIndex
@@ -34,7 +35,8 @@ from kvstore.logs import configure as configure_logs
 from kvstore.peer import Peer, Write
 from kvstore.store import NamespaceStore, Store, find_parent
 from kvstore.stream import Stream
-from kvstore.wire import ErrorCode, WireError
+from kvstore.tier import Slots
+from kvstore.wire import ErrorCode, Outcome, WireError
 
 log = logging.getLogger("kvstore.shard")
 
@@ -48,6 +50,13 @@ DISK_TURN_S: Final = 0.02  # how often work of the disk tier is looked after
 DISK_FINISH_S: Final = 300.0  # what a clean stop may take to write what is only in memory
 QUIET_BYTES: Final = 1 << 20  # less than this in a turn is no traffic
 DEAD_PEER_MS: Final = 30_000
+_OUTCOME_OF_VERDICT: Final = np.zeros(4, dtype=np.uint8)  # by its negative: `BlockIndex.reserve`; 0 is a slot
+_OUTCOME_OF_VERDICT[[0, -BlockIndex.EXISTED, -BlockIndex.DUPLICATE, -BlockIndex.NO_SPACE]] = (
+    Outcome.CREATED,
+    Outcome.EXISTED,
+    Outcome.DUPLICATED,
+    Outcome.ERROR,
+)
 _PR_SET_PDEATHSIG: Final = 1
 _M_MMAP_THRESHOLD: Final = -3
 _MMAP_THRESHOLD_BYTES: Final = 256 << 10
@@ -205,6 +214,7 @@ class Shard:
 
     def _enforce_deadlines(self, now: float) -> None:
         for peer in list(self._peers.values()):
+            peer.keep_alive(now, peer.writer and self._behind)
             if peer.writer and self._behind:  # it waits for us, not we for it
                 peer.message_deadline += HOUSEKEEPING_S
                 continue
@@ -229,10 +239,11 @@ class Shard:
 
     # ---- bounds ----------------------------------------------------------------------------------------------
 
-    def check_buffer_room(self, size: int) -> None:
-        """Raise `WireError` when the frames being collected would take more memory than a shard allows itself."""
+    def check_buffer_room(self, size: int, request_id: int = 0) -> None:
+        """Raise `WireError` when frames being collected and large replies would take more memory than a shard allows
+        itself."""
         if size > SMALL_BUFFER_BYTES and self.buffered_bytes + size > MAX_BUFFERED_BYTES:
-            raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again")
+            raise WireError(ErrorCode.LIMIT, "the server is holding too many requests; try again", request_id)
 
     # ---- requests --------------------------------------------------------------------------------------------
 
@@ -258,6 +269,8 @@ class Shard:
         elif isinstance(request, wire.Scrub):
             disk = self.disk
             peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.on else 0))
+        elif isinstance(request, wire.Hottest):
+            self._hottest(peer, request)
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
         if request.protocol != wire.PROTOCOL_VERSION:
@@ -274,6 +287,8 @@ class Shard:
                 error.request_id = request.id
                 raise
         peer.namespace = request.namespace
+        peer.replicas = request.replicas
+        self._note_replicas(peer, self.store.get(peer.namespace))
         peer.client = request.client[:64]
         config = self.config
         peer.reply(
@@ -289,12 +304,32 @@ class Shard:
                 max_frame_bytes=wire.MAX_BLOCK_BYTES,
                 shards=config.shards,
                 epoch=config.epoch,
+                zone=config.zone,
             )
         )
+
+    @staticmethod
+    def _note_replicas(peer: Peer, namespace: NamespaceStore | None) -> None:
+        """Whoever moves this namespace's blocks keeps as many copies as its clients do."""
+        if namespace is not None and namespace.replicas < peer.replicas:
+            namespace.replicas = peer.replicas
+
+    def _hottest(self, peer: Peer, request: wire.Hottest) -> None:
+        if not peer.namespace:
+            raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first", request.id)
+        namespace = self.store.get(peer.namespace)
+        if namespace is None:
+            peer.reply(wire.HottestReply(request.id, 0, b"", 0))
+            return
+        limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes)
+        keys, total = namespace.hottest(request.skip, limit, self.now)
+        self.check_buffer_room(len(keys), request.id)
+        peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, total))
 
     def handle_keyed(self, peer: Peer, request: wire.KeyedRequest, keys: bytes) -> None:
         """A request whose keys have arrived."""
         namespace = self.store.find(peer.namespace, request.key_bytes)
+        self._note_replicas(peer, namespace)
         self._remember(peer, keys)
         if isinstance(request, wire.Get):
             self._gets += 1
@@ -374,11 +409,15 @@ class Shard:
         if self._drain_until is not None:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         namespace = self.store.open(peer.namespace, request.key_bytes)
-        if request.force and self.disk is not None:
-            self.disk.fetching.disown(namespace, keys)
-        slots, missing = self.store.reserve(namespace, keys, request.force, self.now, request.priority)
+        self._note_replicas(peer, namespace)
+        existed = None
+        if request.force:
+            existed = np.frombuffer(namespace.contains(keys, self.now, False, 0), dtype=np.bool_)
+            if self.disk is not None:
+                self.disk.fetching.disown(namespace, keys)
+        slots = self.store.reserve(namespace, keys, request.force, self.now, request.priority)
         parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)
-        return Write(request, namespace, slots, keys, missing, parent, ends_chain)
+        return Write(request, namespace, slots, keys, existed, parent, ends_chain)
 
     def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
         """All blocks of a SET are in their slots: they are readable from here on."""
@@ -389,7 +428,8 @@ class Shard:
         placed = index.commit(
             slots, checksums, self.store.ticks(request.count), expires, write.parent, write.ends_chain
         )
-        created = min(placed, write.missing)
+        replaced = None if write.existed is None else write.existed & (slots >= 0)
+        forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed
         existed = int((slots == BlockIndex.EXISTED).sum())
         if existed:  # the chain's new tail must not outlive the head it hangs on
@@ -398,11 +438,12 @@ class Shard:
         reply = wire.SetReply(
             id=request.id,
             total=request.count,
-            created=created,
+            created=placed - forced,
             existed=existed,
-            forced=placed - created,
+            forced=forced,
             duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
             error=int((slots == BlockIndex.NO_SPACE).sum()),
+            outcomes=_outcomes(slots, replaced) if request.outcomes else b"",
         )
         written = slots[slots >= 0]
         if self.disk is None or not len(written):
@@ -453,6 +494,14 @@ class Shard:
             disk=self.disk.info() if self.disk is not None else None,
             name=config.shards[config.shard].name,
         )
+
+
+def _outcomes(slots: Slots, replaced: npt.NDArray[np.bool_] | None) -> bytes:
+    """One `Outcome` a block."""
+    outcomes = _OUTCOME_OF_VERDICT[-np.minimum(slots, 0)]
+    if replaced is not None:
+        outcomes[replaced] = Outcome.FORCED
+    return bytes(outcomes)
 
 
 def main() -> None:

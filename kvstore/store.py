@@ -105,6 +105,7 @@ class NamespaceStore:
     frame_blocks: int
     ttl_s: int = 0  # 0: blocks do not expire
     priority: int = 0  # of each block at least
+    replicas: int = 1  # the most copies a client said it keeps of each block
     parked: set[Parked] = field(default_factory=set)
     hits: int = 0
     misses: int = 0
@@ -167,6 +168,37 @@ class NamespaceStore:
             return bytes(len(keys) // self.key_bytes)
         return self.disk.contains(keys, now, False, 0)
 
+    def hottest(self, skip: int, limit: int, now: float) -> tuple[bytes, int]:
+        """The keys of `limit` blocks after the first `skip`, most recently used first, and how many blocks there are.
+
+        Of a block in both tiers the older use counts: on its way to the other one it was used by nobody. About 0.1 s
+        and 24 bytes of memory for each of a million blocks, for as long as it takes.
+        """
+        index = self.memory.index
+        slots = index.ready_slots()
+        ticks = index.ticks_of(slots)
+        memory_blocks = len(slots)
+        if self.disk is not None and not self.disk.empty:
+            twins = self.disk.index.acquire(index.keys_of(slots), now, 0, False)
+            self.disk.index.release(twins)
+            both = twins >= 0
+            ticks[both] = np.minimum(ticks[both], self.disk.index.ticks_of(twins[both]))
+            on_disk = self.disk.index.ready_slots()
+            on_disk = on_disk[~np.isin(on_disk, twins[both], assume_unique=True)]
+            slots = np.concatenate([slots, on_disk])
+            ticks = np.concatenate([ticks, self.disk.index.ticks_of(on_disk)])
+        total = len(slots)
+        end = min(total, skip + limit)
+        rows = np.argpartition(ticks, total - end)[total - end :] if 0 < end < total else np.arange(end)
+        rows = rows[np.argsort(ticks[rows])[::-1]][skip:]
+        keys = np.empty((len(rows), self.key_bytes), dtype=np.uint8)
+        in_memory = rows < memory_blocks
+        for tier, part in ((self.memory, in_memory), (self.disk, ~in_memory)):
+            if tier is not None and part.any():
+                found = np.frombuffer(tier.index.keys_of(slots[rows[part]]), dtype=np.uint8)
+                keys[part] = found.reshape(-1, self.key_bytes)
+        return keys.tobytes(), total
+
     def delete(self, keys: bytes, now: float) -> int:
         """Delete blocks from both tiers. -> how many blocks there were."""
         if self.disk is None or self.disk.empty:
@@ -197,6 +229,7 @@ class NamespaceStore:
             disk_blocks=disk.index.ready if disk else 0,
             disk_bytes=disk.nbytes if disk else 0,
             disk_evicted=disk.evicted if disk else 0,
+            replicas=self.replicas,
         )
 
 
@@ -243,6 +276,10 @@ class Store:
                 "start the server with a larger --segment",
             )
         return block_bytes
+
+    def get(self, canonical: bytes) -> NamespaceStore | None:
+        """The namespace, if it is known here."""
+        return self._namespaces.get(canonical)
 
     def find(self, canonical: bytes, key_bytes: int) -> NamespaceStore | None:
         """The namespace, if it holds anything; `WireError` when its keys have another length."""
@@ -298,10 +335,8 @@ class Store:
                 return
         raise WireError(ErrorCode.LIMIT, f"{MAX_NAMESPACES} namespaces hold blocks already; delete one's blocks first")
 
-    def reserve(
-        self, namespace: NamespaceStore, keys: bytes, force: bool, now: float, priority: int = 0
-    ) -> tuple[Slots, int]:
-        """Reserve a memory slot for every block that is wanted. -> slots or verdicts, and how many keys are new."""
+    def reserve(self, namespace: NamespaceStore, keys: bytes, force: bool, now: float, priority: int = 0) -> Slots:
+        """Reserve a memory slot for every block that is wanted. -> slots or verdicts."""
         index, count = namespace.memory.index, len(keys) // namespace.key_bytes
         priority = max(priority, namespace.priority)
         on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8) != 0
@@ -319,10 +354,10 @@ class Store:
         if held is not None:
             index.release(held)
         if len(reserved) == count:
-            return reserved, missing
+            return reserved
         slots = np.full(count, BlockIndex.EXISTED, dtype=np.int32)
         slots[~on_disk] = reserved
-        return slots, missing
+        return slots
 
     def expire(self, now: float) -> None:
         """Free what is past its time, some of it at a time."""

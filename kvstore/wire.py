@@ -30,6 +30,8 @@ MAX_NAMESPACE_BYTES: Final = 8 * 1024
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_PIN_S: Final = 60.0
 MAX_PRIORITY: Final = 3
+MAX_REPLICAS: Final = 3
+MAX_HOTTEST_BYTES: Final = 8 << 20  # of keys in one HOTTEST reply
 MAX_DEADLINE_MS: Final = 600_000
 CHECKSUM_BYTES: Final = 8
 
@@ -61,6 +63,16 @@ class ErrorCode(enum.IntEnum):
     INTERNAL = 11
 
 
+class Outcome(enum.IntEnum):
+    """What became of one block of a SET."""
+
+    CREATED = 0
+    EXISTED = 1
+    FORCED = 2
+    DUPLICATED = 3
+    ERROR = 4  # no room for it
+
+
 class WireError(Exception):
     """A message that cannot be accepted: the code and the sentence its sender is told."""
 
@@ -85,6 +97,7 @@ class Hello(_Header, tag=1, frozen=True):
     namespace: bytes = b""  # canonical JSON
     client: str = ""  # for logs
     credentials: bytes = b""
+    replicas: int = 1  # copies this client keeps of each block; who moves blocks keeps as many
 
 
 class Set(_Header, tag=2, frozen=True):
@@ -97,6 +110,7 @@ class Set(_Header, tag=2, frozen=True):
     force: bool = False
     deferred: bool = True
     priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when nothing of a lower one is left
+    outcomes: bool = False  # tell what became of each block, too
 
 
 class Get(_Header, tag=3, frozen=True):
@@ -177,6 +191,15 @@ class Scrub(_Header, tag=12, frozen=True):
     deadline_ms: int
 
 
+class Hottest(_Header, tag=13, frozen=True):
+    """The keys of the connection's namespace, most recently used first: `limit` of them, after the first `skip`."""
+
+    id: int
+    deadline_ms: int
+    skip: int
+    limit: int
+
+
 # ---- shard -> client -------------------------------------------------------------------------------------------
 
 
@@ -201,6 +224,7 @@ class Welcome(_Header, tag=65, frozen=True):
     max_frame_bytes: int
     shards: list[ShardAddress]
     epoch: int
+    zone: str = ""  # what fails together with this node: replicas go elsewhere
 
 
 class SetReply(_Header, tag=66, frozen=True):
@@ -211,6 +235,7 @@ class SetReply(_Header, tag=66, frozen=True):
     forced: int
     duplicated: int
     error: int
+    outcomes: bytes = b""  # one `Outcome` a key, if the SET asked for them
 
 
 class Part(_Header, tag=67, frozen=True):
@@ -270,6 +295,15 @@ class ScrubReply(_Header, tag=74, frozen=True):
     passes: int
 
 
+class HottestReply(_Header, tag=75, frozen=True):
+    """`keys`: one after the other, `key_bytes` each. `total`: how many blocks the namespace has here."""
+
+    id: int
+    key_bytes: int
+    keys: bytes
+    total: int
+
+
 class Error(_Header, tag=127, frozen=True):
     """`id` 0: the message was too broken to tell which request it was."""
 
@@ -279,7 +313,7 @@ class Error(_Header, tag=127, frozen=True):
 
 
 KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete
-Request: TypeAlias = Hello | Set | KeyedRequest | Flush | Info | Ping | Credit | Cancel | Scrub
+Request: TypeAlias = Hello | Set | KeyedRequest | Flush | Info | Ping | Credit | Cancel | Scrub | Hottest
 Reply: TypeAlias = (
     Welcome
     | SetReply
@@ -291,6 +325,7 @@ Reply: TypeAlias = (
     | InfoReply
     | Pong
     | ScrubReply
+    | HottestReply
     | Error
 )
 
@@ -314,6 +349,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
     disk_blocks: int = 0
     disk_bytes: int = 0
     disk_evicted: int = 0
+    replicas: int = 1  # the most copies a client said it keeps
 
 
 class DiskInfo(msgspec.Struct, frozen=True):
@@ -400,7 +436,26 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
         raise WireError(ErrorCode.PROTOCOL, f"request id {request.id} is outside 0 .. 2**63-1")
     if isinstance(request, Set | Get | Contains | MatchPrefix | Delete):
         _check_keyed(request)
+    elif isinstance(request, Hello) and not 1 <= request.replicas <= MAX_REPLICAS:
+        raise WireError(ErrorCode.LIMIT, f"{request.replicas} replicas: expected 1 to {MAX_REPLICAS}", request.id)
+    elif isinstance(request, Hottest):
+        _check_deadline(request)
+        if not (0 <= request.skip < 1 << 63 and 0 <= request.limit < 1 << 63):
+            raise WireError(
+                ErrorCode.LIMIT,
+                f"{request.limit} keys after the first {request.skip}: expected 0 or more, below 2**63, of each",
+                request.id,
+            )
     return request
+
+
+def _check_deadline(request: Set | KeyedRequest | Hottest) -> None:
+    if not 0 < request.deadline_ms <= MAX_DEADLINE_MS:
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"a deadline of {request.deadline_ms} ms: expected 1 to {MAX_DEADLINE_MS} ms",
+            request.id,
+        )
 
 
 def _check_keyed(request: Set | KeyedRequest) -> None:
@@ -416,12 +471,7 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
             f"{request.count} keys in one request: expected 0 to {MAX_KEYS}; split the batch",
             request.id,
         )
-    if not 0 < request.deadline_ms <= MAX_DEADLINE_MS:
-        raise WireError(
-            ErrorCode.LIMIT,
-            f"a deadline of {request.deadline_ms} ms: expected 1 to {MAX_DEADLINE_MS} ms",
-            request.id,
-        )
+    _check_deadline(request)
     if isinstance(request, Contains | MatchPrefix) and not 0.0 <= request.pin_s <= MAX_PIN_S:
         raise WireError(ErrorCode.LIMIT, f"a pin of {request.pin_s} s: expected 0 to {MAX_PIN_S:g} s", request.id)
     if isinstance(request, Set) and not 0 <= request.priority <= MAX_PRIORITY:

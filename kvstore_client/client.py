@@ -7,14 +7,14 @@ Copies of the data path: set = source -> kernel -> slot; get_into = slot -> kern
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -23,22 +23,19 @@ import numpy.typing as npt
 from kvstore import wire
 from kvstore.zmtp import frame
 from kvstore_client.buffers import BlockSource, writable_rows
-from kvstore_client.core import Core, protocol_error
-from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
-from kvstore_client.keys import KeyArray, Keys, Namespace, pack_keys
-from kvstore_client.link import Link
-from kvstore_client.operations import GetOperation, IntoTarget, Operation, QueueTarget
-from kvstore_client.requests import Call, chunks, first_occurrences, keyed_message, set_message, take
+from kvstore_client.core import Core
+from kvstore_client.errors import TRANSPORT_ERRORS
+from kvstore_client.exchange import Exchange, outcome
+from kvstore_client.keys import Keys, Namespace, pack_keys
+from kvstore_client.operations import Operation
+from kvstore_client.reading import Reader
+from kvstore_client.repairs import Repairs
+from kvstore_client.requests import Call, chunks, first_occurrences, keyed_message, milliseconds
 from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
-from kvstore_client.sending import Message, Sending, send_all
-
-_T = TypeVar("_T", bound=wire.Reply)
-_MakeMessage = Callable[[Operation, KeyArray, "npt.NDArray[np.intp]"], Message]
+from kvstore_client.sending import Message
+from kvstore_client.setting import Writer
 
 DEFAULT_TIMEOUT_S: Final = 10.0
-SET_BYTES: Final = 16 << 20  # payload of one SET: longer batches are several
-STREAM_CREDIT_BYTES: Final = 8 << 20
-DISCARD_TIMEOUT_S: Final = 0.2  # for having a damaged block removed: the reader does not wait longer for that
 
 log = logging.getLogger("kvstore_client")
 
@@ -50,13 +47,10 @@ def _check_timeout(timeout_s: float) -> None:
         raise ValueError(f"timeout_s={timeout_s}: expected more than 0, at most {wire.MAX_DEADLINE_MS // 1000}")
 
 
-def _milliseconds(seconds: float) -> int:
-    return max(1, int(seconds * 1000))
-
-
 def _after_fork_in_child() -> None:
     for client in list(_clients):
         client._core.after_fork()
+        client._repairs.reset()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -65,11 +59,12 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class KVStoreClient:
     """A connection to a store, for one namespace. Thread-safe; usable in a child after a fork.
 
-    `endpoint`: ``tcp://HOST:PORT``, or a list of nodes. `timeout_s`: no call takes longer; the calls that move or look
-    for many blocks can be given one of their own. `fail_open`: transport
-    failures are misses (and `SetResult.error`) instead of `ConnectionLost` and `Timeout`; mistakes in arguments and
-    refusals are raised in any case. `checksum`: verify what is read; a block that does not match is a miss and is
-    deleted. `replicas`: copies in a cluster; 1 is supported.
+    `endpoint`: ``tcp://HOST:PORT``, a list of nodes, or a cluster, ``etcd://HOST:PORT[,HOST:PORT]/NAME`` or
+    ``dns://SERVICE:PORT``, whose nodes may come and go while it is in use. `timeout_s`: no call takes longer; the
+    calls that move or look for many blocks can be given one of their own. `fail_open`: transport failures are misses
+    (and `SetResult.error`) instead of `ConnectionLost` and `Timeout`; mistakes in arguments and refusals are raised in
+    any case. `checksum`: verify what is read; a block that does not match is a miss and is deleted. `replicas`: nodes
+    that hold a copy of each block, 1 to 3, or as many as there are; the same for all clients of a namespace.
     """
 
     def __init__(
@@ -85,12 +80,16 @@ class KVStoreClient:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace: {type(namespace).__name__}: expected a Namespace")
         _check_timeout(timeout_s)
-        if replicas != 1:
-            raise ValueError(f"replicas={replicas}: expected 1; replication needs a cluster")
+        if replicas not in range(1, wire.MAX_REPLICAS + 1):
+            raise ValueError(f"replicas={replicas!r}: expected 1 to {wire.MAX_REPLICAS}")
         self.namespace = namespace
         self.fail_open = fail_open
-        self._checksum = checksum
-        self._core = Core([endpoint] if isinstance(endpoint, str) else endpoint, namespace.canonical(), timeout_s)
+        self.replicas = replicas
+        self._core = Core(endpoint, namespace.canonical(), timeout_s, replicas)
+        self._exchange = Exchange(self._core)
+        self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
+        self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
+        self._writer = Writer(self._exchange, namespace.block_bytes, replicas)
         self._core.connect(fail_open)
         _clients.add(self)
 
@@ -106,6 +105,11 @@ class KVStoreClient:
     def stats(self) -> ClientStats:
         """Counters since this client was made."""
         return self._core.stats
+
+    @property
+    def epoch(self) -> int:
+        """Which view of a cluster this client has: higher is later. 0 without a cluster."""
+        return self._core.view.epoch
 
     def close(self) -> None:
         """Disconnect. Further calls raise `ConnectionLost` (or miss)."""
@@ -137,29 +141,18 @@ class KVStoreClient:
         source = BlockSource(blocks, self.namespace.block_bytes)
         if source.count != len(packed):
             raise ValueError(f"{len(packed)} keys and {source.count} blocks: expected as many blocks as keys")
-        per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // self.namespace.block_bytes))
+        deadline_ms = milliseconds(timeout_s)
 
-        def message(operation: Operation, part: KeyArray, positions: npt.NDArray[np.intp]) -> Message:
-            return set_message(
-                operation.id, part, positions, source, _milliseconds(timeout_s), force, deferred, int(priority)
-            )
+        def options(request_id: int, count: int, key_bytes: int) -> wire.Set:
+            return wire.Set(request_id, deadline_ms, count, key_bytes, force, deferred, int(priority), outcomes=True)
 
         _, unique = first_occurrences(packed)
-        done = self._exchange(packed, per_request, message, timeout_s, unique)
-        results = [self._outcome(call, wire.SetReply) for call in done]
-        ok = [reply for reply in results if reply is not None]
-        stored = sum(reply.created + reply.forced for reply in ok)
-        self.stats.blocks_set += stored
+        if not len(packed):
+            return SetResult(0, 0, 0, 0, 0, 0)
+        result = self._writer.set(packed, unique, source, options, deferred, timeout_s, self.fail_open)
+        self.stats.blocks_set += result.created + result.forced
         self.stats.bytes_out += len(packed) * self.namespace.block_bytes
-        return SetResult(
-            total=len(packed),
-            created=sum(reply.created for reply in ok),
-            existed=sum(reply.existed for reply in ok),
-            forced=sum(reply.forced for reply in ok),
-            duplicated=len(packed) - len(unique),
-            error=sum(reply.error for reply in ok)
-            + sum(call.count for call, reply in zip(done, results, strict=True) if reply is None),
-        )
+        return result
 
     def contains(
         self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
@@ -168,17 +161,7 @@ class KVStoreClient:
         eviction for that long (as far as the server allows), so that a `get` that follows finds them."""
         timeout_s = self._timeout_s(timeout_s)
         packed = pack_keys(keys)
-        present = np.zeros(len(packed), dtype=np.bool_)
-
-        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
-            request = wire.Contains(operation.id, _milliseconds(timeout_s), len(part), part.shape[1], refresh, pin_s)
-            return keyed_message(request, part)
-
-        for call in self._exchange(packed, wire.MAX_KEYS, message, timeout_s):
-            reply = self._outcome(call, wire.ContainsReply)
-            if reply is not None:
-                present[call.positions] = np.frombuffer(reply.present, dtype=np.bool_)
-        return present
+        return self._reader.contains(packed, refresh, pin_s, timeout_s, self.fail_open)
 
     def match_prefix(
         self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
@@ -186,17 +169,27 @@ class KVStoreClient:
         """How many keys of the chain, from its head, are present without a gap."""
         timeout_s = self._timeout_s(timeout_s)
         packed = pack_keys(keys)
-        if len(self._core.links) > 1:
+        links = self._core.links
+        if len(links) != 1:
             absent = np.flatnonzero(~self.contains(packed, refresh, pin_s, timeout_s=timeout_s))
             return int(absent[0]) if len(absent) else len(packed)
 
-        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
-            request = wire.MatchPrefix(operation.id, _milliseconds(timeout_s), len(part), part.shape[1], refresh, pin_s)
-            return keyed_message(request, part)
+        deadline_ms = milliseconds(timeout_s)
 
+        def message(call: Call) -> Message:
+            some = packed[call.positions]
+            return keyed_message(
+                wire.MatchPrefix(call.operation.id, deadline_ms, len(some), some.shape[1], refresh, pin_s), some
+            )
+
+        calls = [
+            Call(links[0], Operation(self._core.next_id()), some, message)
+            for some in chunks(np.arange(len(packed)), wire.MAX_KEYS)
+        ]
+        self._exchange.run(calls, time.monotonic() + timeout_s)
         length = 0
-        for call in self._exchange(packed, wire.MAX_KEYS, message, timeout_s):
-            reply = self._outcome(call, wire.MatchReply)
+        for call in calls:
+            reply = outcome(call, wire.MatchReply, self.fail_open)
             length += reply.length if reply is not None else 0
             if reply is None or reply.length < call.count:
                 break
@@ -260,20 +253,25 @@ class KVStoreClient:
 
     def delete(self, keys: Keys) -> int:
         """Remove blocks. -> how many were there."""
-        return self._delete(pack_keys(keys), self._core.timeout_s)
+        packed = pack_keys(keys)
+        if not len(packed):
+            return 0
+        _, unique = first_occurrences(packed)
+        packed = packed[unique]
+        timeout_s = self._core.timeout_s
 
-    def _delete(self, packed: KeyArray, timeout_s: float) -> int:
-        def message(operation: Operation, part: KeyArray, _: npt.NDArray[np.intp]) -> Message:
-            return keyed_message(wire.Delete(operation.id, _milliseconds(timeout_s), len(part), part.shape[1]), part)
+        def contains() -> npt.NDArray[np.bool_]:
+            return self._reader.contains(packed, False, 0.0, timeout_s, self.fail_open)
 
-        calls = self._exchange(packed, wire.MAX_KEYS, message, timeout_s)
-        replies = [self._outcome(call, wire.DeleteReply) for call in calls]
-        return sum(reply.deleted for reply in replies if reply is not None)
+        return self._writer.delete(packed, contains, self.fail_open)
 
     def flush(self) -> None:
         """Return when every deferred set of this client can be read."""
-        for call in self._ask_all(wire.Flush):
-            self._outcome(call, wire.FlushReply)
+        places = {place.link: place.node for place in self._core.view.places}
+        calls = self._ask_all(wire.Flush)
+        failed = {places.get(call.link, "") for call in calls if isinstance(call.operation.error, TRANSPORT_ERRORS)}
+        for call in calls:  # fewer nodes than there are copies: the others have the blocks
+            outcome(call, wire.FlushReply, self.fail_open or len(failed) < self.replicas)
 
     def ping(self) -> float:
         """Seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, also with `fail_open`."""
@@ -287,7 +285,7 @@ class KVStoreClient:
         """The state of all shards that answer."""
         shards = []
         for call in self._ask_all(wire.Info):
-            reply = self._outcome(call, wire.InfoReply)
+            reply = outcome(call, wire.InfoReply, self.fail_open)
             if reply is not None:
                 shards.append(msgspec.msgpack.decode(reply.info, type=wire.ShardInfo))
         block_bytes = self.namespace.block_bytes
@@ -304,7 +302,8 @@ class KVStoreClient:
         -> by shard (its `name` in `info`), the `disk.scrub_passes` with which the check is complete; 0: the
         shard has no disk tier that is on. Shards that do not answer are left out with `fail_open`.
         """
-        replies = [(call.link.name, self._outcome(call, wire.ScrubReply)) for call in self._ask_all(wire.Scrub)]
+        calls = self._ask_all(wire.Scrub)
+        replies = [(call.link.name, outcome(call, wire.ScrubReply, self.fail_open)) for call in calls]
         return {name: reply.passes for name, reply in replies if reply is not None}
 
     # ---- how they work ---------------------------------------------------------------------------------------
@@ -316,135 +315,23 @@ class KVStoreClient:
         _check_timeout(given)
         return given
 
-    def _split(self, packed: KeyArray, subset: npt.NDArray[np.intp] | None) -> list[tuple[Link, npt.NDArray[np.intp]]]:
-        """Positions of `packed` (of `subset`, if given) by the link that owns them, in order."""
-        links, placement = self._core.view
-        positions = np.arange(len(packed)) if subset is None else subset
-        if placement is None:
-            return [(links[0], positions)]
-        owners = placement.owners(packed[positions])
-        order = np.argsort(owners, kind="stable")
-        bounds = np.searchsorted(owners[order], np.arange(len(links) + 1))
-        return [
-            (links[number], positions[order[start:end]])
-            for number, (start, end) in enumerate(itertools.pairwise(bounds.tolist()))
-            if start < end
-        ]
-
-    def _exchange(
-        self,
-        packed: KeyArray,
-        per_request: int,
-        message: _MakeMessage,
-        timeout_s: float,
-        subset: npt.NDArray[np.intp] | None = None,
-    ) -> list[Call]:
-        """One request for at most `per_request` keys (of `subset`, if given) each; all sent, then all awaited."""
-        if not len(packed):
-            return []
-        calls = [
-            Call(
-                link,
-                Operation(self._core.next_id()),
-                some,
-                lambda call: message(call.operation, take(packed, call.positions), call.positions),
-            )
-            for link, positions in self._split(packed, subset)
-            for some in chunks(positions, per_request)
-        ]
-        self._run(calls, timeout_s)
-        return calls
-
-    def _run(self, calls: Sequence[Call], timeout_s: float) -> None:
-        """Send all, wait for all; whatever happens, every operation is done afterwards."""
-        deadline = time.monotonic() + timeout_s
-        self._send(calls, deadline)
-        self._await(calls, deadline)
-        again = [call for call in calls if call.retry]
-        if again:
-            self._send_again(again, deadline)
-            self._await(again, deadline)
-
-    def _send_again(self, calls: Sequence[Call], deadline: float) -> None:
-        for call in calls:
-            call.renew(self._core.next_id())
-        self._send(calls, deadline)
-
-    def _send(self, calls: Sequence[Call], deadline: float) -> None:
-        by_link: dict[Link, list[Call]] = {}
-        for call in calls:
-            by_link.setdefault(call.link, []).append(call)
-        sendings = []
-        for link, some in by_link.items():
-            try:
-                self._core.ensure_up(link, deadline)
-            except KVStoreError as error:
-                for call in some:
-                    call.operation.fail(error)
-                continue
-            for call in some:
-                call.connection = link.connections
-            sendings.append(Sending(link, some))
-        for sending in send_all(sendings, deadline):
-            self._core.break_link(sending.link, Timeout(f"{sending.link}: it takes no requests"))
-
-    def _await(self, calls: Sequence[Call], deadline: float) -> None:
-        operations = [call.operation for call in calls]
-        if len(operations) == 1:
-            only = operations[0]
-            self._core.wait(lambda: only.done, deadline)
-        else:
-            self._core.wait(lambda: all(operation.done for operation in operations), deadline)
-        for call in calls:
-            if not call.operation.done:
-                self._core.lost(call.link, call.operation)
-
-    def _outcome(self, call: Call, expected: type[_T]) -> _T | None:
-        """The reply; None for a transport failure under `fail_open`; raises otherwise."""
-        operation = call.operation
-        if operation.error is None and isinstance(operation.reply, expected):
-            return operation.reply
-        error = operation.error or protocol_error(call.link, operation.reply)
-        if self.fail_open and isinstance(error, TRANSPORT_ERRORS):
-            return None
-        raise error
-
     def _ask_all(self, request: Callable[[int, int], wire.Request]) -> list[Call]:
         timeout_s = self._core.timeout_s
-        calls = [
-            Call(
-                link,
-                Operation(self._core.next_id()),
-                np.empty(0, dtype=np.intp),
-                lambda call: [[frame(wire.encode(request(call.operation.id, _milliseconds(timeout_s))), False)]],
-            )
-            for link in self._core.links
-        ]
-        self._run(calls, timeout_s)
-        return calls
 
-    def _get_calls(
-        self,
-        packed: KeyArray,
-        unique: npt.NDArray[np.intp],
-        target: IntoTarget | QueueTarget,
-        timeout_s: float,
-        credit: int = 0,
-    ) -> list[Call]:
         def message(call: Call) -> Message:
-            keys = take(packed, call.positions)
-            request = wire.Get(call.operation.id, _milliseconds(timeout_s), len(keys), keys.shape[1], credit)
-            return keyed_message(request, keys)
+            return [[frame(wire.encode(request(call.operation.id, milliseconds(timeout_s))), False)]]
 
-        return [
-            Call(link, GetOperation(self._core.next_id(), some, target), some, message)
-            for link, positions in self._split(packed, unique)
-            for some in chunks(positions, wire.MAX_KEYS)
-        ]
+        links = self._core.links
+        if not links and not self.fail_open:
+            raise self._core.no_shards()
+        nobody = np.empty(0, dtype=np.intp)
+        calls = [Call(link, Operation(self._core.next_id()), nobody, message) for link in links]
+        self._exchange.run(calls, time.monotonic() + timeout_s)
+        return calls
 
     def _get_into(
         self,
-        packed: KeyArray,
+        packed: npt.NDArray[np.uint8],
         rows: npt.NDArray[np.uint8],
         slots: Sequence[int] | None,
         first: npt.NDArray[np.intp],
@@ -453,79 +340,24 @@ class KVStoreClient:
     ) -> npt.NDArray[np.bool_]:
         if not len(packed):
             return np.zeros(0, dtype=np.bool_)
-        target = IntoTarget(rows, slots, len(packed), self._checksum)
-        calls = self._get_calls(packed, unique, target, timeout_s)
-        self._run(calls, timeout_s)
-        self._settle_get(calls, packed, target)
-        present: npt.NDArray[np.bool_] = target.present[first]
+        found = self._reader.get_into(packed, unique, rows, slots, timeout_s, self.fail_open)
+        present: npt.NDArray[np.bool_] = found[first]
         self.stats.hits += int(present.sum())
         self.stats.misses += int((~present).sum())
         return present
 
-    def _settle_get(self, calls: Sequence[Call], packed: KeyArray, target: IntoTarget | QueueTarget) -> None:
-        """Raise what must be raised; drop blocks whose bytes were wrong."""
-        for call in calls:
-            error = call.operation.error
-            if error is not None and not (self.fail_open and isinstance(error, TRANSPORT_ERRORS)):
-                raise error
-            assert isinstance(call.operation, GetOperation)
-            self.stats.bytes_in += call.operation.hit * self.namespace.block_bytes
-        if target.bad:
-            bad, target.bad = target.bad, []
-            self.stats.checksum_errors += len(bad)
-            try:
-                self._delete(packed[bad], min(DISCARD_TIMEOUT_S, self._core.timeout_s))
-            except TRANSPORT_ERRORS as error:  # the next reader finds it, too; what arrived whole counts all the same
-                log.warning("%d blocks with wrong bytes stay on the server: %s", len(bad), error)
-
     def _stream(
-        self, packed: KeyArray, unique: npt.NDArray[np.intp], repeats: dict[int, list[int]]
+        self, packed: npt.NDArray[np.uint8], unique: npt.NDArray[np.intp], repeats: dict[int, list[int]]
     ) -> Generator[tuple[int, memoryview], None, None]:
-        if not len(packed):
-            return
-        core = self._core
-        target = QueueTarget(self.namespace.block_bytes, self._checksum)
-        block_bytes = self.namespace.block_bytes
-        credit = max(STREAM_CREDIT_BYTES, 2 * block_bytes)
-        step = credit // 2
-        calls = self._get_calls(packed, unique, target, core.timeout_s, credit)
-        self._send(calls, time.monotonic() + core.timeout_s)
-        granted = [0] * len(calls)
         hits = 0
         try:
-            while True:
-                deadline = time.monotonic() + core.timeout_s
-                core.wait(lambda: bool(target.ready) or all(call.operation.done for call in calls), deadline)
-                if not target.ready:
-                    again = [call for call in calls if call.retry and not hits]
-                    if not again:
-                        break
-                    self._send_again(again, deadline)
-                while target.ready:
-                    position, block = target.ready.popleft()
-                    if block is None:
-                        continue
-                    for repeat in repeats.get(position, (position,)):
-                        hits += 1
-                        yield repeat, block
-                    del block
-                for number, call in enumerate(calls):
-                    assert isinstance(call.operation, GetOperation)
-                    taken = call.operation.arrived * block_bytes
-                    if not call.operation.done and taken - granted[number] >= step:
-                        call.link.post(
-                            wire.encode(wire.Credit(call.operation.id, taken - granted[number])),
-                            core.timeout_s,
-                        )
-                        granted[number] = taken
-            for call in calls:
-                if not call.operation.done:
-                    core.lost(call.link, call.operation)
-            self._settle_get(calls, packed, target)
+            if len(packed):
+                with contextlib.closing(self._reader.stream(packed, unique, self.fail_open)) as arriving:
+                    for position, block in arriving:
+                        for repeat in repeats.get(position, (position,)):
+                            hits += 1
+                            yield repeat, block
+                        del block
         finally:
-            for call in calls:
-                if not call.operation.done:
-                    call.link.abandon(call.operation)
-                    call.link.post(wire.encode(wire.Cancel(call.operation.id)), core.timeout_s)
             self.stats.hits += hits
             self.stats.misses += len(packed) - hits

@@ -1,13 +1,15 @@
-"""What both clients stand on: links to all shards, who reads them, and what happens when one breaks.
+"""What both clients stand on: links to all shards, and what happens when one breaks or leaves.
 
-No thread runs while all is well. A caller sends its requests itself and then waits: the first to wait *leads*, that
-is, it polls every link and reads whatever arrives, for itself and for the others; when it has what it came for,
-another waiter takes over. So a lone caller receives straight into its memory on its own thread, without a hand-over,
-and many callers share the links without a lock around their requests.
+No thread runs while all is well: a caller sends its requests itself, and whoever waits first reads for all
+(`kvstore_client.leading`).
 
 A link that breaks is retried at once, on the caller's time, only if connecting succeeds immediately; otherwise it is
 *broken*: calls fail (or miss) at once, and a background thread, which lives only as long as something is broken,
-tries to connect with growing, jittered pauses. Thread-safe; `after_fork` makes it usable in a child process.
+tries to connect with growing, jittered pauses. A shard that owes an answer and is silent for too long breaks its link.
+
+Nodes are a fixed list, whose shards are learned from their WELCOME, or the members of a cluster, which the thread of
+a `Watch` brings. A view is replaced as a whole; links that left it are closed when no call can be using them any more.
+Thread-safe; `after_fork` makes it usable in a child process.
 """
 
 from __future__ import annotations
@@ -16,29 +18,32 @@ import itertools
 import logging
 import os
 import random
-import select
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvstore import __version__, wire
-from kvstore.cluster.placement import Placement
+from kvstore.cluster.members import DirectoryError, Membership
+from kvstore.cluster.url import is_cluster_url, parse_cluster_url
 from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, ProtocolError, Timeout
-from kvstore_client.link import Link
+from kvstore_client.leading import LOOK_ANYWAY_S, Leading
+from kvstore_client.link import DEAD_AFTER_S, Link
 from kvstore_client.operations import Operation
 from kvstore_client.results import ClientStats
+from kvstore_client.view import Place, View
+from kvstore_client.watching import Watch
 
 log = logging.getLogger("kvstore_client")
 
-READ_BUDGET_BYTES: Final = 1 << 20  # then look whether somebody's reply is complete
-LOOK_ANYWAY_S: Final = 0.1
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
-PROBE_TIMEOUT_S: Final = 1.0
+PROBE_TIMEOUT_S: Final = 2.0
+MOST_CONNECTING: Final = 16  # links a call connects at a time
+FIRST_NODES: Final = 3  # of a cluster, tried at the start for a first connection
 
 
 @dataclass
@@ -47,14 +52,8 @@ class Node:
 
     host: str
     port: int
+    zone: str = ""
     links: list[Link] = field(default_factory=list)
-
-
-class View(NamedTuple):
-    """All links and who owns a key among them; replaced as a whole. One link owns everything, without a placement."""
-
-    links: Sequence[Link]
-    placement: Placement | None
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -65,62 +64,81 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     except ValueError:
         port = None
     if parts.scheme != "tcp" or not parts.hostname or not port or parts.path or parts.query:
-        raise ValueError(f"endpoint {endpoint!r}: expected tcp://HOST:PORT")
+        raise ValueError(
+            f"endpoint {endpoint!r}: expected tcp://HOST:PORT, a list of those, etcd://HOST:PORT/NAME or dns://HOST:PORT"
+        )
     return parts.hostname, port
 
 
 class Core:
     """The links of one client."""
 
-    def __init__(self, endpoints: Sequence[str], namespace: bytes, timeout_s: float) -> None:
+    def __init__(self, endpoint: str | Sequence[str], namespace: bytes, timeout_s: float, replicas: int) -> None:
+        endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
         if not endpoints:
             raise ValueError("no endpoint: expected tcp://HOST:PORT or a list of them")
         self.stats = ClientStats()
         self.timeout_s = timeout_s
         self.closed = False
+        self.view = View([])
         self._namespace = namespace
-        self._nodes = [Node(*parse_endpoint(endpoint)) for endpoint in endpoints]
+        self._replicas = replicas
+        self._nodes: list[Node] = []
+        self._cluster = ""  # the URL of the cluster; empty: a list of nodes
+        self._members: Watch | None = None
+        if len(endpoints) == 1 and is_cluster_url(endpoints[0]):
+            self._cluster = endpoints[0]
+            parse_cluster_url(self._cluster)
+        else:
+            self._nodes = [Node(*parse_endpoint(each)) for each in endpoints]
         self._ids = itertools.count(1)
         self._new_process_state()
-        self.view = View([], None)
 
     def _new_process_state(self) -> None:
         self._pid = os.getpid()
-        self._epoll = select.epoll()
-        self._by_fd: dict[int, Link] = {}
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._lead = threading.Lock()
-        self._hand_over = threading.Condition()
-        self._waiters = 0
+        self._leading = Leading(lambda: [*self.links, *self._retired], self.look_after)
+        self.wait = self._leading.wait
         self._map_lock = threading.Lock()
         self._prober: threading.Thread | None = None
         self._prober_lock = threading.Lock()
         self._stop_probing = threading.Event()
+        self._retired: set[Link] = set()  # links that left the view; a call may be using them
+        self._looked_after = 0.0
 
     def after_fork(self) -> None:
         """In a child process: forget what is shared with the parent, without a word on its connections."""
         if self.closed:
             return
-        self._epoll.close()
-        self._close_wake_fd()
-        for link in self.links:
+        self._leading.forget()
+        for link in [*self.links, *self._retired]:
             link.reset_locks()
             link.close()
             link.pending = {}
             link.broken = None
         self._new_process_state()
+        if self._members is not None:
+            self._members = Watch(self._cluster, self._follow)
 
     def _wake(self) -> None:
-        """Have the leader look again: operations failed without a byte arriving (epoll forgets a closed socket)."""
-        if self._close_wake_fd.alive:
-            os.eventfd_write(self._wake_fd, 1)
+        self._leading.wake()
 
     @property
     def links(self) -> Sequence[Link]:
         """The links of the present view."""
         return self.view.links
+
+    @property
+    def directory_lost(self) -> str:
+        """Why the cluster's directory cannot be asked; empty: it can, or there is none."""
+        return self._members.lost if self._members is not None else ""
+
+    def no_shards(self) -> KVStoreError:
+        """The error of a call that has nobody to ask."""
+        if self.closed:
+            return ConnectionLost("this client is closed")
+        if self._cluster:
+            return ConnectionLost(f"{self._cluster}: no node of the cluster is known")
+        return ConnectionLost("no shard is known")
 
     def next_id(self) -> int:
         """A request id no other request of this client has."""
@@ -129,23 +147,63 @@ class Core:
     def hello(self, request_id: int) -> bytes:
         """The HELLO of this client."""
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
-        return wire.encode(wire.Hello(request_id, wire.PROTOCOL_VERSION, self._namespace, client))
+        hello = wire.Hello(request_id, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self._replicas)
+        return wire.encode(hello)
 
     # ---- connections -----------------------------------------------------------------------------------------
 
     def connect(self, fail_open: bool) -> None:
-        """Reach every node. Unless `fail_open`, raises when one cannot be reached; refusals are always raised."""
+        """Reach every node of a list, or a node of a cluster. Unless `fail_open`, raises when that is not possible;
+        refusals are always raised."""
+        try:
+            if self._cluster:
+                self._connect_cluster()
+            else:
+                self._connect_nodes(fail_open)
+        except TRANSPORT_ERRORS as error:
+            if not fail_open:
+                self.close()
+                raise
+            log.warning("%s; all blocks are misses until then", error)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect_nodes(self, fail_open: bool) -> None:
         for node in self._nodes:
             link = Link(f"{node.host}:{node.port}", node.host, node.port, self.hello, self._wake)
             try:
                 self._adopt(node, link, link.connect(self.timeout_s))
+                self._leading.watch(link)
             except TRANSPORT_ERRORS as error:
                 if not fail_open:
-                    self.close()
                     raise
                 node.links = [link]
                 self._remap()
                 self.break_link(link, error)
+
+    def _connect_cluster(self) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self._members = Watch(self._cluster, self._follow)
+        except DirectoryError as error:  # what it takes to follow one is not installed
+            raise ValueError(str(error)) from None
+        try:
+            self._members.wait(self.timeout_s)
+        except DirectoryError as error:
+            raise ConnectionLost(str(error)) from None
+        places = list(self.view.places)
+        if not places:
+            raise self.no_shards()
+        random.shuffle(places)
+        one_a_node = list({place.node: place.link for place in places}.values())
+        for number, link in enumerate(one_a_node[:FIRST_NODES], 1):
+            try:
+                self.ensure_up(link, deadline)
+                return
+            except TRANSPORT_ERRORS:
+                if number == min(FIRST_NODES, len(one_a_node)):
+                    raise
 
     def _adopt(self, node: Node, first: Link, welcome: wire.Welcome) -> None:
         """The node told its shards: have a link for each."""
@@ -156,25 +214,95 @@ class Core:
             links = []
             for address in welcome.shards:
                 host = address.host or node.host
-                link = known.get(address.name) or Link(address.name, host, address.port, self.hello, self._wake)
+                link = known.pop(address.name, None) or Link(address.name, host, address.port, self.hello, self._wake)
                 link.host, link.port, link.weight = host, address.port, address.weight
                 links.append(link)
-            node.links = links
+            node.links, node.zone = links, welcome.zone
+        self._retire(known.values())
         self._remap()
-        self._watch(first)
 
     def _remap(self) -> None:
-        links = [link for node in self._nodes for link in node.links]
-        placement = (
-            Placement([link.name for link in links], [link.weight for link in links]) if len(links) > 1 else None
+        self.view = View(
+            [
+                Place(link, f"{node.host}:{node.port}", node.zone or f"{node.host}:{node.port}")
+                for node in self._nodes
+                for link in node.links
+            ]
         )
-        self.view = View(links, placement)
 
-    def _watch(self, link: Link) -> None:
-        sock = link.sock
-        if sock is not None:
-            self._by_fd[sock.fileno()] = link
-            self._epoll.register(sock.fileno(), select.EPOLLIN)
+    def _follow(self, membership: Membership) -> None:
+        """The cluster has changed. Called by the follower's thread."""
+        with self._map_lock:
+            if self.closed:
+                return
+            known = {(link.name, link.host, link.port): link for link in self.links}
+            places: dict[str, Place] = {}
+            for member in membership.members:
+                for shard in member.shards:
+                    if shard.name in places:
+                        log.error(
+                            "shard %s is named by nodes %s and %s: the second is left out; is its disk folder a copy?",
+                            shard.name,
+                            places[shard.name].node,
+                            member.node,
+                        )
+                        continue
+                    link = known.pop((shard.name, shard.host, shard.port), None)
+                    if link is None:
+                        link = Link(shard.name, shard.host, shard.port, self.hello, self._wake)
+                        link.fixed_name = True
+                    link.weight = shard.weight
+                    places[shard.name] = Place(
+                        link,
+                        member.node,
+                        member.zone or member.node,
+                        member.state,
+                        member.is_new_owner,
+                        member.is_old_owner,
+                    )
+            self.view = View(list(places.values()), membership.epoch)
+        self._retire(known.values())
+
+    def _retire(self, links: Iterable[Link]) -> None:
+        """Links that left the view: calls that began before may use them until their deadlines."""
+        links = [link for link in links if link.sock is not None]
+        if not links:
+            return
+        self._retired.update(links)
+        timer = threading.Timer(self.timeout_s, self._close_retired, [links])
+        timer.daemon = True
+        timer.start()
+
+    def _close_retired(self, links: Sequence[Link]) -> None:
+        for link in links:
+            self._retired.discard(link)
+            if link not in self.links:
+                link.drop(ConnectionLost(f"{link}: it left the cluster"))
+
+    def bring_up(self, links: Sequence[Link], deadline: float) -> dict[Link, KVStoreError]:
+        """Have connections to all of these; several are made side by side. -> those that failed, and why."""
+        failed: dict[Link, KVStoreError] = {}
+
+        def bring_up_one(link: Link) -> None:
+            try:
+                self.ensure_up(link, deadline)
+            except KVStoreError as error:
+                failed[link] = error
+
+        down = []
+        for link in links:
+            if link.sock is None:
+                if link.broken is not None or self.closed:
+                    bring_up_one(link)  # fails at once
+                else:
+                    down.append(link)
+        if len(down) == 1:
+            bring_up_one(down[0])
+        elif down:
+            with ThreadPoolExecutor(min(len(down), MOST_CONNECTING), "kvstore-connect") as threads:
+                for _ in threads.map(bring_up_one, down):
+                    pass
+        return failed
 
     def ensure_up(self, link: Link, deadline: float) -> None:
         """Have a connection, or raise: at once when the link is broken."""
@@ -203,8 +331,10 @@ class Core:
     def _connect_again(self, link: Link, timeout_s: float) -> None:
         before = link.connections
         welcome = link.connect(timeout_s)
-        node = next(node for node in self._nodes if link in node.links)
-        self._adopt(node, link, welcome)
+        node = next((node for node in self._nodes if link in node.links), None)
+        if node is not None:
+            self._adopt(node, link, welcome)
+        self._leading.watch(link)
         if before:
             self.stats.reconnects += 1
             log.info("%s: connected again", link)
@@ -227,6 +357,8 @@ class Core:
         while not self._stop_probing.wait(pause * random.uniform(0.5, 1.5)):
             broken = [link for link in self.links if link.broken is not None]
             for link in broken:
+                if self.closed:
+                    return
                 with link.connect_lock:
                     if link.sock is not None:  # a caller was faster: its connection is in use
                         link.broken = None
@@ -247,70 +379,37 @@ class Core:
             return
         self.closed = True
         self._stop_probing.set()
+        if self._members is not None:
+            self._members.close()
         prober = self._prober
         if prober is not None and prober is not threading.current_thread():
-            prober.join()
-        for link in self.links:
+            prober.join(PROBE_TIMEOUT_S + 0.5)
+        for link in [*self.links, *self._retired]:
             link.drop(ConnectionLost("this client is closed"))
-        with self._hand_over:
-            self._hand_over.notify_all()
-        with self._lead:  # whoever led has seen that it is over
-            self._epoll.close()
-            self._close_wake_fd()
+        self._leading.close()
 
     # ---- requests --------------------------------------------------------------------------------------------
 
     def lost(self, link: Link, operation: Operation) -> None:
-        """The deadline passed without a reply: stop waiting; a link that was silent all along is broken."""
+        """Nobody waits for this reply any more; a link that was silent for a whole timeout is broken."""
         link.abandon(operation)
-        error = Timeout(f"{link}: no reply by the deadline")
+        error = Timeout(f"{link}: no reply in time")
         operation.fail(error)
         if link.sock is not None and time.monotonic() - link.last_received > self.timeout_s * 0.9:
             self.break_link(link, error)
             link.drop(error)
 
-    def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Until `ready()` or the deadline; reads links meanwhile. -> whether it is ready."""
-        while not ready():
-            left = deadline - time.monotonic()
-            if left <= 0 or self.closed:
-                return ready()
-            if self._lead.acquire(blocking=False):
-                try:
-                    self._read_links(ready, deadline)
-                finally:
-                    self._lead.release()
-                    if self._waiters:
-                        with self._hand_over:
-                            self._hand_over.notify_all()
-            else:
-                with self._hand_over:
-                    self._waiters += 1
-                    if self._lead.locked() and not ready():
-                        self._hand_over.wait(left)
-                    self._waiters -= 1
-        return True
-
-    def _read_links(self, ready: Callable[[], bool], deadline: float) -> None:
-        epoll, by_fd = self._epoll, self._by_fd
-        while not ready():
-            left = deadline - time.monotonic()
-            if left <= 0 or self.closed:
-                return
-            events = epoll.poll(min(left, LOOK_ANYWAY_S), 64)
-            if not events:  # a shard that did not send what it announced leaves bytes below the low-water mark
-                for each in self.links:
-                    each.receive(READ_BUDGET_BYTES)
-            for fd, _ in events:
-                if fd == self._wake_fd:
-                    os.eventfd_read(fd)
-                    continue
-                link = by_fd.get(fd)
-                if link is not None and link.sock is not None:
-                    link.receive(READ_BUDGET_BYTES)
-            if self._waiters:
-                with self._hand_over:
-                    self._hand_over.notify_all()
+    def look_after(self) -> None:
+        """Ask silent shards whether they live, break the links of those that do not. For whoever waits, often."""
+        now = time.monotonic()
+        if now < self._looked_after + LOOK_ANYWAY_S:
+            return
+        self._looked_after = now
+        for link in [*self.links, *self._retired]:
+            if link.pending and not link.look_after(now):
+                error = Timeout(f"{link}: it owes an answer and has been silent for {DEAD_AFTER_S:g} s")
+                self.break_link(link, error)
+                link.drop(error)
 
 
 def protocol_error(link: Link, reply: object) -> ProtocolError:

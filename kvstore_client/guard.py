@@ -53,6 +53,7 @@ class StoreGuard:
         *,
         timeout_s: float,
         counters: Counters,
+        replicas: int = 1,
         logger: logging.Logger | None = None,
     ) -> None:
         """Connects. A store out of reach or one that refuses us is logged; an endpoint that can never work raises
@@ -60,6 +61,7 @@ class StoreGuard:
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
+        self._replicas = replicas
         self._counters = counters
         self._logger = logger or logging.getLogger("kvstore_client")
         self._lock = threading.Lock()
@@ -103,7 +105,9 @@ class StoreGuard:
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
                 # fail_open while connecting: a store out of reach is probed in the background. Not afterwards:
                 # failures must be seen here.
-                client = KVStoreClient(self._endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True)
+                client = KVStoreClient(
+                    self._endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, replicas=self._replicas
+                )
                 client.fail_open = False
                 self._client = client
             return self._client

@@ -1,9 +1,12 @@
 """One connection to one shard.
 
 States: *down* (not connected, a call may connect), *up*, *broken* (connecting failed or the shard went silent; calls
-fail at once until the prober in `core` gets through). Any thread may send, one message at a time under `send_lock`;
-frames are read under `receive_lock` by whoever leads. A link that loses its place in the byte stream (a message half
-sent, a deadline in the middle of a frame that cannot be discarded) is dropped, never repaired.
+fail at once until the prober in `core` gets through). A shard that owes an answer and says nothing is asked whether it
+lives (ZMTP PING): one that works on an answer says so at once.
+
+Any thread may send, one message at a time under `send_lock`; frames are read under `receive_lock` by whoever leads. A
+link that loses its place in the byte stream (a message half sent, a deadline in the middle of a frame that cannot be
+discarded) is dropped, never repaired.
 """
 
 from __future__ import annotations
@@ -23,6 +26,11 @@ from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, T
 from kvstore_client.operations import Operation
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # INFO of as many namespaces as a shard keeps
+PING_AFTER_S: Final = 1.0  # of silence while an answer is owed
+DEAD_AFTER_S: Final = 2.5  # so that a shard that vanished without a word is noticed within 3 s
+_PING: Final = zmtp.command(b"PING", bytes(2))  # a time to live of 0: the shard need not watch us in turn
+DELAY_WEIGHT: Final = 0.2  # of the newest answer in the mean delay
+DELAY_HALF_LIFE_S: Final = 5.0  # a shard that was slow is tried again
 
 
 class Link:
@@ -34,10 +42,13 @@ class Link:
         self.name = name
         self.host = host
         self.port = port
+        self.fixed_name = False  # whether only a shard of this name may answer
         self.sock: socket.socket | None = None
         self.broken: KVStoreError | None = None
         self.pending: dict[int, Operation] = {}
         self.last_received = 0.0
+        self.last_moved = 0.0  # when bytes were received, a full socket took more, or an answer was first owed
+        self.unanswered = False  # a request that nobody waits for any more got no byte in answer
         self.connections = 0
         self.weight = 1.0
         self.reset_locks()
@@ -48,6 +59,9 @@ class Link:
         self._frame = 0
         self._operation: Operation | None = None  # whose reply is being read
         self._following = 0  # payload bytes that are certain to come after the current message
+        self._pinged = 0.0
+        self._delay_s = 0.0  # from a request's last byte to the first of its answer: a moving mean
+        self._delay_known = 0.0  # when it was
 
     def __repr__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -122,9 +136,12 @@ class Link:
         for address in welcome.shards:
             if not (0 < address.port < 1 << 16 and 0 < address.weight < math.inf):
                 raise ProtocolError(f"{self}: names a shard that cannot be: {address}")
+        if self.fixed_name and welcome.shards[welcome.shard].name != self.name:
+            raise ConnectionLost(f"{self}: there is shard {welcome.shards[welcome.shard].name} now, not {self.name}")
         self._receiver = receiver
         self.pending = {}
-        self.last_received = time.monotonic()
+        self.last_received = self.last_moved = time.monotonic()
+        self.unanswered = False
         self.broken = None
         self.connections += 1
         self.sock = sock
@@ -153,16 +170,66 @@ class Link:
             operation.fail(error)
         self._on_drop()
 
+    # ---- liveness and load -----------------------------------------------------------------------------------
+
+    @property
+    def load_s(self) -> float:
+        """How long an answer is likely to take: infinite while broken."""
+        if self.broken is not None:
+            return math.inf
+        faded: float = 0.5 ** ((time.monotonic() - self._delay_known) / DELAY_HALF_LIFE_S)
+        return self._delay_s * faded * (1 + len(self.pending))
+
+    def silence_s(self, now: float) -> float:
+        """For how long nothing has moved although an answer is owed; 0 when none is."""
+        return now - self.last_moved if self.pending and self.sock is not None else 0.0
+
+    def look_after(self, now: float) -> bool:
+        """Ask a silent shard whether it lives. -> False: it was silent for so long that it does not."""
+        silence_s = self.silence_s(now)
+        if silence_s < PING_AFTER_S:
+            return True
+        self.receive(zmtp.GREETING_BYTES)  # nobody may have read what is there
+        silence_s = self.silence_s(now)
+        if silence_s >= DEAD_AFTER_S:
+            return False
+        if silence_s >= PING_AFTER_S and self._pinged < self.last_moved and self.send_lock.acquire(blocking=False):
+            try:  # who holds the lock is in the middle of a message: its bytes tell as much as a PING
+                if self.sock is not None:
+                    self._pinged = now
+                    return self.sock.send(_PING) == len(_PING)  # half of it would garble what follows
+            except OSError:
+                return True  # a full socket or a lost connection: the silence decides
+            finally:
+                self.send_lock.release()
+        return True
+
+    def owe(self, operation: Operation) -> None:
+        """An answer is owed for `operation` from now on."""
+        if not self.pending and not self.unanswered:
+            self.last_moved = time.monotonic()
+        self.pending[operation.id] = operation
+
+    def _learn_delay(self, operation: Operation) -> None:
+        now = time.monotonic()
+        self._delay_s += DELAY_WEIGHT * (now - operation.sent_at - self._delay_s)
+        self._delay_known = now
+        operation.sent_at = 0.0
+
     # ---- sending ---------------------------------------------------------------------------------------------
 
     def post(self, header: bytes, timeout_s: float) -> None:
-        """Send a message that has no reply, best effort: CREDIT, CANCEL."""
-        with self.send_lock:
+        """Send a message that has no reply, best effort: CREDIT, CANCEL. Takes no longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        if not self.send_lock.acquire(timeout=timeout_s):
+            return
+        try:
             if self.sock is not None:
-                try:
-                    self._send(self.sock, zmtp.frame(header, False), time.monotonic() + timeout_s)
-                except (OSError, Timeout) as error:
-                    self.drop(ConnectionLost(f"{self}: {error}"))
+                self._send(self.sock, zmtp.frame(header, False), deadline)
+        except (OSError, Timeout) as error:
+            self.drop(ConnectionLost(f"{self}: {error}"))
+        finally:
+            self.send_lock.release()
 
     def _send(self, sock: socket.socket, data: bytes, deadline: float) -> None:
         view = memoryview(data)
@@ -187,7 +254,8 @@ class Link:
             try:
                 alive = receiver.receive(budget)
                 if receiver.received > before:
-                    self.last_received = time.monotonic()
+                    self.last_received = self.last_moved = time.monotonic()
+                    self.unanswered = False
                 if not alive:
                     self.drop_locked(ConnectionLost(f"{self}: the server closed the connection"))
             except OSError as error:
@@ -199,6 +267,10 @@ class Link:
         """The caller stops waiting: after this no byte of the reply is written to its memory."""
         with self.receive_lock:
             self.pending.pop(operation.id, None)
+            if operation.sent_at > self.last_received:
+                self.unanswered = True
+                self._delay_s = max(self._delay_s, time.monotonic() - operation.sent_at)
+                self._delay_known = time.monotonic()
             self._following = 0  # the shard drops what it announced when it hears CANCEL
             receiver = self._receiver
             if self._operation is operation:
@@ -229,6 +301,8 @@ class Link:
             reply = wire.decode_reply(data or b"")
             self._operation = self.pending.get(reply.id)
             if self._operation is not None:
+                if self._operation.sent_at:
+                    self._learn_delay(self._operation)
                 self._operation.header(reply)
                 self._following = self._operation.following
             elif isinstance(reply, wire.Error) and reply.id == 0:

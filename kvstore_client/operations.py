@@ -22,12 +22,13 @@ from kvstore_client.errors import KVStoreError, ProtocolError, from_wire
 class Operation:
     """One request and the state of its reply."""
 
-    __slots__ = ("done", "error", "following", "id", "reply")
+    __slots__ = ("done", "error", "following", "id", "reply", "sent_at")
 
     def __init__(self, request_id: int) -> None:
         self.id = request_id
         self.done = False
         self.following = 0  # bytes the last part announced behind itself
+        self.sent_at = 0.0  # when its sending ended; 0 before, and once an answer began
         self.error: KVStoreError | None = None
         self.reply: wire.Reply | None = None
 

@@ -60,6 +60,11 @@ class Call:
             self.operation = Operation(request_id)
 
 
+def milliseconds(seconds: float) -> int:
+    """A deadline as the wire wants it."""
+    return max(1, int(seconds * 1000))
+
+
 def chunks(positions: npt.NDArray[np.intp], size: int) -> list[npt.NDArray[np.intp]]:
     return [positions[start : start + size] for start in range(0, len(positions), size)]
 
@@ -88,20 +93,10 @@ def keyed_message(request: wire.Request, keys: KeyArray) -> Message:
     yield [frame(wire.encode(request), True) + frame_head(len(data), False) + data]
 
 
-def set_message(
-    request_id: int,
-    keys: KeyArray,
-    positions: npt.NDArray[np.intp],
-    source: BlockSource,
-    deadline_ms: int,
-    force: bool,
-    deferred: bool,
-    priority: int,
-) -> Message:
+def set_message(request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource) -> Message:
     """Header and keys, the payload frame by frame, each hashed just before it is sent, the checksums."""
     block_bytes = source.block_bytes
     numbers = positions.tolist()
-    request = wire.Set(request_id, deadline_ms, len(numbers), keys.shape[1], force, deferred, priority)
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
     per_frame = wire.frame_blocks(block_bytes)

@@ -57,5 +57,9 @@ class ClientStats:
     bytes_in: int = 0
     bytes_out: int = 0
     checksum_errors: int = 0
-    failures: int = 0
+    failures: int = 0  # connections that broke or could not be made
     reconnects: int = 0
+    found_elsewhere: int = 0  # blocks that another shard had than the one asked first
+    failovers: int = 0  # blocks looked for elsewhere because a shard failed
+    repaired: int = 0  # blocks set where they were missing
+    repairs_dropped: int = 0  # too many at a time

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 from kvstore import zmtp
@@ -21,6 +21,7 @@ Message = Iterable[list["memoryview | bytes"]]
 
 _IOV: Final = 512
 _LOCK_WAIT_S: Final = 0.001
+_LOOK_AFTER_S: Final = 0.1
 
 
 class Request(Protocol):
@@ -43,6 +44,7 @@ class Sending:
         self._current: Request | None = None
         self._pieces: Iterator[list[memoryview | bytes]] = iter(())
         self._views: list[memoryview | bytes] = []
+        self._blocked = False  # the socket was full at the last try
 
     @property
     def began(self) -> bool:
@@ -80,7 +82,7 @@ class Sending:
             request.operation.fail(ConnectionLost(f"{link}: not connected"))
             link.send_lock.release()
             return self._next_request(lock_wait_s)
-        link.pending[request.operation.id] = request.operation
+        link.owe(request.operation)
         self._current = request
         self._pieces = iter(request.message())
         self._views = []
@@ -92,6 +94,8 @@ class Sending:
             if not self._views:
                 piece = next(self._pieces, None)
                 if piece is None:
+                    assert self._current is not None
+                    self._current.operation.sent_at = time.monotonic()
                     self._current = None
                     self.link.send_lock.release()
                     return True
@@ -102,7 +106,11 @@ class Sending:
             try:
                 sent = sock.sendmsg(self._views[:_IOV])
             except BlockingIOError:
+                self._blocked = True
                 return False
+            if self._blocked:  # it took what was in its way: a shard that lives
+                self._blocked = False
+                self.link.last_moved = time.monotonic()
             self._views = zmtp.advance(self._views, sent)
 
     def abandon(self, error: KVStoreError) -> None:
@@ -121,13 +129,14 @@ class Sending:
             self.link.send_lock.release()
 
 
-def send_all(sendings: Sequence[Sending], deadline: float) -> list[Sending]:
+def send_all(sendings: Sequence[Sending], deadline: float, look_after: Callable[[], None]) -> list[Sending]:
     """Send everything; what is not sent by the deadline is abandoned with `Timeout`. -> those that were broken off in
-    the middle of a message. Who only waited for his turn learned nothing about the shard."""
+    the middle of a message. Who only waited for his turn learned nothing about the shard. `look_after()`, called now
+    and then while nothing can be sent, drops the links of shards that are silent for too long."""
     active = list(sendings)
     try:
         while True:
-            wait_s = max(0.0, deadline - time.monotonic()) if len(active) == 1 else _LOCK_WAIT_S
+            wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_AFTER_S)) if len(active) == 1 else _LOCK_WAIT_S
             blocked = [sending for sending in active if not sending.advance(wait_s)]
             active = [sending for sending in active if not sending.done]
             if not active:
@@ -139,7 +148,8 @@ def send_all(sendings: Sequence[Sending], deadline: float) -> list[Sending]:
                     sending.abandon(Timeout(f"{sending.link}: it did not take the request by its deadline"))
                 return stuck
             if len(blocked) == len(active):
-                _await_room(blocked, left)
+                _await_room(blocked, min(left, _LOOK_AFTER_S))
+                look_after()
     except BaseException:
         for sending in active:
             sending.abandon(ConnectionLost(f"{sending.link}: the call was broken off"))

@@ -3,6 +3,7 @@
 # arguments, which select tests, the check of a real installation is left out.
 set -euo pipefail
 scripts/redis.sh
+scripts/etcd.sh
 scripts/lint.sh
 if (($# == 0)); then
     scripts/check_install.sh

@@ -96,17 +96,23 @@ def alive(process: psutil.Process) -> bool:
 
 
 class Server:
-    """A real `kvstore-server`; its standard error goes to a file. `restart` starts another on the same port."""
+    """A real `kvstore-server`; its standard error goes to a file. `restart` starts another on the same port.
 
-    def __init__(self, log: Path, *arguments: str, **extra_environment: str) -> None:
+    `prefix`: what runs it elsewhere and becomes it, e.g. ``ip netns exec NAMESPACE``.
+    """
+
+    def __init__(
+        self, log: Path, *arguments: str, prefix: Sequence[str] = (), port: int = 0, **extra_environment: str
+    ) -> None:
         self.log = log
+        self._prefix = prefix
         self._arguments = arguments
         self._environment = environment(**extra_environment)
-        self.port = 0
+        self.port = port
         self.start()
 
     def start(self) -> None:
-        command = server_command("--port", str(self.port), *self._arguments)
+        command = [*self._prefix, *server_command("--port", str(self.port), *self._arguments)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment

@@ -1,49 +1,77 @@
-"""Weighted rendezvous hashing: which shard owns a key.
+"""Weighted rendezvous hashing: which shards hold a key.
 
 Every shard scores every key, the highest score owns it: score = -weight / ln(u), where u in (0, 1) is a hash of key
 and shard name (Schindelhauer and Schomaker, 2005; Resch, 2015). No table to agree on: whoever knows the shards' names
 and weights computes the same owner, and when a shard joins or leaves only its own share of the keys moves.
-Pure functions of their arguments; any thread.
+
+Each key is placed by itself, not together with its neighbours in a chain: a reader may begin anywhere in a chain and
+still knows where its key is. What that costs is measured by `python -m benchmarks.cluster_sim`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The splitmix64 finaliser (Steele, Lea, Flood 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
-    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
-    return values ^ (values >> np.uint64(31))
+from kvstore._cext import rendezvous
 
 
 class Placement:
-    """The owners of keys among shards with these names and weights (> 0, in any unit)."""
+    """The owners and replicas of keys among shards with these names and weights (> 0, in any unit).
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float]) -> None:
+    `nodes`: the node that each shard is on; without it every shard is taken for a node. `zones`: what fails together;
+    without it there is one. The order of the shards changes nothing but their numbers. Immutable; any thread; the
+    calls release the GIL.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[float],
+        nodes: Sequence[str] | None = None,
+        zones: Sequence[str] | None = None,
+    ) -> None:
         if len(names) != len(weights) or not names:
             raise ValueError(f"{len(names)} names and {len(weights)} weights: expected the same number, at least 1")
-        if min(weights) <= 0:
-            raise ValueError(f"a weight of {min(weights)}: expected more than 0")
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"weights of {min(weights)} to {max(weights)}: expected more than 0, and finite ones")
+        for what, given in (("nodes", nodes), ("zones", zones)):
+            if given is not None and len(given) != len(names):
+                raise ValueError(f"{len(names)} names and {len(given)} {what}: expected the same number")
         self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], dtype=np.uint64)
         self._weights = np.array(weights, dtype=np.float64)
+        self._ranks = np.empty(len(names), dtype=np.intp)
+        self._ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+        self._nodes = _numbered(names if nodes is None else nodes)
+        self._zones = _numbered(zones or [""] * len(names))
+        self._node_count = int(self._nodes.max()) + 1
 
     def __len__(self) -> int:
         return len(self._seeds)
 
     def owners(self, keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
         """The owner's number for each row of `keys`, an `(n, key_bytes)` uint8 array with key_bytes >= 8."""
+        return self.replicas(keys, 1)[:, 0]
+
+    def replicas(self, keys: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.intp]:
+        """The numbers of the shards that hold each key: `(n, min(count, nodes))`, the owner first.
+
+        Each next one is the best-scored shard on a node and in a zone that the ones before are not in; when no zone
+        is left, on such a node.
+        """
+        if count < 1:
+            raise ValueError(f"{count} replicas: expected at least 1")
         if len(self) == 1:
-            return np.zeros(len(keys), dtype=np.intp)
-        words = np.ascontiguousarray(keys[:, :8]).view("<u8").astype(np.uint64)
-        hashes = _mix(_mix(words) ^ self._seeds)
-        uniform = ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-        best: npt.NDArray[np.intp] = np.argmax(self._weights / -np.log(uniform), axis=1)
-        return best
+            return np.zeros((len(keys), 1), dtype=np.intp)
+        columns = min(count, self._node_count)
+        return rendezvous(keys, self._seeds, self._weights, self._ranks, self._nodes, self._zones, columns)
+
+
+def _numbered(names: Sequence[str]) -> npt.NDArray[np.intp]:
+    """Equal numbers for equal names, from 0."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.intp)

@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore.observe.ask import AskError, ask_info
+from kvstore.asking import AskError, Asking
 from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
+
+if TYPE_CHECKING:
+    from kvstore.cluster.registration import ClusterStatus
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +88,18 @@ _DISK: Final[dict[str, _Family]] = {
 
 
 class NodeCollector(Collector):
-    """Asks the shards at `addresses` whenever it is scraped. `restarts`: how often shards were restarted so far."""
+    """Asks the shards at `addresses` whenever it is scraped. `restarts`: how often shards were restarted so far.
+    `cluster`: the node's membership, if it has one."""
 
-    def __init__(self, addresses: Sequence[tuple[str, int]], restarts: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        restarts: Callable[[], int],
+        cluster: Callable[[], ClusterStatus] | None = None,
+    ) -> None:
         self._addresses = addresses
         self._restarts = restarts
+        self._cluster = cluster
 
     def collect(self) -> Iterable[Metric]:
         """All metrics, now."""
@@ -97,7 +107,8 @@ class NodeCollector(Collector):
         shards: list[ShardInfo] = []
         for number, address in enumerate(self._addresses):
             try:
-                shards.append(ask_info(address, ASK_TIMEOUT_S))
+                with Asking(address, ASK_TIMEOUT_S) as asking:
+                    shards.append(asking.info())
                 up.add_metric([str(number)], 1)
             except AskError as error:
                 log.warning("metrics: shard %d does not answer: %s", number, error)
@@ -106,6 +117,8 @@ class NodeCollector(Collector):
         restarts = CounterMetricFamily("kvstore_shard_restarts", "Shards that died and were started again.")
         restarts.add_metric([], self._restarts())
         yield restarts
+        if self._cluster is not None:
+            yield from _cluster_metrics(self._cluster())
         yield from _families(_SHARD, ["shard"], [((str(shard.shard),), shard) for shard in shards])
         disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
         yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
@@ -119,6 +132,35 @@ class NodeCollector(Collector):
             for namespace in shard.namespaces
         ]
         yield from _families(_NAMESPACE, ["shard", "namespace", "model"], of_namespaces)
+
+
+def _cluster_metrics(status: ClusterStatus) -> Iterable[Metric]:
+    for name, help_, value in (
+        ("registered", "1 while the node's record is in the directory, as far as the node knows.", status.registered),
+        ("epoch", "The directory's revision of the node's view.", status.epoch),
+        ("directory_up", "1 while the directory can be asked.", status.directory_up),
+    ):
+        yield GaugeMetricFamily(f"kvstore_cluster_{name}", help_, value=float(value))
+    for name, help_, value in (
+        ("directory_errors", "Questions to the directory that failed.", status.directory_errors),
+        ("changes", "Changes of the node's view of the members.", status.changes),
+    ):
+        yield CounterMetricFamily(f"kvstore_cluster_{name}", help_, value=float(value))
+    state = GaugeMetricFamily("kvstore_cluster_state", "1 for the state that the node is in.", labels=["state"])
+    members = GaugeMetricFamily("kvstore_cluster_members", "Members in the node's view.", labels=["state"])
+    for each in ("joining", "serving", "draining", "out"):
+        state.add_metric([each], status.state == each)
+        if each != "out":
+            members.add_metric([each], status.members.get(each, 0))
+    yield state
+    yield members
+    drained = GaugeMetricFamily("kvstore_drain_blocks", "Copies of blocks that a drain is to make.", labels=["what"])
+    if status.drain is not None:
+        drain = status.drain
+        drained.add_metric(["to_move"], drain.total - drain.done)
+        for what in ("moved", "present", "failed"):
+            drained.add_metric([what], getattr(drain, what))
+    yield drained
 
 
 def _in_state(name: str, help_: str, state: str, disks: Sequence[tuple[str, DiskInfo]]) -> Metric:

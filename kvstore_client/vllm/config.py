@@ -15,7 +15,7 @@ import msgspec
 
 from kvstore._cext import BlockIndex
 from kvstore.sizes import parse_size
-from kvstore.wire import MAX_DEADLINE_MS
+from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
 
 LONGEST_TIMEOUT_S = MAX_DEADLINE_MS // 1000
 LEAST_STAGING_BYTES = 1 << 20
@@ -32,7 +32,7 @@ class Size(int):
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine may say about the store it uses. Durations in seconds, sizes in bytes or as text ("64GiB").
 
-    endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or a discovery URL.
+    endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or a cluster's URL.
     cpu_bytes: host memory of the CPU tier between the engine's cache and the store, for the whole engine: every rank
         has an equal share. 0 leaves the tier out.
     cpu_policy: which block of the CPU tier goes first, as the server's ``--policy``.
@@ -44,6 +44,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_hit_tokens: what saves fewer tokens than this is not asked of the store.
     save_decode: save the blocks filled by generated tokens too, which are part of the next turn's prompt.
     tenant: blocks are shared only within one tenant.
+    replicas: nodes of a cluster that hold a copy of each block, 1 to 3; the same in every engine that shares blocks.
     """
 
     endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
@@ -55,13 +56,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_hit_tokens: int = 0
     save_decode: bool = True
     tenant: str = ""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
 
     def __post_init__(self) -> None:
         addresses = [self.endpoint] if isinstance(self.endpoint, str) else self.endpoint
         if not addresses or not all("://" in address for address in addresses):
             raise ValueError(
                 f"endpoint is {self.endpoint!r}; expected an address such as 'tcp://127.0.0.1:7070', "
-                "a list of them, or a discovery URL"
+                "a list of them, or a cluster's URL such as 'etcd://127.0.0.1:2379/NAME'"
             )
         if self.cpu_policy not in BlockIndex.POLICIES:
             raise ValueError(f"cpu_policy is {self.cpu_policy!r}; expected one of {', '.join(BlockIndex.POLICIES)}")

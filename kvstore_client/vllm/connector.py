@@ -311,7 +311,14 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return plan if isinstance(plan, StepPlan) else StepPlan()
 
     def _guard(self, namespace: Namespace, timeout_s: float) -> StoreGuard:
-        return StoreGuard(self._config.endpoint, namespace, timeout_s=timeout_s, counters=self._counters, logger=logger)
+        return StoreGuard(
+            self._config.endpoint,
+            namespace,
+            timeout_s=timeout_s,
+            counters=self._counters,
+            replicas=self._config.replicas,
+            logger=logger,
+        )
 
     def _never_raise(self, call: Callable[[], T], otherwise: T) -> T:
         try:

@@ -43,6 +43,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore.wire import MAX_REPLICAS
 from kvstore_client.guard import Counters, StoreGuard
 from kvstore_client.transfer import Outcome, TransferIn, TransferOut
 from kvstore_client.vllm.config import LONGEST_TIMEOUT_S, parse_options
@@ -93,12 +94,13 @@ TIER_COUNTERS = frozenset(
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The options of one entry of ``secondary_tiers``, beside those the framework takes itself. Durations in seconds.
 
-    endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or a discovery URL.
+    endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or a cluster's URL.
     timeout_s: deadline of one load, after which its chunks count as missing, and of every call that sends chunks.
     lookup_timeout_s: how long a request waits to learn whether the store has a chunk, before it counts as missing.
     waiting_chunks: chunks that wait to be sent at most; then the oldest are dropped. 0: a quarter of the CPU tier.
     tenant: chunks are shared only within one tenant.
     locality: where the store is, seen from the engine, for the framework's per-request filters and its backpressure.
+    replicas: nodes of a cluster that hold a copy of each chunk, 1 to 3; the same in every engine that shares chunks.
     """
 
     endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
@@ -107,6 +109,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     waiting_chunks: int = 0
     tenant: str = ""
     locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "lookup_timeout_s"):
@@ -194,7 +197,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
         self._counters = Counters()
         self._guard, lookup_guard = (
-            StoreGuard(config.endpoint, self.namespace, timeout_s=timeout_s, counters=self._counters, logger=logger)
+            StoreGuard(
+                config.endpoint,
+                self.namespace,
+                timeout_s=timeout_s,
+                counters=self._counters,
+                replicas=config.replicas,
+                logger=logger,
+            )
             for timeout_s in (config.timeout_s, config.lookup_timeout_s)
         )
         self._lookup_guard = lookup_guard

@@ -354,7 +354,7 @@ def test_a_signal_lets_a_set_in_progress_finish(
         with pytest.raises(ConnectionLost, match="shutting down"):
             client.set(make_keys(1, first=50), blocks_of(make_keys(1, first=50), 4096))
         raw.send(payload, sums)
-        assert raw.reply()[0][2:] == [3, 3, 0, 0, 0, 0]
+        assert raw.reply()[0][2:8] == [3, 3, 0, 0, 0, 0]
         assert server.stop() == 0
 
 

@@ -151,19 +151,19 @@ def test_nothing_of_a_refused_set_is_there(raw: RawClient, client: KVStoreClient
     raw.send(SET3, KEYS, PAYLOAD, SUMS[:-1])
     refused(raw, ErrorCode.PROTOCOL, 7)
     assert not client.contains(K).any()
-    assert raw.ask(SET3, KEYS, PAYLOAD, SUMS) == [SET_REPLY, 7, 3, 3, 0, 0, 0, 0]
+    assert raw.ask(SET3, KEYS, PAYLOAD, SUMS)[:8] == [SET_REPLY, 7, 3, 3, 0, 0, 0, 0]
     assert client.get(K).blocks == blocks_of(K, BLOCK)
 
 
 def test_an_empty_set_and_an_empty_get_are_no_error(raw: RawClient) -> None:
-    assert raw.ask(pack(SET, 7, 1000, 0, 16), b"", b"") == [SET_REPLY, 7, 0, 0, 0, 0, 0, 0]
+    assert raw.ask(pack(SET, 7, 1000, 0, 16), b"", b"")[:8] == [SET_REPLY, 7, 0, 0, 0, 0, 0, 0]
     assert raw.ask(pack(GET, 8, 1000, 0, 16), b"") == [67, 8, b"", b"", True, 0, 0, 0]
     assert raw.ask(pack(CONTAINS, 9, 1000, 0, 16), b"") == [68, 9, b""]
 
 
 def test_a_key_given_twice_is_stored_once(raw: RawClient, client: KVStoreClient) -> None:
     frames = set_frames(7, [K[0], K[1], K[0]], [block_of(K[0], BLOCK), block_of(K[1], BLOCK), bytes(BLOCK)])
-    assert raw.ask(*frames) == [SET_REPLY, 7, 3, 2, 0, 0, 1, 0]
+    assert raw.ask(*frames)[:8] == [SET_REPLY, 7, 3, 2, 0, 0, 1, 0]
     assert client.get(K[:2]).blocks == blocks_of(K[:2], BLOCK)
 
 
@@ -172,9 +172,18 @@ def test_a_key_is_written_by_one_at_a_time(server: Server, raw: RawClient, clien
         other.hello(client.namespace.canonical())
         other.send(SET3, KEYS, more=True)
         wait_until(lambda: namespace_info(client).writing == 3)
-        assert raw.ask(SET3, KEYS, bytes(3 * BLOCK), sums_of([bytes(BLOCK)] * 3)) == [SET_REPLY, 7, 3, 0, 3, 0, 0, 0]
+        assert raw.ask(SET3, KEYS, bytes(3 * BLOCK), sums_of([bytes(BLOCK)] * 3))[:8] == [
+            SET_REPLY,
+            7,
+            3,
+            0,
+            3,
+            0,
+            0,
+            0,
+        ]
         other.send(PAYLOAD, SUMS)
-        assert other.reply()[0] == [SET_REPLY, 7, 3, 3, 0, 0, 0, 0]
+        assert other.reply()[0][:8] == [SET_REPLY, 7, 3, 3, 0, 0, 0, 0]
     assert client.get(K).blocks == blocks_of(K, BLOCK)
 
 

@@ -468,7 +468,7 @@ def test_a_block_being_replaced_is_read_as_it_was(server: Server, client: KVStor
         wait_until(lambda: namespace_info(client).writing == 1)
         assert client.get(keys).blocks == old
         raw.send(payload, sums)
-        assert raw.reply()[0][2:] == [1, 0, 0, 1, 0, 0]
+        assert raw.reply()[0][2:8] == [1, 0, 0, 1, 0, 0]
     assert client.get(keys).blocks == new
 
 
@@ -805,7 +805,7 @@ def test_blocks_of_the_wrong_size_are_refused_before_anything_is_sent(client: KV
     [
         ({"timeout_s": 0}, "timeout_s=0"),
         ({"timeout_s": 601}, "timeout_s=601: expected more than 0, at most 600"),
-        ({"replicas": 2}, "replicas=2"),
+        ({"replicas": 4}, "replicas=4: expected 1 to 3"),
     ],
 )
 def test_options_that_cannot_be_are_named(

@@ -85,7 +85,7 @@ def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -
     size, keys = 4096, make_keys(300)
     blocks = blocks_of(keys, size)
     joined = b"".join(keys)
-    tag, request_id, protocol, _, _, shard, _, block_bytes, max_keys, max_frame, shards, epoch = hello(
+    tag, request_id, protocol, _, _, shard, _, block_bytes, max_keys, max_frame, shards, epoch, *_ = hello(
         dealer, size, "pyzmq"
     )
     assert (tag, request_id, protocol, shard, block_bytes) == (WELCOME, 1, 1, 0, size)
@@ -94,7 +94,7 @@ def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -
 
     payload = [b"".join(blocks[:256]), b"".join(blocks[256:])]  # as many as fit 1 MiB to a frame
     reply, _ = ask(dealer, pack(SET, 2, 10_000, 300, 16, False, True), joined, *payload, sums_of(blocks))
-    assert reply == [SET_REPLY, 2, 300, 300, 0, 0, 0, 0]
+    assert reply[:8] == [SET_REPLY, 2, 300, 300, 0, 0, 0, 0]
     assert ask(dealer, pack(FLUSH, 3, 10_000))[0] == [FLUSH_REPLY, 3]
     present = ask(dealer, pack(CONTAINS, 4, 10_000, 301, 16), joined + bytes(16))[0]
     assert present == [CONTAINS_REPLY, 4, b"\x01" * 300 + b"\x00"]

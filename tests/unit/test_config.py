@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.cluster.url import EtcdURL
 from kvstore.config import ConfigError, NamespaceRule, ServerConfig, load
+
+CLUSTER = "etcd://a:2379/n"
 
 
 def refused(
@@ -35,6 +39,8 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.host, config.port, config.shards, config.log_level) == ("127.0.0.1", 7070, 1, "info")
     assert config.memory_bytes == 4 << 30
     assert (config.disk, config.disk_size, config.disk_write, config.scrub_mbps) == (None, "50GiB", "all", 0)
+    assert (config.cluster, config.node_id, config.advertise, config.zone) == (None, None, None, "")
+    assert (config.drain_seconds, config.grace_seconds, config.lease_seconds) == (0, 300, 2)
     assert (config.policy, config.ttl_seconds, config.namespaces, config.warm_start) == ("default", 0, [], True)
 
 
@@ -68,6 +74,13 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "disk_write": "reused",
         "warm_start": False,
         "scrub_mbps": 20,
+        "cluster": "etcd://etcd-0:2379,etcd-1:2379/prod",
+        "node_id": "node-7",
+        "advertise": "10.0.0.7",
+        "zone": "rack-3",
+        "drain_seconds": 120,
+        "grace_seconds": 600,
+        "lease_seconds": 5,
     }
     assert set(settings) == set(ServerConfig.__struct_fields__) - {"namespaces"}
     toml = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
@@ -91,6 +104,14 @@ match = "*"
     config = load(write(rules), {}, {})
     assert config.namespaces == [NamespaceRule("Qwen/*", 60, 2), NamespaceRule("*", 0, 0)]
     assert config.ttl_seconds == 3600
+
+
+def test_a_member_advertises_where_it_listens_and_is_called_as_its_host() -> None:
+    config = load(None, {}, {"cluster": "etcd://a:2379/n", "host": "10.0.0.7"})
+    assert config.advertised_host == "10.0.0.7" and config.cluster_node_id == socket.gethostname()
+    assert config.cluster_url == EtcdURL((("a", 2379),), "n")
+    config = load(None, {}, {"cluster": "etcd://a:2379/n", "host": "0.0.0.0", "advertise": "fd00::7", "node_id": "x"})
+    assert config.advertised_host == "fd00::7" and config.cluster_node_id == "x"
 
 
 SIZES = [f"{count}{unit}" for unit in ("MiB", "GiB", "TiB") for count in (8, 9, 15, 31, 64, 100)]
@@ -173,6 +194,23 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
         ({"disk_write": "some"}, ["disk_write", "'some'", "all, reused, evicted"]),
         ({"scrub_mbps": -1}, ["scrub_mbps", "-1", "0"]),
         ({"scrub_mbps": 200_000}, ["scrub_mbps", "200000", "100000"]),
+        ({"cluster": "10.0.0.1:2379"}, ["cluster", "'10.0.0.1:2379'", "etcd://HOST:PORT"]),
+        ({"cluster": "etcd://a/n"}, ["cluster", "'etcd://a/n'", "HOST:PORT"]),
+        ({"cluster": "etcd://a:2379"}, ["cluster", "'etcd://a:2379'", "/NAME"]),
+        ({"cluster": ""}, ["cluster", "''", "etcd://HOST:PORT"]),
+        ({"cluster": "dns://kvstore:7070"}, ["cluster", "'dns://kvstore:7070'", "etcd://", "do not register"]),
+        ({"cluster": CLUSTER, "node_id": "a/b"}, ["node_id", "'a/b'", "letters", "1 to 64"]),
+        ({"cluster": CLUSTER, "node_id": ""}, ["node_id", "''", "letters"]),
+        ({"cluster": CLUSTER, "host": "0.0.0.0"}, ["host", "'0.0.0.0'", "--advertise"]),
+        ({"cluster": CLUSTER, "advertise": "::"}, ["advertise", "'::'", "--advertise"]),
+        ({"cluster": CLUSTER, "advertise": "10.0.0.7:7070"}, ["advertise", "'10.0.0.7:7070'", "without a port"]),
+        ({"cluster": CLUSTER, "advertise": "a b"}, ["advertise", "'a b'", "host name"]),
+        ({"cluster": CLUSTER, "zone": "a,b"}, ["zone", "'a,b'", "letters"]),
+        ({"cluster": CLUSTER, "drain_seconds": -1}, ["drain_seconds", "-1", "0"]),
+        ({"cluster": CLUSTER, "lease_seconds": 1}, ["lease_seconds", "1", "2"]),
+        ({"cluster": CLUSTER, "grace_seconds": 100_000}, ["grace_seconds", "100000", "86400"]),
+        ({"advertise": "10.0.0.7"}, ["advertise", "'10.0.0.7'", "--cluster"]),
+        ({"drain_seconds": 5}, ["drain_seconds", "5", "--cluster"]),
         ({"log_level": "loud"}, ["log_level", "'loud'", "debug, info, warning, error"]),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) and len(str(value)) < 40 else "",

@@ -10,6 +10,7 @@ from harness import make_keys
 
 from kvstore import store as store_module
 from kvstore import wire
+from kvstore._cext import BlockIndex
 from kvstore.memory.arena import Arena
 from kvstore.store import MAX_NAMESPACES, NamespaceStore, Store
 from kvstore.wire import ErrorCode, WireError
@@ -48,6 +49,11 @@ def put(store: Store, namespace: NamespaceStore, keys: Sequence[bytes], now: flo
 
 def present(namespace: NamespaceStore, keys: Sequence[bytes]) -> list[bool]:
     return [bool(flag) for flag in namespace.memory.index.contains(b"".join(keys), 0.0, False, 0)]
+
+
+def hottest(namespace: NamespaceStore, skip: int = 0, limit: int = 100) -> tuple[list[bytes], int]:
+    keys, total = namespace.hottest(skip, limit, 0.0)
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)], total
 
 
 # ---- arena ---------------------------------------------------------------------------------------------------------
@@ -240,3 +246,71 @@ def test_info_tells_what_a_namespace_holds(store: Store) -> None:
     assert info.id == wire.namespace_id(canonical("a")).hex() and info.namespace == canonical("a").decode()
     assert (info.blocks, info.writing, info.segments, info.slots) == (5, 0, 2, 8)
     assert (info.memory_bytes, info.pinned, info.block_bytes) == (2 * SEGMENT, 1, BLOCK)
+
+
+# ---- recency -------------------------------------------------------------------------------------------------------
+
+
+class OnDisk:
+    """A namespace's blocks on disk, without the disk."""
+
+    evicted = nbytes = 0
+    empty = False
+
+    def __init__(self) -> None:
+        self.index = BlockIndex(16, 64)
+        self.index.attach()
+
+    def put(self, keys: Sequence[bytes], tick: int) -> None:
+        slots = self.index.reserve(b"".join(keys), False, tick)
+        self.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), tick)
+
+    def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
+        return self.index.contains(keys, now, refresh, tick, pin_until)
+
+    def delete(self, keys: bytes) -> int:
+        return self.index.delete(keys)
+
+    def expire(self, now: float, limit: int) -> None:
+        self.index.expire(now, limit)
+
+
+def test_the_hottest_of_an_empty_namespace_are_none(store: Store) -> None:
+    namespace = store.open(canonical("m"), 16)
+    assert hottest(namespace) == ([], 0) == hottest(namespace, 3)
+
+
+def test_the_hottest_come_in_the_order_of_their_use(store: Store) -> None:
+    namespace, keys = store.open(canonical("m"), 16), make_keys(9)
+    put(store, namespace, keys[:5])
+    put(store, namespace, keys[5:])
+    order = keys[5:] + keys[:5]
+    assert hottest(namespace) == (order, 9)
+    for skip in range(10):
+        for limit in range(10):
+            assert hottest(namespace, skip, limit) == (order[skip : skip + limit], 9)
+
+
+def test_a_block_that_is_being_written_is_not_among_the_hottest(store: Store) -> None:
+    namespace, keys = store.open(canonical("m"), 16), make_keys(3)
+    put(store, namespace, keys[:2])
+    namespace.memory.index.reserve(keys[2], False, store.ticks(1))
+    assert hottest(namespace) == (keys[:2], 2)
+
+
+def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: Store) -> None:
+    namespace, keys = store.open(canonical("m"), 16), make_keys(9)
+    namespace.disk = disk = OnDisk()
+    disk.put(keys[:2], store.ticks(2))  # on disk only
+    put(store, namespace, keys[2:4])
+    put(store, namespace, keys[4:6])
+    disk.put(keys[2:4], store.ticks(2))  # written late
+    disk.put(keys[6:9], store.ticks(3))  # an earlier run's, on their way to memory
+    assert hottest(namespace)[1] == 9
+    namespace.memory.index.reserve(keys[6], False, store.ticks(1))
+    put(store, namespace, keys[7:8])
+    assert hottest(namespace) == ([*keys[6:9], *keys[4:6], *keys[2:4], *keys[:2]], 9)
+    assert hottest(namespace, 2, 3) == ([keys[8], *keys[4:6]], 9)
+    namespace.memory.index.delete(b"".join(keys))
+    disk.index.delete(b"".join(keys))
+    assert not namespace.memory.index.gone and not disk.index.gone, "a reader was left behind"

@@ -61,6 +61,7 @@ SHARD_INFO = wire.ShardInfo(
             disk_blocks=28,
             disk_bytes=256 << 20,
             disk_evicted=11,
+            replicas=2,
         )
     ],
     policy="s3fifo",
@@ -98,9 +99,9 @@ SHARD_INFO = wire.ShardInfo(
 )
 
 REQUESTS: dict[str, wire.Request] = {
-    "hello": wire.Hello(1, 1, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret"),
+    "hello": wire.Hello(1, 1, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
     "hello_empty": wire.Hello(0, 1),
-    "set": wire.Set(2, 10_000, 40, 16, True, False, 3),
+    "set": wire.Set(2, 10_000, 40, 16, True, False, 3, True),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
@@ -111,6 +112,7 @@ REQUESTS: dict[str, wire.Request] = {
     "credit": wire.Credit(3, 4 << 20),
     "cancel": wire.Cancel(3),
     "scrub": wire.Scrub(10, 10_000),
+    "hottest": wire.Hottest(11, 10_000, 524_288, 1_000_000),
 }
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
@@ -128,8 +130,9 @@ REPLIES: dict[str, wire.Reply] = {
             wire.ShardAddress("host:7070/1", "10.0.0.2", 7071, 2147483648.0),
         ],
         epoch=1,
+        zone="rack-7",
     ),
-    "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1),
+    "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4])),
     "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016),
     "part_last": wire.Part(3, b"", b"", True, 9, 8183, 0),
     "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
@@ -139,6 +142,7 @@ REPLIES: dict[str, wire.Reply] = {
     "info_reply": wire.InfoReply(8, msgspec.msgpack.encode(SHARD_INFO)),
     "pong": wire.Pong(2**63 - 1),
     "scrub_reply": wire.ScrubReply(10, 16),
+    "hottest_reply": wire.HottestReply(11, 8, b"hot-1st!hot-2nd!", 700_000),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {
@@ -231,22 +235,30 @@ def test_fields_appended_by_a_newer_peer_are_ignored(name: str) -> None:
 
 
 def test_optional_fields_may_be_left_out() -> None:
-    assert wire.decode_request(msgspec.msgpack.encode([1, 5, 1])) == wire.Hello(5, 1)
+    assert wire.decode_request(msgspec.msgpack.encode([1, 5, 1])) == wire.Hello(5, 1, b"", "", b"", 1)
     assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8])) == wire.Set(5, 100, 1, 8, False, True)
     assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8, True, True])) == wire.Set(
-        5, 100, 1, 8, True, True, 0
+        5, 100, 1, 8, True, True, 0, False
     )
     assert wire.decode_request(msgspec.msgpack.encode([3, 5, 100, 1, 8])) == wire.Get(5, 100, 1, 8, 0)
+
+
+@pytest.mark.parametrize(("name", "since"), [("welcome", {"zone": ""}), ("set_reply", {"outcomes": b""})])
+def test_the_replies_of_an_older_shard_are_read(name: str, since: dict[str, Any]) -> None:
+    fields = msgspec.msgpack.decode(vector(name))
+    older = msgspec.msgpack.encode(fields[: len(fields) - len(since)])
+    assert wire.decode_reply(older) == msgspec.structs.replace(REPLIES[name], **since)
 
 
 def test_the_info_of_an_older_shard_is_read() -> None:
     older = msgspec.msgpack.decode(msgspec.msgpack.encode(SHARD_INFO))
     del older["policy"], older["index_bytes"], older["disk"]
-    for name in ("disk_blocks", "disk_bytes", "disk_evicted"):
+    for name in ("disk_blocks", "disk_bytes", "disk_evicted", "replicas"):
         del older["namespaces"][0][name]
     info = msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=wire.ShardInfo)
     assert (info.policy, info.index_bytes, info.disk) == ("lru", 0, None)
     assert (info.pid, info.namespaces[0].blocks, info.namespaces[0].disk_blocks) == (4242, 30, 0)
+    assert info.namespaces[0].replicas == 1
 
 
 # ---- any bytes -----------------------------------------------------------------------------------------------------
@@ -306,6 +318,11 @@ def test_any_fields_are_a_request_or_a_wire_error(tag: int, fields: list[Any]) -
         assert 0 <= request.pin_s <= wire.MAX_PIN_S
     if isinstance(request, wire.Set):
         assert 0 <= request.priority <= wire.MAX_PRIORITY
+    if isinstance(request, wire.Hello):
+        assert 1 <= request.replicas <= wire.MAX_REPLICAS
+    if isinstance(request, wire.Hottest):
+        assert 0 < request.deadline_ms <= wire.MAX_DEADLINE_MS
+        assert 0 <= request.skip < 1 << 63 and 0 <= request.limit < 1 << 63
 
 
 @given(st.sampled_from([*REQUESTS, *REPLIES]), st.data())
@@ -326,8 +343,16 @@ _keyed = (_ids, st.integers(1, wire.MAX_DEADLINE_MS), st.integers(0, wire.MAX_KE
 _lookup = (*_keyed, st.booleans(), st.floats(0, wire.MAX_PIN_S))
 _asked = (_ids, st.integers(0, 2**63))
 _requests = st.one_of(
-    st.builds(wire.Hello, _ids, st.integers(-(2**63), 2**63), st.binary(), st.text(), st.binary()),
-    st.builds(wire.Set, *_keyed, st.booleans(), st.booleans(), st.integers(0, wire.MAX_PRIORITY)),
+    st.builds(
+        wire.Hello,
+        _ids,
+        st.integers(-(2**63), 2**63),
+        st.binary(),
+        st.text(),
+        st.binary(),
+        st.integers(1, wire.MAX_REPLICAS),
+    ),
+    st.builds(wire.Set, *_keyed, st.booleans(), st.booleans(), st.integers(0, wire.MAX_PRIORITY), st.booleans()),
     st.builds(wire.Get, *_keyed, st.integers(0, 2**63)),
     st.builds(wire.Contains, *_lookup),
     st.builds(wire.MatchPrefix, *_lookup),
@@ -338,6 +363,7 @@ _requests = st.one_of(
     st.builds(wire.Credit, *_asked),
     st.builds(wire.Cancel, _ids),
     st.builds(wire.Scrub, *_asked),
+    st.builds(wire.Hottest, _ids, st.integers(1, wire.MAX_DEADLINE_MS), _ids, _ids),
 )
 _numbers = st.integers(0, 2**64 - 1)
 _shards = st.lists(st.builds(wire.ShardAddress, st.text(), st.text(), _numbers, st.floats(allow_nan=False)))
@@ -355,8 +381,9 @@ _replies = st.one_of(
         _numbers,
         _shards,
         _numbers,
+        st.text(),
     ),
-    st.builds(wire.SetReply, _ids, _numbers, _numbers, _numbers, _numbers, _numbers, _numbers),
+    st.builds(wire.SetReply, _ids, _numbers, _numbers, _numbers, _numbers, _numbers, _numbers, st.binary()),
     st.builds(wire.Part, _ids, st.binary(), st.binary(), st.booleans(), _numbers, _numbers, _numbers),
     st.builds(wire.ContainsReply, _ids, st.binary()),
     st.builds(wire.MatchReply, _ids, _numbers),
@@ -365,6 +392,7 @@ _replies = st.one_of(
     st.builds(wire.InfoReply, _ids, st.binary()),
     st.builds(wire.Pong, _ids),
     st.builds(wire.ScrubReply, _ids, _numbers),
+    st.builds(wire.HottestReply, _ids, _numbers, st.binary(), _numbers),
     st.builds(wire.Error, _ids, _numbers, st.text()),
 )
 
@@ -403,6 +431,12 @@ def test_a_request_decodes_from_any_buffer() -> None:
         (wire.MatchPrefix(1, 1, 1, 8, False, -1.0), ErrorCode.LIMIT, "-1", "0 to 60"),
         (wire.MatchPrefix(1, 1, 1, 8, False, float("nan")), ErrorCode.LIMIT, "nan", "0 to 60"),
         (wire.Get(1, 1, 1, 8, -1), ErrorCode.PROTOCOL, "-1", "0 or more"),
+        (wire.Hello(1, 1, replicas=0), ErrorCode.LIMIT, "0", "1 to 3"),
+        (wire.Hello(1, 1, replicas=4), ErrorCode.LIMIT, "4", "1 to 3"),
+        (wire.Hottest(1, 0, 0, 1), ErrorCode.LIMIT, "0 ms", "1 to 600000"),
+        (wire.Hottest(1, 1, -1, 1), ErrorCode.LIMIT, "-1", "0 or more"),
+        (wire.Hottest(1, 1, 0, -1), ErrorCode.LIMIT, "-1", "0 or more"),
+        (wire.Hottest(1, 1, 2**63, 1), ErrorCode.LIMIT, str(2**63), "below 2**63"),
     ],
 )
 def test_a_number_over_its_limit_is_named(request_: wire.Request, code: ErrorCode, given_: str, expected: str) -> None:

@@ -1,0 +1,203 @@
+# Weighted rendezvous hashing, and a batch's keys by their owner. What the numbers mean: kvstore/cluster/placement.py.
+#
+# For a key every shard draws u in (0, 1), and its score is weight / -ln(u). Logarithms are what this would cost, and
+# hardly any is needed: as 1 - u <= -ln(u) <= (1 - u) / u, a shard's *floor* (1 - u) / weight bounds what it scores from
+# both sides, and mostly one shard alone can be the best.
+
+from libc.math cimport INFINITY, fabs, log
+
+cdef double _SLACK = 1.0 + 2.0 ** -40               # more than rounding does to a score and a floor
+cdef double _GREATEST_HANDICAP = 2.0 ** 960         # so that every floor is finite
+cdef double _GREATEST_FLOOR = 2.0 ** 1020
+
+
+# The shards of a placement, and what is worked out for one key at a time.
+cdef struct Shards:
+    Py_ssize_t count
+    const uint64_t *seeds
+    const double *weights
+    const int64_t *ranks    # the lowest wins between equal scores
+    const int64_t *nodes
+    const int64_t *zones
+    double *handicaps       # the greatest weight / weight, in units of 2**-53
+    double handicap         # the greatest of them
+    uint64_t *draws
+    double *floors          # times the greatest weight, at most one handicap too low; INFINITY: on a node that is taken
+    double *apart           # as floors; INFINITY: in a zone that is taken, too
+
+
+cdef inline uint64_t _mix(uint64_t value) noexcept nogil:
+    """The splitmix64 finaliser (Steele, Lea, Flood 2014)."""
+    value = (value ^ (value >> 30)) * <uint64_t>0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * <uint64_t>0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+cdef inline double _cost(uint64_t drawn) noexcept nogil:
+    """-ln(u); 0 for the one draw of 2**53 whose u is rounded to 1."""
+    return fabs(log((<double><int64_t>(drawn >> 11) + 0.5) * 2.0 ** -53))
+
+
+cdef inline void _draw(const Shards *shards, uint64_t word) noexcept nogil:
+    """Every shard's draw and floor for a key."""
+    cdef uint64_t mixed = _mix(word)
+    cdef Py_ssize_t i
+    for i in range(shards.count):
+        shards.draws[i] = _mix(mixed ^ shards.seeds[i])
+        shards.floors[i] = <double><int64_t>(~shards.draws[i] >> 11) * shards.handicaps[i]
+
+
+cdef inline double _lowest(const double *floors, Py_ssize_t count) noexcept nogil:
+    """Four at a time: each minimum would wait for the one before it."""
+    cdef double a = INFINITY, b = INFINITY, c = INFINITY, d = INFINITY
+    cdef Py_ssize_t i = 0
+    while i + 4 <= count:
+        a = floors[i] if floors[i] < a else a
+        b = floors[i + 1] if floors[i + 1] < b else b
+        c = floors[i + 2] if floors[i + 2] < c else c
+        d = floors[i + 3] if floors[i + 3] < d else d
+        i += 4
+    while i < count:
+        a = floors[i] if floors[i] < a else a
+        i += 1
+    return min(min(a, b), min(c, d))
+
+
+cdef inline Py_ssize_t _winner(const Shards *shards, const double *floors) noexcept nogil:
+    """The shard of the highest score among those whose floor is finite; NONE if there is none."""
+    cdef Py_ssize_t i, best = NONE
+    cdef double low = _lowest(floors, shards.count), limit = _GREATEST_FLOOR, score = 0.0, other
+    low += shards.handicap
+    if low < 1.0:
+        limit = low / (1.0 - low) * _SLACK
+    for i in range(shards.count):
+        if floors[i] <= limit:
+            if best == NONE:
+                best = i
+                continue
+            if score == 0.0:
+                score = shards.weights[best] / _cost(shards.draws[best])
+            other = shards.weights[i] / _cost(shards.draws[i])
+            if other > score or (other == score and shards.ranks[i] < shards.ranks[best]):
+                score = other
+                best = i
+    return best
+
+
+cdef bint _choose_replicas(const Shards *shards, int64_t *chosen, Py_ssize_t columns) noexcept nogil:
+    """Columns 1 .. columns - 1 of a key whose owner is in column 0. -> whether there were as many nodes."""
+    cdef Py_ssize_t i, column
+    cdef int64_t before
+    if columns == 1:
+        return True
+    memcpy(shards.apart, shards.floors, shards.count * sizeof(double))
+    for column in range(1, columns):
+        before = chosen[column - 1]
+        for i in range(shards.count):
+            if shards.nodes[i] == shards.nodes[before]:
+                shards.floors[i] = shards.apart[i] = INFINITY
+            elif shards.zones[i] == shards.zones[before]:
+                shards.apart[i] = INFINITY
+        chosen[column] = _winner(shards, shards.apart)
+        if chosen[column] == NONE:
+            chosen[column] = _winner(shards, shards.floors)
+        if chosen[column] == NONE:
+            return False
+    return True
+
+
+cdef const void *_column(_Buffers held, object source, Py_ssize_t count, bytes codes, str name) except NULL:
+    cdef Py_buffer *view = held.take(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT, name)
+    cdef bytes code = view.format if view.format != NULL else b"B"
+    if view.ndim != 1 or view.itemsize != 8 or code not in codes or view.shape[0] != count:
+        raise ValueError(f"{name} must have {count} items of 8 bytes and a type of {codes.decode()}")
+    return view.buf
+
+
+def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
+    """Who holds each key: `(n, columns)` numbers of shards, the owner in column 0, int64.
+
+    ``keys``: `(n, key_bytes)` uint8 of any strides, key_bytes >= 8; the first 8 bytes place a key. One item a shard:
+    ``seeds`` (uint64), ``weights`` (float64, > 0 and finite), ``ranks``, ``nodes``, ``zones`` (int64). Between equal
+    scores the lowest rank wins. The next column is the best-scored shard on a node and in a zone that no column before
+    it has, or on such a node when no zone is left. ``columns``: at most the number of different nodes.
+
+    Raises ValueError for arrays that do not fit. Works without the GIL; thread-safe as long as nobody writes to them.
+    """
+    cdef _Buffers held = _Buffers(7)
+    cdef Py_buffer *view = held.take(keys, PyBUF_STRIDES, "keys")
+    if view.ndim != 2 or view.itemsize != 1 or view.shape[1] < 8:
+        raise ValueError("keys must be an (n, key_bytes) array of uint8 with key_bytes >= 8")
+    cdef Shards shards
+    shards.count = len(seeds)
+    if shards.count < 1 or columns < 1:
+        raise ValueError(f"{shards.count} shards and {columns} columns: expected at least 1 of each")
+    shards.seeds = <const uint64_t *>_column(held, seeds, shards.count, b"LQ", "seeds")
+    shards.weights = <const double *>_column(held, weights, shards.count, b"d", "weights")
+    shards.ranks = <const int64_t *>_column(held, ranks, shards.count, b"lq", "ranks")
+    shards.nodes = <const int64_t *>_column(held, nodes, shards.count, b"lq", "nodes")
+    shards.zones = <const int64_t *>_column(held, zones, shards.count, b"lq", "zones")
+    cdef Py_ssize_t count = view.shape[0], i
+    found = np.empty((count, columns), dtype=np.int64)
+    cdef int64_t *chosen = <int64_t *>held.take(found, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "found").buf
+    cdef double *scratch = <double *>malloc(4 * shards.count * sizeof(double))
+    if scratch == NULL:
+        raise MemoryError(f"no memory to place keys among {shards.count} shards")
+    shards.handicaps, shards.floors, shards.apart = scratch, scratch + shards.count, scratch + 2 * shards.count
+    shards.draws = <uint64_t *>(scratch + 3 * shards.count)
+    cdef const char *key = <const char *>view.buf
+    cdef Py_ssize_t row_stride = view.strides[0], stride = view.strides[1], at
+    cdef uint64_t word
+    cdef double greatest = 0.0
+    cdef bint enough = True
+    shards.handicap = 0.0
+    with nogil:
+        for i in range(shards.count):
+            greatest = max(greatest, shards.weights[i])
+        for i in range(shards.count):
+            shards.handicaps[i] = min(greatest / shards.weights[i], _GREATEST_HANDICAP) * 2.0 ** -53
+            shards.handicap = max(shards.handicap, shards.handicaps[i])
+        for i in range(count):
+            word = 0
+            for at in range(8):
+                word |= <uint64_t><uint8_t>key[at * stride] << (8 * at)
+            key += row_stride
+            _draw(&shards, word)
+            chosen[0] = _winner(&shards, shards.floors)
+            if not _choose_replicas(&shards, chosen, columns):
+                enough = False
+                break
+            chosen += columns
+        free(scratch)
+    if not enough:
+        raise ValueError(f"{columns} columns: the shards are on fewer nodes")
+    return found
+
+
+def group_by_owner(owners, Py_ssize_t count):
+    """Positions by owner: `(order, bounds)`, both int64. Those of owner i are ``order[bounds[i] : bounds[i + 1]]``,
+    ascending.
+
+    ``owners``: 1-D int64, each 0 .. count - 1, else IndexError. A counting sort; thread-safe.
+    """
+    if count < 1:
+        raise ValueError(f"{count} owners: expected at least 1")
+    cdef _Buffers held = _Buffers(3)
+    cdef Py_ssize_t n = len(owners), i
+    cdef const int64_t *owner = <const int64_t *>_column(held, owners, n, b"lq", "owners")
+    order, bounds = np.empty(n, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+    cdef int64_t *positions = <int64_t *>held.take(order, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "order").buf
+    cdef int64_t *ends = <int64_t *>held.take(bounds, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "bounds").buf
+    for i in range(n):
+        if not 0 <= owner[i] < count:
+            raise IndexError(f"owners[{i}] is {owner[i]}: expected 0 to {count - 1}")
+        ends[owner[i] + 1] += 1
+    for i in range(count):
+        ends[i + 1] += ends[i]
+    for i in range(n):
+        positions[ends[owner[i]]] = i
+        ends[owner[i]] += 1
+    for i in range(count, 0, -1):
+        ends[i] = ends[i - 1]
+    ends[0] = 0
+    return order, bounds

@@ -1,0 +1,137 @@
+"""The members of a cluster behind one DNS name, such as a headless Kubernetes service: each address is a node.
+
+The name is resolved every two seconds; each new address is asked who it is, and again every ten. A node whose
+address is there when it is looked for first counts as serving; one that comes later as joining for the default grace
+period, since nobody tells when it began. Nodes do not say that they leave: they are gone when the name no longer gives
+their address, or when they twice did not answer. While the name cannot be resolved, or nobody answers, the directory is
+lost.
+Used by one thread, except for `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvstore.asking import AskError, Asking
+from kvstore.cluster.members import DirectoryError, Member, MemberError, Membership, State, check_member
+from kvstore.cluster.url import DnsURL
+from kvstore.wire import ShardAddress
+
+log = logging.getLogger(__name__)
+
+RESOLVE_S: Final = (1.5, 2.5)
+ASK_S: Final = (8.0, 12.0)
+ASK_TIMEOUT_S: Final = 1.0
+GRACE_S: Final = 300.0
+_ASKERS: Final = 16
+_MISSED: Final = 2  # questions without an answer after which a node counts as gone
+
+
+@dataclass
+class _Node:
+    """What is known of one address."""
+
+    member: Member | None = None  # None: it has not answered, or no longer does
+    joined: float = 0.0
+    ask_at: float = 0.0
+    missed: int = 0
+    told: str = ""  # the node it was said to be another address of
+
+
+class DnsDirectory:
+    """The nodes at one name. Raises `DirectoryError`, nothing else. A look takes some seconds at most."""
+
+    def __init__(self, url: DnsURL) -> None:
+        self.url = url
+        self._closed = threading.Event()
+        self._nodes: dict[str, _Node] = {}
+        self._members: Sequence[Member] = ()
+        self._epoch = 0
+
+    def membership(self) -> Membership:
+        """All members now; the epoch counts changes."""
+        addresses = self._resolve()
+        now = time.monotonic()
+        self._nodes = {address: self._nodes.get(address, _Node()) for address in addresses}
+        due = [address for address, node in self._nodes.items() if node.ask_at <= now]
+        with ThreadPoolExecutor(_ASKERS, "kvstore-dns") as askers:
+            answers = list(askers.map(self._ask, due))
+        for address, answer in zip(due, answers, strict=True):
+            self._learn(self._nodes[address], answer, now)
+        members = self._list(now)
+        if not members:
+            reasons = {str(answer) for answer in answers if isinstance(answer, Exception)}
+            raise DirectoryError(
+                f"{self.url}: none of {len(addresses)} addresses answers: {'; '.join(sorted(reasons))}"
+            )
+        if members != self._members:
+            self._members = members
+            self._epoch += 1
+        return Membership(self._epoch, members)
+
+    def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
+        """Wait until it is time to look again."""
+        self._closed.wait(min(timeout_s, random.uniform(*RESOLVE_S)))
+        return True
+
+    def close(self) -> None:
+        """Whoever waits returns."""
+        self._closed.set()
+
+    def _resolve(self) -> list[str]:
+        try:
+            found = socket.getaddrinfo(self.url.host, self.url.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise DirectoryError(f"{self.url}: {error}") from None
+        return sorted({str(address[0]) for *_, address in found})
+
+    def _ask(self, address: str) -> Member | AskError | MemberError:
+        try:
+            with Asking((address, self.url.port), ASK_TIMEOUT_S) as asking:
+                welcome = asking.welcome
+            shards = [
+                ShardAddress(shard.name, shard.host or address, shard.port, shard.weight) for shard in welcome.shards
+            ]
+            member = Member(welcome.node, "serving", shards, zone=welcome.zone)
+            check_member(member)
+        except (AskError, MemberError) as error:
+            return error
+        return member
+
+    def _learn(self, node: _Node, answer: Member | Exception, now: float) -> None:
+        if isinstance(answer, Member):
+            if node.member is None:
+                node.joined = now if self._members else now - GRACE_S
+            node.member, node.missed, node.ask_at = answer, 0, now + random.uniform(*ASK_S)
+            return
+        node.missed += 1
+        if node.missed >= _MISSED:
+            node.member = None
+
+    def _list(self, now: float) -> list[Member]:
+        """A member for each node that is known; one that has several addresses counts once."""
+        members: dict[str, Member] = {}
+        shards: set[str] = set()
+        for address, node in self._nodes.items():
+            if node.member is None:
+                continue
+            names = {shard.name for shard in node.member.shards}
+            if node.member.node in members or names & shards:
+                if node.told != node.member.node:
+                    node.told = node.member.node
+                    log.info("%s: %s is node %r, of which another address is used", self.url, address, node.member.node)
+                continue
+            state: State = "serving" if now - node.joined >= GRACE_S else "joining"
+            members[node.member.node] = msgspec.structs.replace(node.member, state=state)
+            shards |= names
+        return [members[name] for name in sorted(members)]

@@ -1,0 +1,308 @@
+"""The members of a cluster in etcd: one record a node, under a lease that the node keeps alive.
+
+    /kvstore/NAME/nodes/ID     a `Member`, as JSON; gone when its node withdraws, or stops keeping its lease alive
+    /kvstore/NAME/drains/ID    a `Drain`, as JSON: asked for by an operator, written on by the node
+
+etcd is reached through its HTTP gateway, with etcd3gw; a watch only wakes, and what has changed is read anew.
+(etcd3gw's own watcher has no read timeout and drops what it cannot parse, so the watch is a request of its session.)
+
+Any thread, several at once. Nothing blocks for longer than the timeout times the endpoints: an endpoint that fails or
+does not answer makes room for the next, and the first that answers is asked from then on. After `close` calls fail at
+once, the one that waits for a change included. What etcd holds is not trusted: a record that is no member is left out,
+and logged once.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
+
+import msgspec
+
+from kvstore.cluster.members import (
+    DirectoryError,
+    Member,
+    MemberError,
+    Membership,
+    decode_member,
+    encode_member,
+)
+from kvstore.cluster.url import EtcdURL
+
+log = logging.getLogger(__name__)
+
+MAX_MEMBERS: Final = 4096
+MAX_DRAIN_S: Final = 86_400
+_API: Final = "/v3/"  # of etcd 3.4 and later
+_ROOT: Final = "/kvstore"
+_T = TypeVar("_T")
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """A node is to move its hottest blocks to their next owners and leave; and how far it is."""
+
+    instance: str  # of the node: another start of it is not meant
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]  # to move blocks for, at most
+    state: Literal["asked", "moving", "done"] = "asked"
+    # Copies of blocks: a block of a namespace with replicas may have several to be made.
+    total: int = 0  # to be made
+    done: int = 0  # moved, present or failed so far
+    moved: int = 0  # from here on: known when it is done
+    present: int = 0  # were there already
+    failed: int = 0
+
+
+class EtcdDirectory:
+    """The records of one cluster. Raises `DirectoryError`, nothing else.
+
+    `timeout_s`: how long one endpoint may take to connect, and to answer.
+    """
+
+    def __init__(self, url: EtcdURL, timeout_s: float) -> None:
+        try:
+            import requests
+            from etcd3gw import Etcd3Client
+            from etcd3gw.exceptions import Etcd3Exception
+        except ImportError as error:
+            raise DirectoryError(f"{url} takes etcd3gw ({error}): pip install 'kvstore[cluster]'") from None
+        self.url = url
+        self.timeout_s = timeout_s
+        self._failures = (Etcd3Exception, requests.RequestException, OSError, ValueError, KeyError, TypeError)
+        self._clients = []
+        for host, port in url.endpoints:
+            session = requests.Session()
+            session.trust_env = False  # no proxy stands between a node and its lease
+            self._clients.append(Etcd3Client(host, port, timeout=timeout_s, api_path=_API, session=session))
+        self._at = random.randrange(len(self._clients))  # not all clients on the first endpoint
+        self._nodes = f"{_ROOT}/{url.name}/nodes/"
+        self._drains = f"{_ROOT}/{url.name}/drains/"
+        self._lock = threading.Lock()
+        self._closed = False
+        self._watching: Any = None  # the response that `wait_for_change` reads
+        self._pid = os.getpid()
+        self._complained: dict[str, str] = {}  # node -> revision of its record that was found to be none
+        self._odd_drain: object = None  # revision of the last drain that was none
+
+    # ---- members ---------------------------------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """All members now; the epoch is etcd's revision."""
+        answer = self._post("/kv/range", **_prefix(self._nodes), limit=MAX_MEMBERS, sort_target="CREATE")
+        return self._understand(lambda: self._read_members(answer))
+
+    def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
+        """Wait until members change after `after_epoch`. False: not within `timeout_s`. By one thread at a time."""
+        import requests
+
+        body: Any = {"create_request": {**_prefix(self._nodes), "start_revision": after_epoch + 1}}
+        at = self._at
+        client = self._clients[at]
+        timeouts = self.timeout_s, max(timeout_s, 0.01)
+        try:
+            with client.session.post(client.get_url("/watch"), json=body, stream=True, timeout=timeouts) as answer:
+                answer.raise_for_status()
+                with self._lock:
+                    self._watching = answer
+                    if self._closed:
+                        raise DirectoryError(f"{self.url}: closed")
+                return _next_event(answer)
+        except requests.Timeout:
+            return False
+        except self._failures as error:
+            # A read that ends by its timeout comes as a ConnectionError here.
+            if "timed out" in str(error).lower():
+                return False
+            self._failed(at, error)
+        finally:
+            with self._lock:
+                self._watching = None
+
+    def read_member(self, node: str) -> Member | None:
+        """The record of a node; None: it has none, or one that is no member."""
+        answer = self._post("/kv/range", key=_encode(self._nodes + node))
+
+        def read() -> Member | None:
+            for record in answer.get("kvs", []):
+                return self._read_member(record)
+            return None
+
+        return self._understand(read)
+
+    # ---- a node's own record ---------------------------------------------------------------------------------------
+
+    def grant(self, ttl_s: int) -> int:
+        """A new lease. -> its id."""
+        answer = self._post("/lease/grant", TTL=ttl_s, ID=0)
+        return self._understand(lambda: int(answer["ID"]))
+
+    def keep_alive(self, lease: int) -> bool:
+        """Start the lease's time anew. False: there is no such lease any more."""
+        answer = self._post("/lease/keepalive", ID=lease)
+        return self._understand(lambda: int(answer["result"].get("TTL", 0)) > 0)
+
+    def register(self, member: Member, lease: int, replace: bool = False) -> bool:
+        """Write the record of a node under its lease. False: another lease holds that record, and it stays.
+
+        `replace`: the record is written whoever holds it.
+        """
+        key = _encode(self._nodes + member.node)
+        put = {"request_put": {"key": key, "value": _encode(encode_member(member)), "lease": lease}}
+        mine = {"key": key, "target": "LEASE", "lease": lease}
+        nobodys = {"key": key, "target": "CREATE", "create_revision": 0}
+        for condition in ([],) if replace else ([mine], [nobodys]):
+            answer = self._post("/kv/txn", compare=condition, success=[put])
+            if self._understand(lambda answer=answer: bool(answer.get("succeeded", False))):  # type: ignore[misc]
+                return True
+        return False
+
+    def withdraw(self, node: str, lease: int) -> None:
+        """Give the lease back, and with it the node's record, if that is still under it."""
+        self._post("/lease/revoke", ID=lease)
+        log.debug("%s: %s has given its lease back", self.url, node)
+
+    # ---- drains ----------------------------------------------------------------------------------------------------
+
+    def ask_drain(self, node: str, drain: Drain) -> None:
+        """Ask a node to drain; it looks every half of its lease."""
+        self.write_drain(node, drain)
+
+    def read_drain(self, node: str) -> Drain | None:
+        """What was asked of a node and how far it is; None: nothing."""
+        answer = self._post("/kv/range", key=_encode(self._drains + node))
+        record = self._understand(lambda: answer["kvs"][0] if "kvs" in answer else None)
+        if record is None:
+            return None
+        try:
+            return msgspec.json.decode(self._understand(lambda: _decode(record.get("value", ""))), type=Drain)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if record.get("mod_revision") != self._odd_drain:
+                log.warning("%s: what is asked of %s is no drain: %s", self.url, node, error)
+            self._odd_drain = record.get("mod_revision")
+            return None
+
+    def write_drain(self, node: str, drain: Drain) -> None:
+        """Say how far a node is."""
+        self._post("/kv/put", key=_encode(self._drains + node), value=_encode(msgspec.json.encode(drain)))
+
+    def end_drain(self, node: str) -> None:
+        """Remove what was asked of a node."""
+        self._post("/kv/deleterange", key=_encode(self._drains + node))
+
+    def close(self) -> None:
+        """Close the connections; a thread that waits for a change returns."""
+        with self._lock:
+            self._closed = True
+            if self._watching is not None and os.getpid() == self._pid:  # a forked child has its parent's connection
+                _interrupt(self._watching)
+        for client in self._clients:
+            client.session.close()
+
+    # ---- asking ----------------------------------------------------------------------------------------------------
+
+    def _post(self, path: str, **body: object) -> Any:
+        """The answer of the first endpoint that gives one."""
+        reasons = []
+        for _ in self._clients:
+            if self._closed:
+                raise DirectoryError(f"{self.url}: closed")
+            at = self._at
+            client = self._clients[at]
+            try:
+                answer = client.post(client.get_url(path), json=body)
+                if "error" in answer:  # of a streaming method: its status is 200 all the same
+                    raise ValueError(f"etcd says {answer['error']}")
+                return answer
+            except self._failures as error:
+                self._at = (at + 1) % len(self._clients)
+                reasons.append(f"{client.host}:{client.port}: {_reason(error)}")
+        raise DirectoryError(f"{self.url}: {'; '.join(reasons)}")
+
+    def _failed(self, at: int, error: Exception) -> NoReturn:
+        client = self._clients[at]
+        self._at = (at + 1) % len(self._clients)
+        raise DirectoryError(f"{self.url}: {client.host}:{client.port}: {_reason(error)}") from None
+
+    def _understand(self, read: Callable[[], _T]) -> _T:
+        try:
+            return read()
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DirectoryError(f"{self.url}: an answer that is none of etcd: {error!r}") from None
+
+    def _read_members(self, answer: Any) -> Membership:
+        members: dict[str, Member] = {}
+        shards: set[str] = set()
+        complained: dict[str, str] = {}
+        for record in answer.get("kvs", []):  # the oldest first: of two that claim the same shard it is the member
+            member = self._read_member(record, complained, shards)
+            if member is not None:
+                members[member.node] = member
+                shards.update(shard.name for shard in member.shards)
+        self._complained = complained
+        return Membership(int(answer["header"]["revision"]), [members[node] for node in sorted(members)])
+
+    def _read_member(
+        self, record: Any, complained: dict[str, str] | None = None, shards: set[str] | frozenset[str] = frozenset()
+    ) -> Member | None:
+        node = _decode(record["key"]).decode(errors="replace").removeprefix(self._nodes)
+        try:
+            member = decode_member(_decode(record.get("value", "")))
+            if member.node != node:
+                raise MemberError(f"it calls itself {member.node!r}")
+            if twice := sorted(shard.name for shard in member.shards if shard.name in shards):
+                raise MemberError(f"another member has a shard of the same name: {twice[0]!r}")
+        except MemberError as error:
+            revision = str(record.get("mod_revision", ""))
+            if self._complained.get(node) != revision:
+                log.warning("%s: the record of %r is left out: %s", self.url, node, error)
+            if complained is not None:
+                complained[node] = revision
+            return None
+        return member
+
+
+def _next_event(answer: Any) -> bool:
+    """Read a watch until it tells of a change, or must be begun anew: both are reasons to look."""
+    for line in answer.iter_lines(chunk_size=None):
+        result = msgspec.json.decode(line)["result"]
+        if "events" in result or "canceled" in result or "error" in result:
+            return True
+    raise OSError("the watch ended")
+
+
+def _interrupt(answer: Any) -> None:
+    """Wake the thread that reads `answer`: closing alone would leave it in recv."""
+    connection = getattr(answer.raw, "connection", None)
+    sock = getattr(connection, "sock", None)
+    if sock is not None:
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            log.debug("the watch had ended already")
+
+
+def _reason(error: Exception) -> str:
+    """The innermost cause, in one line: what requests and urllib3 wrap it in says nothing."""
+    text = getattr(error, "detail_text", None) or str(error)
+    for known in ("Connection refused", "timed out", "No route to host", "Name or service not known"):
+        if known.lower() in text.lower():
+            return known.lower()
+    return " ".join(text.split())[:200] or type(error).__name__
+
+
+def _prefix(prefix: str) -> dict[str, str]:
+    """All keys that begin with `prefix`, which ends with a slash."""
+    return {"key": _encode(prefix), "range_end": _encode(prefix[:-1] + "0")}
+
+
+def _encode(data: str | bytes) -> str:
+    return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

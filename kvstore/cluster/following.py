@@ -1,0 +1,217 @@
+"""Following a cluster's members: a thread that tells of every change of view.
+
+What a follower shows is always something to work with: while the directory cannot be asked, the last view stays, and
+so it does when a directory that had members suddenly has none: it has lost its data, and the nodes, which still run,
+will register again. Members that leave or change are told of at once; members that join a little later and not by all
+followers in the same instant, so that a fleet of clients does not connect to a new node at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvstore.cluster.etcd import EtcdDirectory
+from kvstore.cluster.members import DirectoryError, Member, Membership
+from kvstore.cluster.url import EtcdURL, parse_cluster_url
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S: Final = 1.0  # for one endpoint
+LOOK_S: Final = 5.0  # without news the members are read anew: a link that is cut says nothing
+SPREAD_S: Final = 1.0
+REFILL_S: Final = 3.0  # for nodes to register again in a directory that lost its data
+BACKOFF_S: Final = (0.1, 1.0)
+CLOSE_S: Final = 0.4
+
+
+class Directory(Protocol):
+    """Where members are listed."""
+
+    def membership(self) -> Membership:
+        """All members now. Raises `DirectoryError`."""
+
+    def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
+        """Wait until it is time to look again: members changed (True) or `timeout_s` have passed."""
+
+    def close(self) -> None:
+        """Whoever waits returns."""
+
+
+def open_directory(url: str) -> Directory:
+    """The directory that `url` names. Raises `ValueError` for a URL that is none, `DirectoryError` without etcd3gw."""
+    parsed = parse_cluster_url(url)
+    if isinstance(parsed, EtcdURL):
+        return EtcdDirectory(parsed, REQUEST_TIMEOUT_S)
+    from kvstore.cluster.dns import DnsDirectory
+
+    return DnsDirectory(parsed)
+
+
+class Follower:
+    """Follows the cluster at `url`.
+
+    `on_change` is called with each new view, on the follower's thread, one call at a time, never twice with the same
+    members, never without any; when it raises, that is logged. It may call `close`; after `close` it is not called,
+    though a call that is under way then may go on for a moment.
+    Raises as `open_directory` does. The thread does not survive a fork: a child makes a follower of its own.
+    """
+
+    def __init__(self, url: str, on_change: Callable[[Membership], None], *, name: str = "follower") -> None:
+        self.url = url
+        self._directory = open_directory(url)
+        self._on_change = on_change
+        self._name = name
+        self._closed = threading.Event()
+        self._known = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-{name}", daemon=True)
+        self._current: Membership | None = None
+        self._lost = ""
+        self._reason = "it has not answered yet"
+        self._admit_at: float | None = None  # when members that joined count
+        self._refilled_at: float | None = None  # when whoever is back counts, after the directory was empty
+        self._failures = 0
+        self.errors = 0
+        self.changes = 0
+
+    @property
+    def lost(self) -> str:
+        """Why the directory cannot be asked now; empty: it can."""
+        return self._lost
+
+    @property
+    def current(self) -> Membership | None:
+        """The last view; None: there was none yet."""
+        return self._current
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> Membership:
+        """The current view; `DirectoryError`, with the reason, when there is none within `timeout_s`."""
+        if not self._known.wait(timeout_s) or self._current is None:
+            raise DirectoryError(f"no members of {self.url} within {timeout_s:g} s: {self._reason}")
+        return self._current
+
+    def close(self) -> None:
+        """Stop following. The thread may live for some seconds more if an endpoint does not answer; it does nothing."""
+        self._closed.set()
+        self._directory.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            answered = False
+            try:
+                view = self._directory.membership()
+                answered = True
+                self._found()
+                self._take(view)
+                self._directory.wait_for_change(view.epoch, self._look_s())
+                self._failures = 0
+            except DirectoryError as error:
+                self._fail(str(error), answered)
+            except Exception as error:
+                log.exception("%s: following %s failed; trying again", self._name, self.url)
+                self._fail(repr(error), answered)
+
+    def _look_s(self) -> float:
+        due = [at for at in (self._admit_at, self._refilled_at) if at is not None]
+        return min(LOOK_S, max(0.01, min(due) - time.monotonic())) if due else LOOK_S
+
+    def _found(self) -> None:
+        if self._lost:
+            log.warning("%s: cluster %s can be asked again", self._name, self.url)
+            self._lost = ""
+
+    def _fail(self, reason: str, answered: bool) -> None:
+        """Pause, the longer the more often. That a watch ended is no loss; that nothing answers is."""
+        if self._closed.is_set():
+            return
+        self.errors += 1
+        self._failures += 1
+        if not answered:
+            self._reason = reason
+            if self._failures > 1 and not self._lost:
+                kept = f"its {len(self._current.members)} members stay" if self._current else "no member is known"
+                log.warning("%s: cluster %s cannot be asked: %s; %s", self._name, self.url, reason, kept)
+                self._lost = reason
+        shortest, longest = BACKOFF_S
+        pause_s = min(longest, shortest * 2.0 ** min(self._failures - 1, 10))
+        self._closed.wait(pause_s * random.uniform(0.5, 1.0))
+
+    def _take(self, view: Membership) -> None:
+        """Tell of what the directory holds, as far as it counts now."""
+        now = time.monotonic()
+        known = {member.node for member in self._current.members} if self._current else set()
+        if not view.members:
+            self._reason = "no node is registered there"
+            if known and self._refilled_at is None:
+                log.warning(
+                    "%s: cluster %s has no members any more: the last %d stay in view until some register",
+                    self._name,
+                    self.url,
+                    len(known),
+                )
+            if known:
+                self._refilled_at = now + REFILL_S
+            return
+        if self._refilled_at is not None and now < self._refilled_at and known - {m.node for m in view.members}:
+            return
+        self._refilled_at = None
+        members = list(view.members)
+        remaining = [member for member in members if member.node in known]
+        if remaining and len(remaining) < len(members):
+            if self._admit_at is None:
+                self._admit_at = now + random.uniform(0.0, SPREAD_S)
+            if now < self._admit_at:
+                members = remaining
+            else:
+                self._admit_at = None
+        else:
+            self._admit_at = None
+        self._tell(Membership(view.epoch, members))
+
+    def _tell(self, view: Membership) -> None:
+        before = self._current.members if self._current else []
+        if list(view.members) == list(before):
+            return
+        if self._closed.is_set():
+            return
+        self._current = view
+        self.changes += 1
+        log.info("%s: view of %s: %s", self._name, self.url, describe_change(before, view))
+        try:
+            self._on_change(view)
+        except Exception:
+            log.exception("%s: taking a new view of %s failed", self._name, self.url)
+        self._known.set()
+
+
+def describe_change(before: Sequence[Member], view: Membership) -> str:
+    """A change of view in one line of `name=value`."""
+    old = {member.node: member for member in before}
+    new = {member.node: member for member in view.members}
+    states = Counter(member.state for member in view.members)
+    changed = [_describe_member(old[node], new[node]) for node in new if node in old and new[node] != old[node]]
+    return (
+        f"epoch={view.epoch} joining={states['joining']} serving={states['serving']} draining={states['draining']} "
+        f"joined=[{', '.join(node for node in new if node not in old)}] "
+        f"left=[{', '.join(node for node in old if node not in new)}] changed=[{', '.join(changed)}]"
+    )
+
+
+def _describe_member(old: Member, new: Member) -> str:
+    parts = [f"{old.state}->{new.state}"] if old.state != new.state else []
+    if old.instance != new.instance:
+        parts.append("restarted")
+    return f"{new.node}: {' '.join(parts) or 'other shards'}"

@@ -1,0 +1,75 @@
+"""Where a cluster's members are listed: `etcd://HOST:2379[,HOST:2379...]/NAME` or `dns://SERVICE:PORT`.
+
+Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple, TypeAlias
+
+ETCD_SCHEME: Final = "etcd://"
+DNS_SCHEME: Final = "dns://"
+MAX_NAME: Final = 64  # characters of a cluster's name or a node's id
+_NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_NAME}}}")
+_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s\[\]:/,@?#]+)):([0-9]{1,5})")
+
+
+class EtcdURL(NamedTuple):
+    """A cluster whose nodes register themselves in etcd."""
+
+    endpoints: tuple[tuple[str, int], ...]  # of one etcd: any of them will do
+    name: str
+
+    def __str__(self) -> str:
+        return f"{ETCD_SCHEME}{','.join(_address(*endpoint) for endpoint in self.endpoints)}/{self.name}"
+
+
+class DnsURL(NamedTuple):
+    """A cluster whose nodes are the addresses of one DNS name, such as a headless Kubernetes service."""
+
+    host: str
+    port: int  # of each node's first shard
+
+    def __str__(self) -> str:
+        return f"{DNS_SCHEME}{_address(self.host, self.port)}"
+
+
+ClusterURL: TypeAlias = EtcdURL | DnsURL
+
+
+def is_cluster_url(endpoint: str) -> bool:
+    """Whether `endpoint` names a cluster and not a node."""
+    return endpoint.startswith((ETCD_SCHEME, DNS_SCHEME))
+
+
+def parse_cluster_url(url: str) -> ClusterURL:
+    """The cluster that `url` names. Raises `ValueError` with what was given and what is expected."""
+    if url.startswith(ETCD_SCHEME):
+        addresses, _, name = url[len(ETCD_SCHEME) :].partition("/")
+        if not is_name(name):
+            raise ValueError(
+                f"{url!r}: the cluster's name {name!r}: expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME, "
+                f"NAME of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
+            )
+        endpoints = tuple(_parse_address(url, text) for text in addresses.split(","))
+        return EtcdURL(tuple(dict.fromkeys(endpoints)), name)
+    if url.startswith(DNS_SCHEME):
+        return DnsURL(*_parse_address(url, url[len(DNS_SCHEME) :]))
+    raise ValueError(f"{url!r}: expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME or {DNS_SCHEME}SERVICE:PORT")
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can be a cluster's name or a node's id."""
+    return _NAME.fullmatch(text) is not None
+
+
+def _parse_address(url: str, text: str) -> tuple[str, int]:
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[3]) < 1 << 16:
+        raise ValueError(f"{url!r}: the address {text!r}: expected HOST:PORT with a port from 1 to 65535")
+    return match[1] or match[2], int(match[3])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

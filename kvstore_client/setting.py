@@ -1,0 +1,200 @@
+"""Changing blocks: `set` on all replicas at once, `delete` wherever a block may be.
+
+Copies: source -> kernel -> slot, once for each replica. A deferred set ends when one replica of each block has taken
+it; the others' answers are read when they come. One that is not deferred ends when all have, and a block counts as
+stored only then: it survives the death of all replicas but one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore.wire import Outcome
+from kvstore_client.buffers import BlockSource
+from kvstore_client.errors import KVStoreError, ProtocolError
+from kvstore_client.exchange import Exchange, outcome
+from kvstore_client.keys import KeyArray
+from kvstore_client.operations import Operation
+from kvstore_client.requests import Call, chunks, keyed_message, milliseconds, set_message, take
+from kvstore_client.results import SetResult
+from kvstore_client.sending import Message
+from kvstore_client.view import NOBODY, Numbers, View
+
+SET_BYTES: Final = 16 << 20  # payload of one SET: longer batches are several
+
+_UNKNOWN: Final = 255
+# What a block's replicas say, from what counts most to what counts least.
+_RANK: Final = (Outcome.FORCED, Outcome.EXISTED, Outcome.CREATED)
+
+
+class Writer:
+    """Sets and deletes blocks of one namespace. Thread-safe."""
+
+    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int) -> None:
+        self._exchange = exchange
+        self._core = exchange.core
+        self._block_bytes = block_bytes
+        self._replicas = replicas
+        self._per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // block_bytes))
+
+    def set(
+        self,
+        packed: KeyArray,
+        unique: Numbers,
+        source: BlockSource,
+        options: Callable[[int, int, int], wire.Set],
+        deferred: bool,
+        timeout_s: float,
+        fail_open: bool,
+    ) -> SetResult:
+        """Store the blocks at positions `unique`. `options(id, count, key_bytes)` makes a request."""
+        deadline = time.monotonic() + timeout_s
+        outcomes = np.full(len(packed), _UNKNOWN, dtype=np.uint8)
+        left = unique
+        error: KVStoreError | None = None
+        while True:
+            view = self._core.view
+            failed = self._set_under(view, packed, left, source, options, deferred, deadline, outcomes)
+            left, error = failed
+            if not len(left) or self._core.view is view or time.monotonic() >= deadline:
+                break  # otherwise the shards that failed have left: their blocks have other owners now
+        if error is not None and len(left) and not fail_open:
+            raise error
+        counts = np.bincount(outcomes[unique], minlength=_UNKNOWN + 1)
+        return SetResult(
+            total=len(packed),
+            created=int(counts[Outcome.CREATED]),
+            existed=int(counts[Outcome.EXISTED]),
+            forced=int(counts[Outcome.FORCED]),
+            duplicated=len(packed) - len(unique),
+            error=int(counts[Outcome.ERROR] + counts[_UNKNOWN]),
+        )
+
+    def _set_under(
+        self,
+        view: View,
+        packed: KeyArray,
+        positions: Numbers,
+        source: BlockSource,
+        options: Callable[[int, int, int], wire.Set],
+        deferred: bool,
+        deadline: float,
+        outcomes: npt.NDArray[np.uint8],
+    ) -> tuple[Numbers, KVStoreError | None]:
+        """Set under one view. -> the positions that were not stored because shards failed, and why."""
+        if not view.links:
+            return positions, self._core.no_shards()
+        owners = view.owners(packed[positions], self._replicas)
+        replicas = owners.shape[1]
+
+        def message(call: Call) -> Message:
+            keys = take(packed, call.positions)
+            return set_message(options(call.operation.id, len(keys), keys.shape[1]), keys, call.positions, source)
+
+        calls = [
+            Call(link, Operation(self._core.next_id()), some, message)
+            for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
+            for some in chunks(mine, self._per_request)
+        ]
+        tally = _Tally(calls, len(packed), 1 if deferred else replicas)
+        self._exchange.run(calls, deadline, enough=tally.enough if deferred and replicas > 1 else None)
+        return tally.result(positions, outcomes)
+
+    def delete(self, packed: KeyArray, contains: Callable[[], npt.NDArray[np.bool_]], fail_open: bool) -> int:
+        """Remove blocks from every shard that may have them. -> how many there were."""
+        timeout_s = self._core.timeout_s
+        deadline, deadline_ms = time.monotonic() + timeout_s, milliseconds(timeout_s)
+        view = self._core.view
+        if not view.links:
+            if fail_open:
+                return 0
+            raise self._core.no_shards()
+        readers = view.readers(packed, self._replicas)
+        several = readers.shape[1] > 1
+        # With several copies of a block, the replies do not tell how many blocks there were.
+        present = int(contains().sum()) if several else 0
+        numbers = readers.reshape(-1)
+        positions = np.arange(len(packed)).repeat(readers.shape[1])
+        asked = numbers != NOBODY
+
+        def message(call: Call) -> Message:
+            keys = take(packed, call.positions)
+            return keyed_message(wire.Delete(call.operation.id, deadline_ms, len(keys), keys.shape[1]), keys)
+
+        calls = [
+            Call(link, Operation(self._core.next_id()), some, message)
+            for link, mine in view.split(numbers[asked], positions[asked])
+            for some in chunks(mine, wire.MAX_KEYS)
+        ]
+        self._exchange.run(calls, deadline)
+        replies = [outcome(call, wire.DeleteReply, fail_open) for call in calls]
+        return present if several else sum(reply.deleted for reply in replies if reply is not None)
+
+
+class _Tally:
+    """What the replicas of each block said so far."""
+
+    def __init__(self, calls: Sequence[Call], count: int, needed: int) -> None:
+        self._waiting = list(calls)
+        self._needed = needed
+        self._said = {kind: np.zeros(count, dtype=np.uint8) for kind in Outcome}
+        self._failed = np.zeros(count, dtype=np.bool_)
+        self._error: KVStoreError | None = None
+
+    def enough(self) -> bool:
+        """Whether every block has as many copies as are needed, or cannot get them."""
+        self._count()
+        return not self._waiting or all(self._stored[call.positions].all() for call in self._waiting)
+
+    @property
+    def _stored(self) -> npt.NDArray[np.bool_]:
+        stored: npt.NDArray[np.bool_] = sum(self._said[kind] for kind in _RANK) >= self._needed  # type: ignore[assignment]
+        return stored
+
+    def _count(self) -> None:
+        waiting = []
+        for call in self._waiting:
+            if not call.operation.done:
+                waiting.append(call)
+                continue
+            reply = outcome(call, wire.SetReply, fail_open=True)
+            if reply is None:
+                if call.retry:  # it will be sent once more
+                    waiting.append(call)
+                    continue
+                self._error = call.operation.error
+                self._failed[call.positions] = True
+                continue
+            told = _outcomes(call, reply)
+            for kind, said in self._said.items():
+                said[call.positions] += told == kind
+        self._waiting = waiting
+
+    def result(self, positions: Numbers, outcomes: npt.NDArray[np.uint8]) -> tuple[Numbers, KVStoreError | None]:
+        """Fill in the outcomes. -> the positions that shards failed to store."""
+        self._count()
+        stored = self._stored
+        refused = self._said[Outcome.ERROR] > 0
+        outcomes[positions[refused[positions]]] = Outcome.ERROR
+        for kind in reversed(_RANK):
+            outcomes[positions[stored[positions] & (self._said[kind][positions] > 0)]] = kind
+        lacking = positions[~stored[positions]]
+        return lacking[self._failed[lacking]], self._error
+
+
+def _outcomes(call: Call, reply: wire.SetReply) -> npt.NDArray[np.uint8]:
+    """One `Outcome` a block. A server that does not tell them one by one tells how many there were of each."""
+    if reply.outcomes:
+        told = np.frombuffer(reply.outcomes, dtype=np.uint8)
+    else:
+        counts = (reply.created, reply.existed, reply.forced, reply.duplicated, reply.error)
+        told = np.arange(len(counts), dtype=np.uint8).repeat(np.clip(counts, 0, call.count))
+    if len(told) != call.count:
+        raise ProtocolError(f"{call.link}: it tells what became of {len(told)} blocks: expected {call.count}")
+    return told

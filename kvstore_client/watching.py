@@ -1,0 +1,89 @@
+"""One follower of a cluster for all clients of a process: an engine has a client a rank and purpose, and etcd should
+not have to tell each of them.
+
+Thread-safe. A child process starts with none: its clients watch anew (`Core.after_fork`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from kvstore.cluster.following import Follower
+from kvstore.cluster.members import Membership
+
+OnChange = Callable[[Membership], None]
+
+
+class Watch:
+    """One client's interest in a cluster. `on_change` is called with each view: the current one at once, if there is
+    one, then on the follower's thread. Raises as `Follower` does."""
+
+    def __init__(self, url: str, on_change: OnChange) -> None:
+        self.url = url
+        self._on_change = on_change
+        self._closed = False
+        with _lock:
+            shared = _shared.get(url)
+            if shared is None:
+                shared = _shared[url] = _Shared(url)
+            shared.watches.add(self)
+        self._shared = shared
+        if shared.follower.current is not None:
+            self.tell(shared.follower.current)
+
+    def tell(self, membership: Membership) -> None:
+        """Pass a view on. Two threads may do so at once: a later view is never followed by an earlier one's."""
+        with self._shared.telling:
+            if not self._closed and self._shared.follower.current is membership:
+                self._on_change(membership)
+
+    def wait(self, timeout_s: float) -> Membership:
+        """The current view; `DirectoryError` when there is none within `timeout_s`."""
+        return self._shared.follower.wait(timeout_s)
+
+    @property
+    def lost(self) -> str:
+        """Why the directory cannot be asked; empty: it can."""
+        return self._shared.follower.lost
+
+    def close(self) -> None:
+        """Not interested any more."""
+        with _lock:
+            self._closed = True
+            self._shared.watches.discard(self)
+            last = not self._shared.watches and _shared.get(self.url) is self._shared
+            if last:
+                del _shared[self.url]
+        if last:
+            self._shared.follower.close()
+
+
+class _Shared:
+    """A follower and who watches."""
+
+    def __init__(self, url: str) -> None:
+        self.watches: set[Watch] = set()
+        self.telling = threading.RLock()
+        self.follower = Follower(url, self._tell, name="kvstore_client")
+        self.follower.start()
+
+    def _tell(self, membership: Membership) -> None:
+        with _lock:
+            watches = list(self.watches)
+        for watch in watches:
+            watch.tell(membership)
+
+
+_lock = threading.Lock()
+_shared: dict[str, _Shared] = {}
+
+
+def _after_fork_in_child() -> None:
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,369 @@
+"""The server's own connection to a shard: right answers from a right one, an `AskError` in time from any other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from harness import (
+    CONTAINS,
+    CONTAINS_REPLY,
+    ERROR,
+    GET,
+    GREETING,
+    HELLO,
+    INFO,
+    INFO_REPLY,
+    PART,
+    SET_REPLY,
+    WELCOME,
+    MakeNamespace,
+    Server,
+    StartServer,
+    block_of,
+    blocks_of,
+    make_keys,
+    make_namespace,
+    pack,
+    ready_command,
+    zmtp_frame,
+)
+
+from kvstore._cext import checksum, checksum_into
+from kvstore.asking import AskError, Asking, Keys, Refused
+from kvstore.wire import ShardAddress
+from kvstore_client import KVStoreClient
+
+HOTTEST, HOTTEST_REPLY = 13, 75
+TIMEOUT_S = 5.0
+NAMESPACE = make_namespace(64, "m")
+
+
+def matrix(keys: Sequence[bytes]) -> Keys:
+    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
+
+
+def sums_of(blocks: Sequence[bytes]) -> np.ndarray:
+    sums = np.empty(len(blocks), dtype=np.uint64)
+    checksum_into(blocks, sums)
+    return sums
+
+
+def address(server: Server) -> tuple[str, int]:
+    return server.host, server.port
+
+
+# ---- a right shard ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block_bytes", "count"), [(917_504, 9), (4096, 700), (5 << 20, 2), (1, 1300)])
+def test_blocks_go_there_and_come_back(
+    server: Server, new_namespace: MakeNamespace, block_bytes: int, count: int
+) -> None:
+    namespace, keys = new_namespace(block_bytes), make_keys(count)
+    blocks = blocks_of(keys, block_bytes)
+    sums = sums_of(blocks)
+    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+        reply = asking.set(matrix(keys), [memoryview(block) for block in blocks], sums)
+        assert (reply.total, reply.created) == (count, count)
+        assert asking.set(matrix(keys[:1]), [memoryview(blocks[0])], sums[:1]).existed == 1
+        assert asking.contains(matrix([keys[0], b"absent-absent-00"])).tolist() == [True, False]
+        asked = [*keys, b"absent-absent-00"]
+        came: dict[int, bytes] = {}
+        for positions, found, memory in asking.get(matrix(asked)):
+            for number, position in enumerate(positions.tolist()):
+                came[position] = bytes(memory[number * block_bytes : (number + 1) * block_bytes])
+                assert found[number] == sums[position]
+            memory[:] = bytes(len(memory))  # it is the caller's
+        assert came == dict(enumerate(blocks))
+        listed, total = asking.hottest(0, 2)
+        assert listed.tobytes() == keys[0] + keys[1] if count < 1000 else len(listed) == 2
+        assert total == count
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert client.get(keys).hit == count  # it checks the sums
+
+
+def test_it_says_who_the_shard_is_and_how_it_fares(server: Server, new_namespace: MakeNamespace) -> None:
+    with Asking(address(server), TIMEOUT_S) as asking:
+        assert asking.welcome.shards[0].port == server.port and asking.welcome.block_bytes == 0
+        assert asking.info().name == asking.welcome.shards[0].name
+        assert asking.hello(new_namespace(4096).canonical(), 2).block_bytes == 4096
+        assert asking.hottest(0, 10)[0].shape[0] == 0
+        assert list(asking.get(matrix(make_keys(3)))) == []
+
+
+def test_what_is_refused_costs_nothing_else(server: Server, new_namespace: MakeNamespace) -> None:
+    keys = matrix(make_keys(1))
+    with Asking(address(server), TIMEOUT_S) as asking:
+        for ask in (lambda: asking.contains(keys), lambda: list(asking.get(keys)), lambda: asking.hottest(0, 1)):
+            with pytest.raises(Refused, match="HELLO"):
+                ask()
+        with pytest.raises(Refused, match="JSON"):
+            asking.hello(b"none")
+        asking.hello(new_namespace(4096).canonical())
+        with pytest.raises(Refused, match="8193"):
+            asking.contains(matrix(make_keys(8193)))
+        assert asking.contains(keys).tolist() == [False]
+
+
+def test_a_block_of_the_wrong_size_is_not_sent(server: Server, new_namespace: MakeNamespace) -> None:
+    (key,) = make_keys(1)
+    with Asking(address(server), TIMEOUT_S, new_namespace(4096).canonical()) as asking:
+        with pytest.raises(ValueError, match="4096"):
+            asking.set(matrix([key]), [memoryview(bytes(4095))], np.zeros(1, dtype=np.uint64))
+        with pytest.raises(ValueError, match="2 blocks"):
+            asking.set(matrix([key]), [memoryview(bytes(4096))] * 2, np.zeros(1, dtype=np.uint64))
+        assert not asking.contains(matrix([key])).any()
+
+
+def test_who_leaves_blocks_on_the_way_closes_the_connection(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(1 << 20), make_keys(8)
+    blocks = blocks_of(keys, 1 << 20)
+    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+        asking.set(matrix(keys), [memoryview(block) for block in blocks], sums_of(blocks))
+        next(coming := asking.get(matrix(keys)))
+        coming.close()
+        with pytest.raises(AskError, match="closed"):
+            asking.info()
+
+
+def test_blocks_that_are_looked_at_are_not_overwritten(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(256 << 10), make_keys(64)
+    blocks = blocks_of(keys, 256 << 10)
+    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+        asking.set(matrix(keys), [memoryview(block) for block in blocks], sums_of(blocks))
+        kept: list[tuple[np.ndarray, memoryview]] = []
+        for turn in range(4):
+            came = [(positions, memory) for positions, _, memory in asking.get(matrix(keys))]
+            kept += came[turn::4]  # the rest is let go, and used again
+            del came
+        for positions, memory in kept:
+            assert bytes(memory) == b"".join(blocks[position] for position in positions.tolist())
+
+
+# ---- a wrong one -----------------------------------------------------------------------------------------------------
+
+
+def test_nobody_there_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(AskError, match="refused"):
+            Asking(taken.getsockname(), TIMEOUT_S)
+
+
+def test_silence_is_an_error_in_time(start_server: StartServer) -> None:
+    server = start_server()
+    with Asking(address(server), 0.4, NAMESPACE.canonical()) as asking, server.stopped():
+        before = time.monotonic()
+        with pytest.raises(AskError, match=r"0\.4 s"):
+            asking.info()
+        with pytest.raises(AskError, match="closed"):
+            asking.info()
+        with pytest.raises(AskError, match=r"0\.3 s"):
+            Asking(address(server), 0.3)
+        assert time.monotonic() - before < 1.5
+
+
+def test_a_shard_that_takes_nothing_is_an_error_in_time(start_server: StartServer) -> None:
+    server = start_server()
+    namespace, keys = make_namespace(1 << 20, "m"), make_keys(40)
+    block = memoryview(bytes(1 << 20))
+    with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking, server.stopped():
+        asking.timeout_s, before = 0.4, time.monotonic()
+        with pytest.raises(AskError, match=r"0\.4 s"):
+            asking.set(matrix(keys), [block] * 40, np.zeros(40, dtype=np.uint64))
+        assert time.monotonic() - before < 1.5
+
+
+def test_another_thread_can_end_a_call(start_server: StartServer) -> None:
+    server = start_server()
+    with Asking(address(server), 30.0) as asking, server.stopped():
+        before = time.monotonic()
+        threading.Timer(0.2, asking.interrupt).start()
+        with pytest.raises(AskError):
+            asking.info()
+        assert time.monotonic() - before < 5
+    asking.interrupt()  # of no effect any more
+
+
+Answer = Callable[[list[Any], list[bytes]], list[bytes]]
+
+
+@contextmanager
+def lying_shard(answer: Answer, hello: bytes = GREETING + ready_command(b"ROUTER")) -> Iterator[tuple[str, int]]:
+    """A shard that answers each message, its header's fields and other frames, with the bytes `answer` gives."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        sock, _ = listener.accept()
+        with suppress(OSError), sock, sock.makefile("rb") as received:  # the other end may reset it
+            sock.sendall(hello)
+            received.read(64)
+            frames: list[bytes] = []
+            while head := received.read(2):
+                size = int.from_bytes(head[1:] + received.read(7), "big") if head[0] & 2 else head[1]
+                data = received.read(size)
+                if head[0] & 4:
+                    commands.append(data)
+                    continue
+                frames.append(data)
+                if head[0] & 1:
+                    continue
+                fields = msgspec.msgpack.decode(frames[0])
+                sock.sendall(b"".join(welcome(fields) if fields[0] == HELLO else answer(fields, frames[1:])))
+                frames = []
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.close()
+        thread.join(10)
+
+
+commands: list[bytes] = []
+SHARDS = [ShardAddress("m/0", "", 7070, 1.0)]
+
+
+def message(*fields: Any, payload: bytes | None = None) -> bytes:
+    last = b"" if payload is None else zmtp_frame(payload, 0)
+    return zmtp_frame(pack(*fields), 0 if payload is None else 1) + last
+
+
+def welcome(fields: list[Any], **changed: Any) -> list[bytes]:
+    values = {"protocol": 1, "block_bytes": 64 if fields[3] else 0, "shard": 0, "shards": SHARDS, **changed}
+    return [
+        message(
+            WELCOME,
+            fields[1],
+            values["protocol"],
+            "1",
+            "n",
+            values["shard"],
+            bytes(16),
+            values["block_bytes"],
+            8192,
+            64 << 20,
+            values["shards"],
+            1,
+        )
+    ]
+
+
+def u32(*numbers: int) -> bytes:
+    return np.array(numbers, dtype="<u4").tobytes()
+
+
+BLOCK = block_of(b"key", 64)
+SUM = checksum(BLOCK).to_bytes(8, "little")
+
+LIES: dict[str, tuple[int, Answer]] = {
+    "of another request": (INFO, lambda fields, _: [message(INFO_REPLY, fields[1] + 1, b"")]),
+    "of another kind": (INFO, lambda fields, _: [message(CONTAINS_REPLY, fields[1], b"")]),
+    "no INFO": (INFO, lambda fields, _: [message(INFO_REPLY, fields[1], b"\x80")]),
+    "no message": (INFO, lambda *_: [zmtp_frame(b"\xc1", 0)]),
+    "no frame": (INFO, lambda *_: [b"\xff\xff\xff"]),
+    "endless header": (INFO, lambda *_: [b"\x02" + (1 << 40).to_bytes(8, "big")]),
+    "a payload nobody asked for": (INFO, lambda fields, _: [message(INFO_REPLY, fields[1], b"", payload=b"x")]),
+    "an error of no request": (INFO, lambda *_: [message(ERROR, 0, 1, "you make no sense")]),
+    "the end": (INFO, lambda *_: [ready_command(b"ROUTER"), zmtp_frame(b"\x05ERROR\x04oops", 4)]),
+    "too few answers": (CONTAINS, lambda fields, _: [message(CONTAINS_REPLY, fields[1], b"\1")]),
+    "too many keys": (HOTTEST, lambda fields, _: [message(HOTTEST_REPLY, fields[1], 16, bytes(16 * 4), 9)]),
+    "half a key": (HOTTEST, lambda fields, _: [message(HOTTEST_REPLY, fields[1], 16, bytes(17), 9)]),
+    "keys of no size": (HOTTEST, lambda fields, _: [message(HOTTEST_REPLY, fields[1], 0, bytes(16), 9)]),
+    "a position of no key": (GET, lambda fields, _: [message(PART, fields[1], u32(3), SUM, False, payload=BLOCK)]),
+    "a position twice": (
+        GET,
+        lambda fields, _: [message(PART, fields[1], u32(0), SUM, False, payload=BLOCK)] * 2,
+    ),
+    "a position twice in a part": (
+        GET,
+        lambda fields, _: [message(PART, fields[1], u32(1, 1), SUM * 2, True, payload=BLOCK * 2)],
+    ),
+    "more than was announced": (
+        GET,
+        lambda fields, _: [message(PART, fields[1], u32(0), SUM, True, payload=BLOCK + b"x")],
+    ),
+    "less than was announced": (
+        GET,
+        lambda fields, _: [message(PART, fields[1], u32(0), SUM, True, payload=BLOCK[1:])],
+    ),
+    "no payload": (GET, lambda fields, _: [message(PART, fields[1], u32(0), SUM, True)]),
+    "no checksum": (GET, lambda fields, _: [message(PART, fields[1], u32(0), b"", True, payload=BLOCK)]),
+    "wrong counts": (2, lambda fields, _: [message(SET_REPLY, fields[1], 3, 1, 1, 0, 0, 0)]),
+    "negative counts": (2, lambda fields, _: [message(SET_REPLY, fields[1], 3, 4, -1, 0, 0, 0)]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_an_error_and_the_end_of_the_connection(lie: str) -> None:
+    request, answer = LIES[lie]
+    keys = matrix(make_keys(3))
+    with lying_shard(answer) as where, Asking(where, TIMEOUT_S, NAMESPACE.canonical()) as asking:
+        asks: dict[int, Callable[[], object]] = {
+            INFO: asking.info,
+            CONTAINS: lambda: asking.contains(keys),
+            HOTTEST: lambda: asking.hottest(0, 3),
+            GET: lambda: list(asking.get(keys)),
+            2: lambda: asking.set(keys, [memoryview(BLOCK)] * 3, np.zeros(3, dtype=np.uint64)),
+        }
+        before = time.monotonic()
+        with pytest.raises(AskError) as caught:
+            asks[request]()
+        assert not isinstance(caught.value, Refused) and time.monotonic() - before < TIMEOUT_S
+        with pytest.raises(AskError, match="closed"):
+            asking.info()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"protocol": 2},
+        {"block_bytes": 63},
+        {"shard": 1},
+        {"shard": -1},
+        {"shards": []},
+        {"shards": [ShardAddress("m/0", "", 0, 1.0)]},
+        {"shards": [ShardAddress("m/0", "", 7070, float("nan"))]},
+        {"shards": [ShardAddress("", "", 7070, 1.0)]},
+    ],
+)
+def test_a_welcome_that_cannot_be_is_an_error(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = welcome
+    monkeypatch.setitem(globals(), "welcome", lambda fields: honest(fields, **changed))
+    with lying_shard(lambda *_: []) as where, pytest.raises(AskError):
+        Asking(where, TIMEOUT_S, NAMESPACE.canonical())
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64), GREETING + b"\0\1x", b""],
+    ids=["a web server", "a frame before READY", "silence"],
+)
+def test_what_is_no_shard_is_an_error(greeting: bytes) -> None:
+    with lying_shard(lambda *_: [], greeting) as where, pytest.raises(AskError):
+        Asking(where, 0.5)
+
+
+def test_a_ping_is_answered() -> None:
+    def answer(fields: list[Any], _: list[bytes]) -> list[bytes]:
+        if fields[0] == INFO:
+            return [zmtp_frame(b"\x04PING\0\0context", 4), message(CONTAINS_REPLY, fields[1], b"")]
+        return []
+
+    commands.clear()
+    with (
+        lying_shard(answer) as where,
+        Asking(where, TIMEOUT_S) as asking,
+        pytest.raises(AskError, match="ContainsReply"),
+    ):
+        asking.info()
+    assert b"\x04PONGcontext" in commands

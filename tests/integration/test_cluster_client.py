@@ -1,0 +1,430 @@
+"""The client in a cluster: real servers and a real etcd; the members' records are written by the tests, so that each
+state can be had for as long as a test needs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from etcd import Etcd
+from harness import (
+    MakeNamespace,
+    RawClient,
+    Server,
+    StartServer,
+    blocks_of,
+    make_keys,
+    set_frames,
+    sums_of,
+    wait_until,
+)
+
+from kvstore.cluster.etcd import EtcdDirectory
+from kvstore.cluster.members import Member, State
+from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.wire import ShardAddress
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace
+
+BLOCK = 4096
+COUNT = 200
+KEYS = make_keys(COUNT)
+BLOCKS = blocks_of(KEYS, BLOCK)
+
+
+class Fleet:
+    """Servers, and their records in etcd."""
+
+    def __init__(self, url: str, start_server: StartServer) -> None:
+        parsed = parse_cluster_url(url)
+        assert isinstance(parsed, EtcdURL)
+        self.url = url
+        self.servers: dict[str, Server] = {}
+        self._start_server = start_server
+        self._directory = EtcdDirectory(parsed, 2.0)
+        self._leases: dict[str, int] = {}
+
+    def start(self, *nodes: str, shards: int = 1, state: State = "serving") -> None:
+        for node in nodes:
+            self.servers[node] = self._start_server("--shards", str(shards))
+            self.register(node, state)
+
+    def register(self, node: str, state: State, zone: str = "") -> None:
+        server = self.servers[node]
+        with KVStoreClient(server.endpoint, _namespace("register")) as client:
+            shards = [ShardAddress(link.name, link.host, link.port, link.weight) for link in client._core.links]
+        member = Member(node=node, state=state, shards=shards, zone=zone)
+        self.put(member)
+
+    def put(self, member: Member) -> None:
+        if member.node not in self._leases:
+            self._leases[member.node] = self._directory.grant(600)
+        assert self._directory.register(member, self._leases[member.node], replace=True)
+
+    def withdraw(self, node: str) -> None:
+        self._directory.withdraw(node, self._leases.pop(node))
+
+    def client(self, namespace: Namespace, **options: object) -> KVStoreClient:
+        return KVStoreClient(self.url, namespace, **options)  # type: ignore[arg-type]
+
+    def alone(self, node: str, namespace: Namespace) -> KVStoreClient:
+        """A client of this node only."""
+        return KVStoreClient(self.servers[node].endpoint, namespace)
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+def _namespace(model: str) -> Namespace:
+    return Namespace(model=model, dtype="uint8", block_tokens=16, block_bytes=BLOCK)
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def fleet(etcd: Etcd, start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    fleet = Fleet(etcd.url(f"c{abs(hash(request.node.name)) % 10**9}"), start_server)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def namespace(new_namespace: MakeNamespace) -> Namespace:
+    return new_namespace(BLOCK)
+
+
+def nodes_of(client: KVStoreClient) -> set[str]:
+    return {place.node for place in client._core.view.places}
+
+
+def holders(fleet: Fleet, namespace: Namespace) -> dict[str, np.ndarray]:
+    """Which of `KEYS` each node has."""
+    found = {}
+    for node in fleet.servers:
+        with fleet.alone(node, namespace) as client:
+            found[node] = client.contains(KEYS)
+    return found
+
+
+def stores_and_reads(client: KVStoreClient, first: int = 0) -> None:
+    keys = make_keys(64, first=first)
+    blocks = blocks_of(keys, BLOCK)
+    assert client.set(keys, blocks).error == 0
+    client.flush()
+    assert list(client.get(keys).blocks) == blocks
+
+
+def test_a_cluster_is_one_store(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b", "c", shards=2)
+    with fleet.client(namespace) as client:
+        result = client.set(KEYS, BLOCKS, deferred=False)
+        assert (result.created, result.error) == (COUNT, 0)
+        assert client.contains(KEYS).all()
+        assert client.match_prefix(KEYS) == COUNT
+        assert list(client.get(KEYS).blocks) == BLOCKS
+        assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))
+        assert client.set(KEYS, BLOCKS).existed == COUNT
+        assert len(client.info().shards) == 6
+        assert all(5 < there.sum() < COUNT - 5 for there in holders(fleet, namespace).values())
+        assert client.delete(KEYS) == COUNT
+        assert not client.contains(KEYS).any()
+
+
+def test_without_a_node_a_cluster_cannot_be_used(fleet: Fleet, namespace: Namespace) -> None:
+    with pytest.raises(ConnectionLost, match="no node is registered"):
+        fleet.client(namespace, timeout_s=1.0)
+    with fleet.client(namespace, timeout_s=1.0, fail_open=True) as client:
+        assert client.set(KEYS, BLOCKS).error == COUNT
+        assert not client.contains(KEYS).any()
+        assert client.get(KEYS).hit == 0
+        assert client.delete(KEYS) == 0
+        fleet.start("late")
+        wait_until(lambda: nodes_of(client) == {"late"})
+        stores_and_reads(client)
+
+
+def test_a_cluster_whose_etcd_is_out_of_reach_is_named(namespace: Namespace) -> None:
+    with pytest.raises(ConnectionLost, match=r"etcd://127\.0\.0\.1:1/lost"):
+        KVStoreClient("etcd://127.0.0.1:1/lost", namespace, timeout_s=1.0)
+
+
+def test_a_list_of_nodes_with_a_cluster_among_them_is_refused(namespace: Namespace) -> None:
+    with pytest.raises(ValueError, match="expected tcp://HOST:PORT"):
+        KVStoreClient(["tcp://127.0.0.1:1", "etcd://127.0.0.1:1/name"], namespace)
+
+
+def test_a_name_that_another_shard_answers_to_is_not_used(
+    fleet: Fleet, start_server: StartServer, namespace: Namespace
+) -> None:
+    fleet.start("a")
+    other = start_server()
+    member = Member(node="b", state="serving", shards=[ShardAddress("old/0", other.host, other.port, 64e6)])
+    fleet.put(member)
+    with fleet.client(namespace, fail_open=True, timeout_s=2.0) as client:
+        wait_until(lambda: nodes_of(client) == {"a", "b"})
+        result = client.set(KEYS, BLOCKS)
+        assert 0 < result.error < COUNT
+    with KVStoreClient(other.endpoint, namespace) as alone:
+        assert not alone.contains(KEYS).any(), "blocks went to a shard that is not the one meant"
+
+
+# ---- change ------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_joins_is_filled_by_what_is_read(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        fleet.start("c", state="joining")
+        wait_until(lambda: nodes_of(client) == {"a", "b", "c"})
+        assert client.contains(KEYS).all(), "what the new node does not have yet is where it was"
+        assert client.match_prefix(KEYS) == COUNT
+        assert list(client.get(KEYS).blocks) == BLOCKS
+        moved = client.stats.found_elsewhere
+        wait_until(lambda: holders(fleet, namespace)["c"].sum() > COUNT / 5, what="the new node fills")
+        wait_until(lambda: client.stats.repaired == holders(fleet, namespace)["c"].sum())
+        assert moved >= client.stats.repaired
+        before = client.stats.found_elsewhere
+        assert client.get(KEYS).hit == COUNT
+        assert client.stats.found_elsewhere == before, "each block is read from the old owner once"
+        fleet.register("c", "serving")
+        wait_until(lambda: client._core.view._old is None)
+        assert client.get(KEYS).hit == COUNT, "and stays after the grace period"
+
+
+def test_a_stream_fills_a_node_that_joins(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a")
+    with fleet.client(namespace) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        fleet.start("b", state="joining")
+        wait_until(lambda: nodes_of(client) == {"a", "b"})
+        assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))
+        wait_until(lambda: holders(fleet, namespace)["b"].sum() > COUNT / 3, what="the new node fills")
+
+
+def test_blocks_whose_checksum_nobody_checked_are_not_repaired(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a")
+    with fleet.client(namespace, checksum=False) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        fleet.start("b", state="joining")
+        wait_until(lambda: nodes_of(client) == {"a", "b"})
+        assert client.get(KEYS).hit == COUNT
+        time.sleep(0.3)
+        assert not holders(fleet, namespace)["b"].any()
+
+
+def test_what_is_set_while_a_node_joins_goes_to_the_new_owner(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a")
+    fleet.start("b", state="joining")
+    with fleet.client(namespace) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        there = holders(fleet, namespace)
+        assert (there["a"] ^ there["b"]).all()
+        assert client.delete(KEYS) == COUNT
+
+
+def test_a_node_that_drains_is_read_from_and_not_set_on(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace) as client:
+        client.set(KEYS[:100], BLOCKS[:100], deferred=False)
+        kept = holders(fleet, namespace)["b"]
+        fleet.register("b", "draining")
+        wait_until(lambda: client._core.view._old is not None)
+        client.set(KEYS[100:], BLOCKS[100:], deferred=False)
+        assert (holders(fleet, namespace)["b"] == kept).all(), "nothing new is set on it"
+        assert client.get(KEYS).hit == COUNT, "what it has is still found"
+        wait_until(lambda: holders(fleet, namespace)["a"].sum() == COUNT, what="what was read is set on its next owner")
+        fleet.withdraw("b")
+        wait_until(lambda: nodes_of(client) == {"a"})
+        fleet.servers["b"].stop()
+        assert client.get(KEYS).hit == COUNT
+
+
+def test_a_change_of_view_drops_no_request(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace, timeout_s=5.0) as client:
+        wait_until(lambda: nodes_of(client) == {"a", "b"})
+        client.set(KEYS, BLOCKS, deferred=False)
+        end = time.monotonic() + 4.0
+        states = [("b", "draining"), ("b", "serving"), ("b", "joining"), ("b", "serving")]
+        while time.monotonic() < end:
+            node, state = states[int(time.monotonic() * 5) % len(states)]
+            fleet.register(node, state)  # type: ignore[arg-type]
+            for _ in range(5):
+                assert client.get(KEYS).hit == COUNT
+                assert client.set(KEYS, BLOCKS, deferred=False).error == 0
+        assert client.stats.failures == 0
+
+
+def test_a_child_follows_the_cluster_itself(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a")
+    with fleet.client(namespace) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                assert client.get(KEYS).hit == COUNT
+                os.write(write_end, b"1")
+                wait_until(lambda: nodes_of(client) == {"a", "b"})
+                stores_and_reads(client, first=1000)
+                os.write(write_end, b"2")
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        assert os.read(read_end, 1) == b"1"
+        fleet.start("b")
+        assert os.read(read_end, 1) == b"2"
+        os.waitpid(child, 0)
+        os.close(read_end)
+
+
+# ---- replicas ----------------------------------------------------------------------------------------------------
+
+
+def test_each_block_is_on_as_many_nodes_as_asked_for(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b", "c", "d", shards=2)
+    with fleet.client(namespace, replicas=3) as client:
+        assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
+        assert (sum(there.astype(int) for there in holders(fleet, namespace).values()) == 3).all()
+        assert client.set(KEYS, BLOCKS, deferred=False).existed == COUNT
+        assert client.set(KEYS, BLOCKS, force=True).forced == COUNT
+        assert client.delete(KEYS + KEYS[:3]) == COUNT
+        assert not any(there.any() for there in holders(fleet, namespace).values())
+
+
+def test_replicas_are_in_different_zones(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a1", "a2", "b1", "b2")
+    for node in fleet.servers:
+        fleet.register(node, "serving", zone=node[0])
+    with fleet.client(namespace, replicas=2) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        there = holders(fleet, namespace)
+        assert (there["a1"] ^ there["a2"]).all()
+        assert (there["b1"] ^ there["b2"]).all()
+
+
+def test_more_replicas_than_nodes_are_as_many_as_there_are(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", shards=3)
+    with fleet.client(namespace, replicas=2) as client:
+        assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
+        assert client.get(KEYS).hit == COUNT
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(fleet: Fleet, namespace: Namespace, how: str) -> None:
+    fleet.start("a", "b", "c")
+    with fleet.client(namespace, replicas=2, timeout_s=2.0) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        victim = fleet.servers["a"]
+        if how == "kill":
+            victim.kill()
+        else:
+            victim.signal(19)
+            for shard in victim.shards():
+                shard.suspend()
+        try:
+            out = np.zeros((COUNT, BLOCK), dtype=np.uint8)
+            for call in (
+                lambda: client.contains(KEYS).all(),
+                lambda: client.get(KEYS).hit == COUNT,
+                lambda: client.get_into(KEYS, out).all(),
+                lambda: len(list(client.stream_get(KEYS))) == COUNT,
+                lambda: client.match_prefix(KEYS) == COUNT,
+                lambda: client.set(KEYS, BLOCKS).error == 0,
+            ):
+                started = time.monotonic()
+                assert call()
+                assert time.monotonic() - started < 2.2
+            assert (out == np.frombuffer(b"".join(BLOCKS), dtype=np.uint8).reshape(COUNT, BLOCK)).all()
+            missing = make_keys(100, first=5000)
+            with pytest.raises(Exception, match=str(victim.port)):
+                client.set(missing, blocks_of(missing, BLOCK), deferred=False)  # not all replicas can have it
+        finally:
+            if how == "stop":
+                victim.signal(18)
+                for shard in victim.shards():
+                    shard.resume()
+
+
+def test_a_replica_that_lost_its_blocks_gets_them_again(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace, replicas=2) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        with fleet.alone("a", namespace) as alone:
+            assert alone.delete(KEYS) == COUNT
+        assert list(client.get(KEYS).blocks) == BLOCKS
+        first = client._core.view.owners(_packed(KEYS), 2)[:, 0]
+        mine = sum(client._core.view.places[number].node == "a" for number in first)
+        wait_until(lambda: client.stats.repaired == mine, what="the blocks whose first owner it is are set again")
+        assert holders(fleet, namespace)["a"].sum() == mine
+
+
+def test_a_block_with_wrong_bytes_is_read_from_the_other_replica(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace, replicas=2) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        for node in ("a", "b"):
+            some = [
+                key
+                for key, mine in zip(KEYS, client._core.view.owners(_packed(KEYS), 2)[:, 0], strict=True)
+                if client._core.view.places[mine].node == node
+            ][:20]
+            with fleet.alone(node, namespace) as alone:
+                alone.delete(some)
+            with RawClient(fleet.servers[node]) as raw:
+                raw.hello(namespace.canonical())
+                wrong = [bytes(BLOCK)] * len(some)
+                raw.ask(*set_frames(3, some, wrong, sums_of([b"\1" * BLOCK]) * len(some)))
+        assert list(client.get(KEYS).blocks) == BLOCKS
+        assert client.stats.checksum_errors == 40
+        assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))
+
+
+def _packed(keys: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
+
+
+def test_a_list_of_nodes_can_have_replicas(start_server: StartServer, namespace: Namespace) -> None:
+    servers = [start_server(), start_server(), start_server()]
+    with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2, timeout_s=3.0) as client:
+        assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
+        servers[1].kill()
+        assert client.get(KEYS).hit == COUNT
+        client.flush()
+
+
+# ---- silence -----------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_vanishes_is_noticed_within_3_s(start_server: StartServer, namespace: Namespace) -> None:
+    server = start_server()
+    with KVStoreClient(server.endpoint, namespace, timeout_s=30.0) as client:
+        client.set(KEYS, BLOCKS)
+        with server.stopped():
+            started = time.monotonic()
+            with pytest.raises(Exception, match="silent"):
+                client.get(KEYS)
+            assert time.monotonic() - started < 3.0
+        wait_until(lambda: not any(link.broken for link in client._core.links))
+        assert client.get(KEYS).hit == COUNT
+
+
+def test_a_slow_shard_does_not_stall_a_batch_for_the_fast_ones(start_server: StartServer, namespace: Namespace) -> None:
+    fast, slow = start_server(), start_server()
+    with KVStoreClient([fast.endpoint, slow.endpoint], namespace, timeout_s=1.0, fail_open=True) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        with slow.stopped():
+            started = time.monotonic()
+            hit = client.get(KEYS).hit
+            assert time.monotonic() - started < 1.2
+            assert 0.2 * COUNT < hit < 0.8 * COUNT
+            result = client.set(KEYS, BLOCKS)
+            assert time.monotonic() - started < 2.4
+            assert result.existed == hit

@@ -1,0 +1,414 @@
+"""The member list in a real etcd: what is written, what is read, and what its followers see when etcd has trouble."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from etcd import Etcd, free_ports
+from harness import wait_until
+
+from kvstore.cluster.etcd import Drain, EtcdDirectory
+from kvstore.cluster.following import Follower
+from kvstore.cluster.members import DirectoryError, Member, Membership, State, encode_member
+from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.wire import ShardAddress
+
+TTL_S = 2
+
+
+@pytest.fixture(scope="module")
+def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """For tests that stop it."""
+    with Etcd(tmp_path / "etcd") as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def url(shared_etcd: Etcd, request: pytest.FixtureRequest) -> str:
+    """A cluster that no other test uses."""
+    return shared_etcd.url(f"t{abs(hash(request.node.name)) % 10**9}")
+
+
+@pytest.fixture
+def directory(url: str) -> Iterator[EtcdDirectory]:
+    directory = open_etcd(url)
+    yield directory
+    directory.close()
+
+
+def open_etcd(url: str, timeout_s: float = 1.0) -> EtcdDirectory:
+    parsed = parse_cluster_url(url)
+    assert isinstance(parsed, EtcdURL)
+    return EtcdDirectory(parsed, timeout_s)
+
+
+def member(node: str, state: State = "serving", port: int = 7070, instance: str = "1") -> Member:
+    return Member(node, state, [ShardAddress(f"{node}/0", "10.0.0.1", port, 1e9)], instance=instance)
+
+
+def put(url: str, key: str, value: bytes) -> None:
+    """As an operator with etcdctl would."""
+    parsed = parse_cluster_url(url)
+    assert isinstance(parsed, EtcdURL)
+    (host, port), *_ = parsed.endpoints
+    body = {"key": f"/kvstore/{parsed.name}/nodes/{key}".encode(), "value": value}
+    request = urllib.request.Request(
+        f"http://{host}:{port}/v3/kv/put",
+        json.dumps({name: base64.b64encode(data).decode() for name, data in body.items()}).encode(),
+    )
+    urllib.request.urlopen(request, timeout=5).close()
+
+
+def names(view: Membership | None) -> dict[str, str]:
+    return {member.node: member.state for member in view.members} if view else {}
+
+
+class Following:
+    """A follower and all that it told of."""
+
+    def __init__(self, url: str) -> None:
+        self.views: list[Membership] = []
+        self.follower = Follower(url, self.views.append, name="test")
+        self.follower.start()
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.follower.close()
+
+    def wait_for(self, expected: dict[str, str], deadline_s: float = 5.0) -> None:
+        wait_until(lambda: self.views and names(self.views[-1]) == expected, deadline_s, f"{expected}")
+
+
+# ---- the directory -------------------------------------------------------------------------------------------------
+
+
+def test_a_member_is_listed_from_when_it_registers_until_it_withdraws(directory: EtcdDirectory) -> None:
+    assert list(directory.membership().members) == []
+    lease = directory.grant(TTL_S)
+    assert directory.register(member("b"), lease)
+    other = directory.grant(60)
+    assert directory.register(member("a"), other)
+    view = directory.membership()
+    assert list(view.members) == [member("a"), member("b")]
+    assert directory.read_member("a") == member("a") and directory.read_member("c") is None
+    directory.withdraw("b", lease)
+    later = directory.membership()
+    assert list(later.members) == [member("a")] and later.epoch > view.epoch
+    assert not directory.keep_alive(lease) and directory.keep_alive(other)
+
+
+def test_a_lease_that_is_kept_alive_holds_and_one_that_is_not_ends(directory: EtcdDirectory) -> None:
+    kept, left = directory.grant(TTL_S), directory.grant(TTL_S)
+    assert directory.register(member("kept"), kept) and directory.register(member("left"), left)
+    end = time.monotonic() + 3.5
+    while time.monotonic() < end:
+        assert directory.keep_alive(kept)
+        time.sleep(0.3)
+    assert names(directory.membership()) == {"kept": "serving"}
+
+
+def test_a_record_is_changed_by_its_lease_only(directory: EtcdDirectory) -> None:
+    mine, other = directory.grant(60), directory.grant(60)
+    assert directory.register(member("a", "joining"), mine)
+    assert directory.register(member("a", "serving"), mine)
+    assert not directory.register(member("a", instance="2"), other)
+    assert directory.read_member("a") == member("a", "serving")
+    assert directory.register(member("a", instance="2"), other, replace=True)
+    assert not directory.register(member("a", "draining"), mine)
+    directory.withdraw("a", mine)  # what is not under its lease stays
+    assert directory.read_member("a") == member("a", instance="2")
+
+
+def test_to_wait_for_a_change_wakes_at_once_and_misses_nothing(url: str, directory: EtcdDirectory) -> None:
+    epoch = directory.membership().epoch
+    began = time.monotonic()
+    assert not directory.wait_for_change(epoch, 0.3)
+    assert 0.25 < time.monotonic() - began < 2
+    lease = directory.grant(60)
+    assert directory.register(member("a"), lease)
+    assert directory.wait_for_change(epoch, 5)  # it was before the question
+    epoch = directory.membership().epoch
+    timer = threading.Timer(0.3, lambda: directory.withdraw("a", lease))
+    timer.start()
+    began = time.monotonic()
+    assert directory.wait_for_change(epoch, 10)
+    assert time.monotonic() - began < 2
+    timer.join()
+
+
+def test_other_clusters_and_drains_are_no_change(url: str, directory: EtcdDirectory) -> None:
+    other = open_etcd(url + "x")
+    epoch = directory.membership().epoch
+    assert other.register(member("a"), other.grant(60))
+    directory.ask_drain("a", Drain("1", 5.0))
+    assert not directory.wait_for_change(epoch, 0.5)
+    assert list(directory.membership().members) == []
+    other.close()
+
+
+def test_closing_wakes_who_waits_for_a_change(directory: EtcdDirectory) -> None:
+    epoch = directory.membership().epoch
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            directory.wait_for_change(epoch, 30)
+        except DirectoryError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(lambda: directory._watching is not None, what="the watch is open")
+    began = time.monotonic()
+    directory.close()
+    thread.join(5)
+    assert ended and time.monotonic() - began < 0.5
+    with pytest.raises(DirectoryError, match="closed"):
+        directory.membership()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"garbage \xff",
+        b"{}",
+        encode_member(member("another")),
+        encode_member(member("a")).replace(b"a/0", b"ok/0"),
+    ],
+)
+def test_a_record_that_is_no_member_is_left_out_and_named(
+    url: str, directory: EtcdDirectory, record: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert directory.register(member("ok"), directory.grant(60))
+    put(url, "a", record)
+    for _ in range(3):
+        assert names(directory.membership()) == {"ok": "serving"}
+    said = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(said) == 1 and "'a'" in said[0], said
+
+
+def test_a_drain_is_asked_for_written_on_and_ended(directory: EtcdDirectory) -> None:
+    assert directory.read_drain("a") is None
+    directory.ask_drain("a", Drain("1", 30.0))
+    assert directory.read_drain("a") == Drain("1", 30.0, "asked")
+    directory.write_drain("a", Drain("1", 30.0, "moving", 100, 20, 3))
+    assert directory.read_drain("a") == Drain("1", 30.0, "moving", 100, 20, 3)
+    directory.end_drain("a")
+    assert directory.read_drain("a") is None
+
+
+def test_an_endpoint_that_is_dead_or_silent_makes_room_for_the_next(own_etcd: Etcd, tmp_path: Path) -> None:
+    (dead,) = free_ports(1)
+    with Etcd(tmp_path / "silent") as silent:
+        silent.signal(signal.SIGSTOP)
+        url = f"etcd://127.0.0.1:{dead},127.0.0.1:{silent.port},127.0.0.1:{own_etcd.port}/n"
+        for _ in range(4):  # whichever is asked first
+            directory = open_etcd(url, timeout_s=0.5)
+            began = time.monotonic()
+            assert directory.register(member("a"), directory.grant(60), replace=True)
+            assert time.monotonic() - began < 1.5
+            assert names(directory.membership()) == {"a": "serving"}
+            directory.close()
+
+
+def test_nobody_there_is_an_error_with_every_reason() -> None:
+    ports = free_ports(2)
+    directory = open_etcd(f"etcd://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/n")
+    with pytest.raises(DirectoryError) as caught:
+        directory.membership()
+    text = str(caught.value)
+    assert all(f"127.0.0.1:{port}: connection refused" in text for port in ports), text
+
+
+# ---- following -----------------------------------------------------------------------------------------------------
+
+
+def test_a_follower_tells_of_every_change_once(url: str, directory: EtcdDirectory) -> None:
+    first, second = directory.grant(60), directory.grant(60)
+    directory.register(member("a"), first)
+    with Following(url) as following:
+        assert names(following.follower.wait(5)) == {"a": "serving"}
+        directory.register(member("b", "joining"), second)
+        following.wait_for({"a": "serving", "b": "joining"})
+        directory.register(member("b", "serving"), second)
+        following.wait_for({"a": "serving", "b": "serving"}, 1.0)
+        directory.register(member("b", "serving"), second)  # the same again
+        directory.withdraw("a", first)
+        following.wait_for({"b": "serving"}, 1.0)
+        assert [names(view) for view in following.views] == [
+            {"a": "serving"},
+            {"a": "serving", "b": "joining"},
+            {"a": "serving", "b": "serving"},
+            {"b": "serving"},
+        ]
+        epochs = [view.epoch for view in following.views]
+        assert epochs == sorted(set(epochs)) and following.follower.lost == ""
+
+
+def test_who_leaves_while_another_joins_is_gone_at_once(url: str, directory: EtcdDirectory) -> None:
+    leases = [directory.grant(60) for _ in range(3)]
+    directory.register(member("a"), leases[0])
+    directory.register(member("b"), leases[1])
+    with Following(url) as following:
+        following.wait_for({"a": "serving", "b": "serving"})
+        directory.register(member("c", "joining"), leases[2])
+        directory.withdraw("a", leases[0])
+        wait_until(lambda: "a" not in names(following.views[-1]), 0.5, "a is gone")
+        following.wait_for({"b": "serving", "c": "joining"}, 3.0)
+
+
+def test_a_follower_waits_for_a_first_member_and_says_what_it_waits_for(url: str, directory: EtcdDirectory) -> None:
+    with Following(url) as following:
+        with pytest.raises(DirectoryError, match=r"no node is registered"):
+            following.follower.wait(0.5)
+        directory.register(member("a"), directory.grant(60))
+        assert names(following.follower.wait(2)) == {"a": "serving"}
+    (port,) = free_ports(1)
+    nowhere = Following(f"etcd://127.0.0.1:{port}/n")
+    with nowhere, pytest.raises(DirectoryError, match=r"connection refused"):
+        nowhere.follower.wait(0.5)
+
+
+def test_a_callback_that_fails_is_logged_and_the_next_change_is_told(
+    url: str, directory: EtcdDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = directory.grant(60)
+    directory.register(member("a"), lease)
+    seen = []
+
+    def fail(view: Membership) -> None:
+        seen.append(names(view))
+        raise RuntimeError("no")
+
+    follower = Follower(url, fail)
+    follower.start()
+    wait_until(lambda: seen)
+    directory.register(member("a", "draining"), lease)
+    wait_until(lambda: seen[-1] == {"a": "draining"})
+    follower.close()
+    assert "taking a new view" in caplog.text
+
+
+def test_closing_a_follower_is_quick_and_nothing_is_told_after_it(url: str, directory: EtcdDirectory) -> None:
+    directory.register(member("a"), directory.grant(60))
+    following = Following(url)
+    following.follower.wait(5)
+    time.sleep(0.2)  # it is in its watch
+    began = time.monotonic()
+    following.follower.close()
+    assert time.monotonic() - began < 0.5
+    assert not following.follower._thread.is_alive()
+    told = len(following.views)
+    directory.register(member("b"), directory.grant(60))
+    time.sleep(0.3)
+    assert len(following.views) == told
+
+
+def test_a_forked_child_leaves_the_followers_of_its_parent_alone(url: str, directory: EtcdDirectory) -> None:
+    lease = directory.grant(60)
+    directory.register(member("a"), lease)
+    with Following(url) as following:
+        following.follower.wait(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads: that is the test
+            pid = os.fork()
+        if pid == 0:
+            following.follower.close()
+            own = Follower(url, lambda _view: None)
+            own.start()
+            os._exit(0 if names(own.wait(5)) == {"a": "serving"} else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert following.follower.errors == 0
+        directory.register(member("a", "draining"), lease)
+        following.wait_for({"a": "draining"}, 1.0)
+
+
+def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_with(
+    own_etcd: Etcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    url = own_etcd.url("n")
+    directory = open_etcd(url)
+    lease = directory.grant(600)
+    directory.register(member("a"), lease)
+    with Following(url) as following:
+        following.wait_for({"a": "serving"})
+        own_etcd.kill()
+        wait_until(lambda: following.follower.lost, 5, "it says that etcd is lost")
+        assert "connection refused" in following.follower.lost
+        assert [names(view) for view in following.views] == [{"a": "serving"}]
+        own_etcd.restart()
+        wait_until(lambda: not following.follower.lost, 5, "it says that etcd is back")
+        directory.register(member("a", "draining"), lease)
+        following.wait_for({"a": "draining"})
+    said = [record.getMessage() for record in caplog.records if "cluster" in record.name]
+    assert (
+        sum("cannot be asked" in text for text in said) == 1 and sum("can be asked again" in text for text in said) == 1
+    )
+    directory.close()
+
+
+def test_an_etcd_that_hangs_is_lost_too(own_etcd: Etcd) -> None:
+    directory = open_etcd(own_etcd.url("n"))
+    directory.register(member("a"), directory.grant(600))
+    with Following(own_etcd.url("n")) as following:
+        following.wait_for({"a": "serving"})
+        own_etcd.signal(signal.SIGSTOP)
+        wait_until(lambda: following.follower.lost, 12, "it says that etcd is lost")
+        own_etcd.signal(signal.SIGCONT)
+        wait_until(lambda: not following.follower.lost, 5, "it says that etcd is back")
+    directory.close()
+
+
+def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+    url = own_etcd.url("n")
+    directory = open_etcd(url)
+    for node in "ab":
+        directory.register(member(node), directory.grant(600))
+    with Following(url) as following:
+        following.wait_for({"a": "serving", "b": "serving"})
+        own_etcd.kill()
+        own_etcd.restart(empty=True)
+        wait_until(lambda: "has no members any more: the last 2 stay" in caplog.text, 10, "it says so")
+        directory.register(member("a"), directory.grant(600))
+        time.sleep(1.0)
+        directory.register(member("b"), directory.grant(600))
+        directory.register(member("c"), directory.grant(600))
+        following.wait_for({"a": "serving", "b": "serving", "c": "serving"}, 10)
+        assert all({"a", "b"} <= set(names(view)) for view in following.views)
+    directory.close()
+
+
+def test_who_does_not_come_back_after_that_is_gone_in_the_end(own_etcd: Etcd) -> None:
+    url = own_etcd.url("n")
+    directory = open_etcd(url)
+    lease = directory.grant(600)
+    directory.register(member("a"), lease)
+    directory.register(member("b"), lease)
+    with Following(url) as following:
+        following.wait_for({"a": "serving", "b": "serving"})
+        directory.withdraw("a", lease)
+        wait_until(lambda: following.follower._refilled_at, 5)
+        directory.register(member("b"), directory.grant(600))
+        following.wait_for({"b": "serving"}, 10)
+    directory.close()

@@ -1,0 +1,153 @@
+"""HOTTEST: a namespace's keys by recency over both tiers, in pages, and no more memory for it than a shard has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from disk import disk_flags, fill, wait_until_on, wait_until_written
+from harness import (
+    ERROR,
+    MakeNamespace,
+    RawClient,
+    Server,
+    StartServer,
+    blocks_of,
+    make_keys,
+    pack,
+    wait_until,
+)
+
+from kvstore import wire
+from kvstore.wire import ErrorCode
+from kvstore_client import KVStoreClient, Namespace
+
+HOTTEST, HOTTEST_REPLY = 13, 75
+LRU = ("--policy", "lru")
+
+
+def hottest(server: Server, namespace: Namespace, skip: int = 0, limit: int = 1 << 20) -> tuple[list[bytes], int]:
+    """Keys, most recently used first, and how many blocks there are."""
+    with RawClient(server) as raw:
+        raw.hello(namespace.canonical())
+        tag, request_id, key_bytes, keys, total = raw.ask(pack(HOTTEST, 7, 10_000, skip, limit))
+        assert (tag, request_id) == (HOTTEST_REPLY, 7)
+        assert len(keys) <= wire.MAX_HOTTEST_BYTES and len(keys) % max(1, key_bytes) == 0
+        return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes or 1)], total
+
+
+def put(client: KVStoreClient, keys: Sequence[bytes]) -> None:
+    assert client.set(keys, blocks_of(keys, client.namespace.block_bytes)).error == 0
+
+
+def test_the_most_recently_used_come_first(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(), make_keys(30)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        for at in range(0, 30, 10):
+            put(client, keys[at : at + 10])
+        assert hottest(server, namespace) == (keys[20:] + keys[10:20] + keys[:10], 30)
+        client.get(keys[3:5])
+        assert hottest(server, namespace)[0][:3] == [keys[3], keys[4], keys[20]]
+        client.contains(keys[12:13], refresh=True)
+        client.contains(keys[13:14])
+        assert hottest(server, namespace)[0][:3] == [keys[12], keys[3], keys[4]]
+        client.delete(keys[3:13])
+        assert hottest(server, namespace) == (keys[20:] + keys[13:20] + keys[:3], 20)
+
+
+def test_pages_of_it_are_the_whole(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(), make_keys(25)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        put(client, keys)
+    for limit in (1, 7, 25, 26):
+        pages = [hottest(server, namespace, skip, limit) for skip in range(0, 25, limit)]
+        assert [key for page, _ in pages for key in page] == keys
+        assert all(total == 25 for _, total in pages)
+    assert hottest(server, namespace, 25, 10) == ([], 25)
+    assert hottest(server, namespace, 2**62, 2**62) == ([], 25)
+    assert hottest(server, namespace, 3, 0) == ([], 25)
+
+
+def test_a_namespace_nobody_has_set_anything_in_has_none(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace = new_namespace()
+    assert hottest(server, namespace) == ([], 0)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        put(client, make_keys(3))
+        client.delete(make_keys(3))
+    assert hottest(server, namespace) == ([], 0)
+
+
+def test_it_takes_a_namespace_and_numbers_inside_their_limits(server: Server, new_namespace: MakeNamespace) -> None:
+    with RawClient(server) as raw:
+        raw.hello()
+        refused = raw.ask(pack(HOTTEST, 3, 1000, 0, 10))
+        assert refused[:3] == [ERROR, 3, ErrorCode.NO_NAMESPACE] and "HELLO" in refused[3]
+        raw.hello(new_namespace().canonical())
+        for fields in ((0, 0, 10), (1000, -1, 10), (1000, 0, -1)):
+            assert raw.ask(pack(HOTTEST, 4, *fields))[:3] == [ERROR, 4, ErrorCode.LIMIT]
+        assert raw.ask(pack(HOTTEST, 5, 1000, 0, 10)) == [HOTTEST_REPLY, 5, 0, b"", 0]
+
+
+def test_a_reply_carries_no_more_than_its_limit_of_keys(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(64), make_keys(140_000, key_bytes=64)
+    block = bytes(64)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        for at in range(0, len(keys), 8192):
+            some = keys[at : at + 8192]
+            assert client.set(some, [block] * len(some)).error == 0
+    first, total = hottest(server, namespace)
+    assert total == len(keys) and len(first) == wire.MAX_HOTTEST_BYTES // 64
+    rest, _ = hottest(server, namespace, len(first))
+    assert len(rest) == total - len(first) and sorted(first + rest) == sorted(keys)
+
+
+def test_replies_nobody_takes_are_bounded_for_all_clients_together(start_server: StartServer) -> None:
+    server = start_server(memory="128MiB")
+    namespace = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=64)
+    block, keys = bytes(64), make_keys(135_000, key_bytes=64)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        for at in range(0, len(keys), 8192):
+            some = keys[at : at + 8192]
+            assert client.set(some, [block] * len(some)).error == 0
+    raws = [RawClient(server, receive_buffer=1 << 16) for _ in range(24)]
+    try:
+        for raw in raws:
+            raw.hello(namespace.canonical())
+            raw.send(pack(HOTTEST, 1, 10_000, 0, 1 << 20))
+        answers = [raw.reply()[0] for raw in reversed(raws)]  # who was refused is at the end
+        refused = [answer for answer in answers if answer[0] == ERROR]
+        assert 24 - len(refused) <= (64 << 20) // wire.MAX_HOTTEST_BYTES + 4  # some of it is in the kernel
+        assert refused and all(answer[:3] == [ERROR, 1, ErrorCode.LIMIT] for answer in refused)
+        # What was taken is free again.
+        assert raws[0].ask(pack(HOTTEST, 2, 10_000, 0, 1 << 20))[0] == HOTTEST_REPLY
+    finally:
+        for raw in raws:
+            raw.close()
+    assert wait_until(lambda: hottest(server, namespace)[1] == len(keys))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_both_tiers_are_one_list(
+    start_server: StartServer, tmp_path: Path, new_namespace: MakeNamespace, restarted: bool
+) -> None:
+    block_bytes = 64 << 10
+    namespace, keys = new_namespace(block_bytes), make_keys(400)  # memory holds 256
+    server = start_server(*disk_flags(tmp_path / "disk"), *LRU, memory="16MiB")
+    with KVStoreClient(server.endpoint, namespace, timeout_s=20) as client:
+        wait_until_on(client)
+        for at in range(0, len(keys), 40):
+            fill(client, keys[at : at + 40], block_bytes)
+            wait_until_written(client)
+        if restarted:
+            server.stop()
+            server.restart()
+            wait_until_on(client)
+        listed, total = hottest(server, namespace)
+        assert total == 400 and sorted(listed) == sorted(keys)
+        places = {key: place for place, key in enumerate(listed)}
+        newest, oldest = keys[200:], keys[:100]
+        assert max(places[key] for key in newest) < min(places[key] for key in oldest)
+        client.get(oldest[:10])  # from disk
+        assert set(hottest(server, namespace, 0, 10)[0]) == set(oldest[:10])
+        assert hottest(server, namespace)[1] == 400

@@ -1,0 +1,443 @@
+"""Nodes as members: real servers that register in a real etcd, leave it, lose it and come back."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from etcd import Etcd, free_ports
+from harness import (
+    ROOT,
+    MakeNamespace,
+    Server,
+    StartServer,
+    blocks_of,
+    environment,
+    make_keys,
+    server_command,
+    wait_until,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.asking import Asking
+from kvstore.cluster.etcd import Drain, EtcdDirectory
+from kvstore.cluster.following import Follower
+from kvstore.cluster.members import Member, Membership
+from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore_client import KVStoreClient, Namespace
+
+DEATH_S = 3.0  # within which a dead node is out of every view
+
+
+@pytest.fixture(scope="module")
+def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """For tests that stop it."""
+    with Etcd(tmp_path / "etcd") as etcd:
+        yield etcd
+
+
+class Cluster:
+    """A cluster that no other test uses: its nodes, and what etcd and a follower say of it."""
+
+    def __init__(self, url: str, start_server: StartServer) -> None:
+        self.url = url
+        self._start_server = start_server
+        parsed = parse_cluster_url(url)
+        assert isinstance(parsed, EtcdURL)
+        self.directory = EtcdDirectory(parsed, 1.0)
+        self.views: list[Membership] = []
+        self.follower = Follower(url, self.views.append, name="test")
+        self.follower.start()
+
+    def close(self) -> None:
+        self.follower.close()
+        self.directory.close()
+
+    def start(self, node: str, *flags: str, url: str = "", grace_s: int = 300) -> Server:
+        """A node that has printed its ready line."""
+        grace = ("--grace-seconds", str(grace_s))
+        return self._start_server(
+            "--cluster", url or self.url, "--node-id", node, *grace, *flags, memory="16MiB", segment="1MiB"
+        )
+
+    def members(self) -> dict[str, Member]:
+        return {member.node: member for member in self.directory.membership().members}
+
+    def states(self) -> dict[str, str]:
+        return {node: member.state for node, member in self.members().items()}
+
+    def wait_for(self, deadline_s: float = 5.0, **states: str) -> None:
+        wait_until(lambda: self.states() == states, deadline_s, f"the members are {states}")
+
+    def seen(self) -> set[str]:
+        """Who is in the follower's view."""
+        return {member.node for member in self.views[-1].members} if self.views else set()
+
+
+@pytest.fixture
+def open_cluster(start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Callable[[Etcd], Cluster]]:
+    clusters: list[Cluster] = []
+
+    def make(etcd: Etcd) -> Cluster:
+        name = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]
+        clusters.append(Cluster(etcd.url(name), start_server))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(shared_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]) -> Cluster:
+    return open_cluster(shared_etcd)
+
+
+def metrics(server: Server) -> dict[tuple[str, str], float]:
+    """(metric, its label) -> value, of those of the cluster."""
+    found = wait_until(lambda: re.search(r"metrics at http://[^:]+:(\d+)/metrics", server.log_text()))
+    with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, "".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith(("kvstore_cluster", "kvstore_drain"))
+    }
+
+
+# ---- joining and leaving -------------------------------------------------------------------------------------------
+
+
+def test_a_node_registers_its_shards_and_withdraws_at_sigterm(cluster: Cluster) -> None:
+    server = cluster.start("a", "--shards", "2", "--zone", "rack-1", "--metrics-port", "0")
+    cluster.wait_for(a="serving")  # at once: there is nobody to be filled from
+    member = cluster.members()["a"]
+    assert [(shard.name, shard.host, shard.port) for shard in member.shards] == [
+        ("a/0", "127.0.0.1", server.port),
+        ("a/1", "127.0.0.1", member.shards[1].port),
+    ]
+    assert all(shard.weight == 8 << 20 for shard in member.shards)
+    assert member.zone == "rack-1" and member.version and member.instance and abs(member.started - time.time()) < 60
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", member.metrics)
+    with Asking(("127.0.0.1", server.port), 5.0) as asking:
+        assert (asking.welcome.node, asking.welcome.zone) == ("a", "rack-1")
+        assert [shard.name for shard in asking.welcome.shards] == ["a/0", "a/1"]
+    values = wait_until(lambda: (found := metrics(server))["kvstore_cluster_epoch", ""] and found)
+    assert values["kvstore_cluster_registered", ""] == values["kvstore_cluster_directory_up", ""] == 1
+    assert values["kvstore_cluster_state", "serving"] == values["kvstore_cluster_members", "serving"] == 1
+    assert values["kvstore_cluster_changes_total", ""] == 1
+    began = time.monotonic()
+    server.signal(signal.SIGTERM)
+    cluster.wait_for(1.0)
+    assert server.running, "it withdraws before it stops"
+    assert server.stop() == 0
+    assert time.monotonic() - began < 5
+    assert "has withdrawn from" in server.log_text()
+
+
+def test_a_killed_node_is_out_of_every_view_within_three_seconds(cluster: Cluster) -> None:
+    cluster.start("a")
+    cluster.wait_for(a="serving")
+    doomed = cluster.start("b")
+    wait_until(lambda: cluster.seen() == {"a", "b"})
+    began = time.monotonic()
+    doomed.kill()
+    wait_until(lambda: cluster.seen() == {"a"})
+    assert time.monotonic() - began < DEATH_S
+
+
+def test_a_node_that_joins_serves_after_its_grace_period(cluster: Cluster) -> None:
+    cluster.start("a")
+    cluster.wait_for(a="serving")
+    second = cluster.start("b", grace_s=2)
+    cluster.wait_for(a="serving", b="joining")
+    began = time.monotonic()
+    cluster.wait_for(a="serving", b="serving")
+    assert 0.5 < time.monotonic() - began < 4
+    assert "state=serving (was joining)" in second.log_text()
+
+
+def test_who_joins_serves_at_once_when_nobody_is_left_to_be_filled_from(cluster: Cluster) -> None:
+    first = cluster.start("a")
+    cluster.wait_for(a="serving")
+    cluster.start("b")
+    cluster.wait_for(a="serving", b="joining")
+    first.kill()
+    cluster.wait_for(b="serving")
+
+
+def test_a_killed_node_that_starts_again_takes_its_record_over_at_once(cluster: Cluster) -> None:
+    server = cluster.start("a", "--lease-seconds", "30")
+    cluster.wait_for(a="serving")
+    before = cluster.members()["a"].instance
+    server.kill()
+    server.restart()
+    wait_until(lambda: cluster.members()["a"].instance != before, 3.0, "the record is the new process's")
+    assert server.stop() == 0
+    assert cluster.states() == {}
+
+
+def test_the_same_id_started_twice_is_one_member_until_that_is_gone(cluster: Cluster) -> None:
+    first = cluster.start("a")
+    cluster.wait_for(a="serving")
+    second = cluster.start("a", "--metrics-port", "0")
+    wait_until(lambda: "another process has its id" in second.log_text(), what="the second says so")
+    assert f"at 127.0.0.1:{first.port}" in second.log_text() and "--node-id" in second.log_text()
+    assert cluster.members()["a"].shards[0].port == first.port
+    assert metrics(second)["kvstore_cluster_registered", ""] == 0
+    assert first.stop() == 0
+    wait_until(lambda: cluster.states() and cluster.members()["a"].shards[0].port == second.port)
+    assert second.log_text().count("another process has its id") == 1  # every ten seconds
+
+
+# ---- trouble -------------------------------------------------------------------------------------------------------
+
+
+def test_a_supervisor_that_was_stopped_for_longer_than_its_lease_joins_again(cluster: Cluster) -> None:
+    cluster.start("a")
+    cluster.wait_for(a="serving")
+    server = cluster.start("b", grace_s=1)
+    cluster.wait_for(a="serving", b="serving")
+    os.kill(server.process.pid, signal.SIGSTOP)
+    cluster.wait_for(DEATH_S + 0.5, a="serving")
+    os.kill(server.process.pid, signal.SIGCONT)
+    wait_until(lambda: "b" in cluster.states())
+    cluster.wait_for(a="serving", b="serving")
+    assert "; joining again" in server.log_text()
+
+
+def test_a_record_that_was_removed_is_written_again(cluster: Cluster) -> None:
+    server = cluster.start("a")
+    cluster.wait_for(a="serving")
+    cluster.directory._post("/kv/deleterange", key="L2t2c3RvcmUv", range_end="L2t2c3RvcmUw")  # as an operator may
+    wait_until(lambda: "its record is gone" in server.log_text())
+    cluster.wait_for(a="serving")
+
+
+def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
+    own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster], new_namespace: MakeNamespace
+) -> None:
+    cluster = open_cluster(own_etcd)
+    servers = [cluster.start("a", "--metrics-port", "0")]
+    cluster.wait_for(a="serving")
+    servers.append(cluster.start("b"))
+    cluster.wait_for(a="serving", b="joining")
+    wait_until(lambda: cluster.seen() == {"a", "b"})
+    own_etcd.stop()
+    wait_until(lambda: all("cannot be asked" in server.log_text() for server in servers), what="every node says so")
+    wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 0)
+    time.sleep(2.2)  # longer than the lease
+    for server in servers:
+        with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
+            client.set(make_keys(4), blocks_of(make_keys(4), 4096))
+            assert client.contains(make_keys(4)).all()
+    own_etcd.restart()
+    for server in servers:
+        wait_until(lambda server=server: "can be asked again" in server.log_text(), what="every node says so")
+    wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 1)
+    time.sleep(2.5)
+    assert cluster.states() == {"a": "serving", "b": "joining"}
+    assert all("lease has ended" not in server.log_text() for server in servers)
+    assert [sorted(member.node for member in view.members) for view in cluster.views] == [["a"], ["a", "b"]]
+    servers.append(cluster.start("c"))
+    wait_until(lambda: cluster.seen() == {"a", "b", "c"}, what="what happens later is seen")
+
+
+def test_after_etcd_lost_its_data_the_nodes_register_again(
+    own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]
+) -> None:
+    cluster = open_cluster(own_etcd)
+    for node in "ab":
+        cluster.start(node)
+        wait_until(lambda node=node: node in cluster.seen())
+    views = len(cluster.views)
+    own_etcd.kill()
+    own_etcd.restart(empty=True)
+    wait_until(lambda: sorted(cluster.states()) == ["a", "b"])
+    time.sleep(1.0)
+    assert cluster.seen() == {"a", "b"}
+    assert all({member.node for member in view.members} == {"a", "b"} for view in cluster.views[views:])
+
+
+def test_without_etcd_a_node_serves_and_registers_when_it_is_there(
+    own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster], new_namespace: MakeNamespace
+) -> None:
+    own_etcd.stop()
+    cluster = open_cluster(own_etcd)
+    server = cluster.start("a")
+    with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
+        client.set(make_keys(4), blocks_of(make_keys(4), 4096))
+        assert client.contains(make_keys(4)).all()
+    wait_until(lambda: "etcd cannot be asked" in server.log_text())
+    own_etcd.restart()
+    wait_until(lambda: cluster.states() == {"a": "serving"})
+
+
+def test_a_node_stops_in_good_time_without_etcd(own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]) -> None:
+    cluster = open_cluster(own_etcd)
+    server = cluster.start("a")
+    cluster.wait_for(a="serving")
+    own_etcd.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 10
+
+
+def test_of_several_endpoints_one_is_enough(cluster: Cluster, shared_etcd: Etcd) -> None:
+    (dead,) = free_ports(1)
+    name = cluster.url.rpartition("/")[2]
+    cluster.start("a", url=f"etcd://127.0.0.1:{dead},127.0.0.1:{shared_etcd.port}/{name}")
+    cluster.wait_for(a="serving")
+    time.sleep(2.5)
+    assert cluster.states() == {"a": "serving"}
+
+
+def test_a_garbage_record_is_named_and_the_rest_counts(cluster: Cluster) -> None:
+    junk = cluster.url.rpartition("/")[2]
+    key = cluster.directory.grant(60)
+    assert key
+    garbage = Member("junk", "serving", [])
+    assert cluster.directory.register(garbage, key)
+    server = cluster.start("a")
+    wait_until(lambda: cluster.seen() == {"a"})
+    wait_until(lambda: "the record of 'junk' is left out" in server.log_text())
+    assert server.log_text().count("the record of 'junk' is left out") <= 2, junk  # by its registration and its view
+
+
+# ---- draining ------------------------------------------------------------------------------------------------------
+
+BLOCK_BYTES = 4096
+
+
+def fill(servers: Sequence[Server], namespace: Namespace, count: int) -> list[bytes]:
+    """Blocks on their owners."""
+    keys = make_keys(count)
+    with KVStoreClient([server.endpoint for server in servers], namespace) as client:
+        assert client.set(keys, blocks_of(keys, BLOCK_BYTES), deferred=False).created == count
+    return keys
+
+
+def test_a_drain_that_is_asked_for_moves_the_blocks_and_the_node_goes_on_outside(
+    cluster: Cluster, new_namespace: MakeNamespace
+) -> None:
+    leaving = cluster.start("a", "--metrics-port", "0")
+    cluster.wait_for(a="serving")
+    staying = cluster.start("b", grace_s=0)
+    cluster.wait_for(a="serving", b="serving")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = fill([leaving, staying], namespace, 200)
+    wait_until(lambda: metrics(leaving)["kvstore_cluster_members", "serving"] == 2, what="it knows the other")
+    cluster.directory.ask_drain("a", Drain(cluster.members()["a"].instance, 20.0))
+
+    def done() -> Drain | None:
+        drain = cluster.directory.read_drain("a")
+        return drain if drain is not None and drain.state == "done" else None
+
+    drain = wait_until(done, 15)
+    assert 0 < drain.moved == drain.total == drain.done < len(keys) and drain.failed == drain.present == 0
+    assert cluster.states() == {"b": "serving"}
+    with KVStoreClient(staying.endpoint, namespace) as client:
+        assert client.get(keys).blocks == blocks_of(keys, BLOCK_BYTES)
+    with KVStoreClient(leaving.endpoint, namespace) as client:
+        assert client.contains(keys).sum() == drain.moved, "it still serves who comes"
+    values = metrics(leaving)
+    assert values["kvstore_cluster_registered", ""] == 0 and values["kvstore_cluster_state", "out"] == 1
+    assert values["kvstore_drain_blocks", "moved"] == drain.moved and values["kvstore_drain_blocks", "to_move"] == 0
+    states = [{member.node: member.state for member in view.members}.get("a") for view in cluster.views]
+    assert "draining" in states
+    assert leaving.stop() == 0
+    leaving.restart()
+    cluster.wait_for(a="joining", b="serving")
+    wait_until(lambda: cluster.directory.read_drain("a") is None, what="what was asked of an earlier run is removed")
+
+
+def test_sigterm_with_drain_seconds_moves_the_blocks_first(cluster: Cluster, new_namespace: MakeNamespace) -> None:
+    leaving = cluster.start("a", "--shards", "2", "--drain-seconds", "20")
+    cluster.wait_for(a="serving")
+    staying = cluster.start("b", "--drain-seconds", "20", grace_s=0)
+    cluster.wait_for(a="serving", b="serving")
+    wait_until(lambda: "joined=[b]" in leaving.log_text(), what="it knows the other")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = fill([leaving, staying], namespace, 200)
+    leaving.signal(signal.SIGTERM)
+    cluster.wait_for(1.0, a="draining", b="serving")
+    assert leaving.process.wait(20) == 0
+    assert cluster.states() == {"b": "serving"}
+    with KVStoreClient(staying.endpoint, namespace) as client:
+        assert client.get(keys).blocks == blocks_of(keys, BLOCK_BYTES)
+    began = time.monotonic()
+    staying.signal(signal.SIGTERM)  # the last one has nowhere to move to
+    assert staying.process.wait(20) == 0
+    assert time.monotonic() - began < 6
+    assert cluster.states() == {}
+
+
+def test_a_second_sigterm_ends_the_draining(cluster: Cluster) -> None:
+    server = cluster.start("a", "--drain-seconds", "300")
+    cluster.wait_for(a="serving")
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: "state=draining" in server.log_text())
+    assert server.stop() == 0
+    assert cluster.states() == {}
+
+
+def test_a_shard_that_dies_while_its_node_drains_is_started_again(cluster: Cluster) -> None:
+    server = cluster.start("a", "--shards", "2", "--drain-seconds", "20")
+    cluster.wait_for(a="serving")
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: "state=draining" in server.log_text())
+    server.shards()[1].kill()
+    assert server.process.wait(20) == 0
+    assert "shard 1" in server.log_text() and "died" in server.log_text()
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--cluster", "127.0.0.1:2379"], ["cluster", "'127.0.0.1:2379'", "etcd://HOST:PORT"]),
+        (["--cluster", "etcd://127.0.0.1:1/n", "--host", "0.0.0.0"], ["0.0.0.0", "--advertise"]),
+        (["--drain-seconds", "5"], ["drain_seconds", "5", "--cluster"]),
+        (["--clutser", "x"], ["--clutser"]),
+    ],
+)
+def test_flags_that_cannot_be_are_named_and_are_status_2(flags: list[str], parts: list[str]) -> None:
+    ended = subprocess.run(
+        server_command("--port", "0", "--memory", "16MiB", "--segment", "1MiB", *flags),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert all(part in ended.stderr for part in parts), ended.stderr
+
+
+def test_without_etcd3gw_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "etcd3gw.py").write_text("raise ImportError(\"No module named 'etcd3gw'\")\n")
+    ended = subprocess.run(
+        server_command("--port", "0", "--memory", "16MiB", "--segment", "1MiB", "--cluster", "etcd://127.0.0.1:1/n"),
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 1 and "pip install 'kvstore[cluster]'" in ended.stderr, ended.stderr

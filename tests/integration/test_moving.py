@@ -1,0 +1,326 @@
+"""Moving a node's blocks to those that will own them: between real servers, whose members are made by hand."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from disk import disk_flags, open_client, wait_until_on, wait_until_written
+from harness import Server, StartServer, block_of, blocks_of, make_keys, make_namespace, wait_until
+
+from kvstore._cext import checksum_into
+from kvstore.asking import Asking, Keys
+from kvstore.cluster.members import Member, State
+from kvstore.cluster.moving import Mover, MoveReport
+from kvstore.cluster.placement import Placement
+from kvstore.wire import NamespaceInfo, ShardAddress
+from kvstore_client import KVStoreClient, Namespace
+
+ASK_S = 10.0
+MOVE_S = 30.0
+LRU = ("--policy", "lru")
+SMALL = make_namespace(4096, "small")
+LARGE = make_namespace(1 << 18, "large")
+
+
+def member_of(server: Server, state: State = "serving", zone: str = "") -> Member:
+    """A node as it would register itself."""
+    with Asking((server.host, server.port), ASK_S) as asking:
+        welcome = asking.welcome
+    shards = [msgspec.structs.replace(shard, host=server.host) for shard in welcome.shards]
+    return Member(node=welcome.node, state=state, shards=shards, zone=zone)
+
+
+def matrix(keys: Sequence[bytes]) -> Keys:
+    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
+
+
+@contextmanager
+def asking(shard: ShardAddress, namespace: Namespace, copies: int = 1) -> Iterator[Asking]:
+    with Asking((shard.host, shard.port), ASK_S, namespace.canonical(), copies) as connection:
+        yield connection
+
+
+def owners(members: Sequence[Member], keys: Sequence[bytes], copies: int) -> list[tuple[ShardAddress, list[bytes]]]:
+    """The shards of these members, each with the keys it holds copies of."""
+    placed = [(shard, member) for member in members for shard in member.shards]
+    placement = Placement(
+        [shard.name for shard, _ in placed],
+        [shard.weight for shard, _ in placed],
+        [member.node for _, member in placed],
+        [member.zone for _, member in placed],
+    )
+    replicas = placement.replicas(matrix(keys), copies)
+    return [
+        (shard, [keys[row] for row in np.flatnonzero((replicas == number).any(axis=1))])
+        for number, (shard, _) in enumerate(placed)
+    ]
+
+
+def put(
+    shard: ShardAddress, namespace: Namespace, keys: Sequence[bytes], copies: int = 1, damage: bool = False
+) -> None:
+    """Set blocks on one shard, the first the hottest. `damage`: their checksums are others'."""
+    step = max(1, (4 << 20) // namespace.block_bytes)
+    with asking(shard, namespace, copies) as connection:
+        for at in reversed(range(0, len(keys), step)):
+            some = keys[at : at + step]
+            blocks = blocks_of(some, namespace.block_bytes)
+            sums = np.empty(len(some), dtype=np.uint64)
+            checksum_into(blocks, sums)
+            reply = connection.set(matrix(some), [memoryview(block) for block in blocks], sums + np.uint64(damage))
+            assert reply.error == 0
+
+
+def fill(members: Sequence[Member], namespace: Namespace, keys: Sequence[bytes], copies: int = 1) -> None:
+    """Set blocks where they belong."""
+    for shard, some in owners(members, keys, copies):
+        put(shard, namespace, some, copies)
+
+
+def held(shard: ShardAddress, namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
+    """Which of `keys` a shard has, with the right bytes."""
+    found = []
+    with asking(shard, namespace) as connection:
+        step = max(1, (4 << 20) // namespace.block_bytes)
+        for first in range(0, len(keys), step):
+            some = keys[first : first + step]
+            size = namespace.block_bytes
+            for positions, _, memory in connection.get(matrix(some)):
+                for number, position in enumerate(positions.tolist()):
+                    assert memory[number * size : (number + 1) * size] == block_of(some[position], size)
+                    found.append(some[position])
+    return sorted(found)
+
+
+def namespace_on(shard: ShardAddress, namespace: Namespace) -> NamespaceInfo:
+    with asking(shard, namespace) as connection:
+        (found,) = (some for some in connection.info().namespaces if some.id == namespace.id)
+    return found
+
+
+def move(
+    leaving: Member, others: Sequence[Member], seconds: float = MOVE_S, stop_after: int | None = None
+) -> tuple[MoveReport, list[tuple[int, int]]]:
+    """-> the report, and all that was told of the progress."""
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        if stop_after is not None and done >= stop_after:
+            mover.stop()
+
+    members = [msgspec.structs.replace(leaving, state="draining"), *others]
+    mover = Mover(leaving.shards, leaving.node, members, progress)
+    report = mover.run(time.monotonic() + seconds)
+    assert told == sorted(told) and all(total == report.total for _, total in told)
+    if told:
+        assert told[-1][0] == report.moved + report.present + report.failed
+    return report, told
+
+
+def test_a_client_of_the_rest_reads_every_block(start_server: StartServer) -> None:
+    leaving = start_server("--shards", "2", memory="128MiB")
+    rest = [start_server("--shards", shards, memory="128MiB") for shards in ("1", "2")]
+    members = [member_of(server) for server in (leaving, *rest)]
+    small, large = make_keys(2000), make_keys(150, first=10_000)
+    for namespace, keys in ((SMALL, small), (LARGE, large)):
+        fill(members, namespace, keys)
+    mine = sum(len(some) for keys in (small, large) for _, some in owners(members, keys, 1)[:2])
+    report, told = move(members[0], members[1:])
+    assert report == MoveReport(mine, mine, 0, 0) and told[0] == (0, mine)
+    leaving.stop()
+    for namespace, keys in ((SMALL, small), (LARGE, large)):
+        with KVStoreClient([server.endpoint for server in rest], namespace) as client:
+            blocks = client.get(keys).blocks
+        assert [bytes(block or b"") for block in blocks] == blocks_of(keys, namespace.block_bytes)
+
+
+@pytest.mark.parametrize("zones", [["", "", "", ""], ["x", "x", "y", "y"]])
+def test_every_copy_is_kept(start_server: StartServer, zones: list[str]) -> None:
+    servers = [start_server() for _ in zones]
+    members = [member_of(server, zone=zone) for server, zone in zip(servers, zones, strict=True)]
+    keys = make_keys(1200)
+    fill(members, SMALL, keys, copies=2)
+    report, _ = move(members[0], members[1:])
+    gained = 0
+    for shard, some in owners(members[1:], keys, 2):
+        assert held(shard, SMALL, keys) == sorted(some)
+        gained += len(some)
+        assert namespace_on(shard, SMALL).replicas == 2  # a node that leaves later knows it, too
+    gained -= sum(len(some) for _, some in owners(members, keys, 2)[1:])
+    assert report == MoveReport(gained, gained, 0, 0)
+
+
+def test_what_the_others_have_is_not_sent(start_server: StartServer) -> None:
+    members = [member_of(start_server()) for _ in range(2)]
+    keys = make_keys(1000)
+    fill(members, SMALL, keys)
+    (_, mine), _ = owners(members, keys, 1)
+    put(members[1].shards[0], SMALL, mine[:300])
+    with asking(members[1].shards[0], SMALL) as connection:
+        before = connection.info().bytes_in
+        report, _ = move(members[0], members[1:])
+        assert report == MoveReport(len(mine), len(mine) - 300, 300, 0)
+        assert connection.info().bytes_in - before < (len(mine) - 250) * 4096
+        again, _ = move(members[0], members[1:])
+        assert again == MoveReport(len(mine), 0, len(mine), 0)
+
+
+def test_those_that_do_not_own_blocks_get_none(start_server: StartServer) -> None:
+    servers = [start_server() for _ in range(4)]
+    states: list[State] = ["serving", "serving", "joining", "draining"]
+    members = [member_of(server, state) for server, state in zip(servers, states, strict=True)]
+    keys = make_keys(1000)
+    put(members[0].shards[0], SMALL, keys)
+    report, _ = move(members[0], members[1:])
+    _, *gained = owners(members[:3], keys, 1)  # what another owned all along is none of this node's business
+    mine = owners(members[:3], keys, 1)[0][1]
+    assert report.moved == report.total == len(mine)
+    for (shard, owned), (_, before) in zip(owners(members[1:3], keys, 1), gained, strict=True):
+        assert held(shard, SMALL, keys) == sorted(set(owned) - set(before))
+    assert held(members[3].shards[0], SMALL, keys) == []
+
+
+def test_the_hottest_go_first(start_server: StartServer) -> None:
+    members = [member_of(start_server(*LRU, memory="128MiB")) for _ in range(3)]
+    small, large = make_keys(8000), make_keys(380, first=10_000)
+    for namespace, keys in ((SMALL, small), (LARGE, large)):
+        put(members[0].shards[0], namespace, keys)
+    mine = {name: owners(members, keys, 1)[0][1] for name, keys in (("small", small), ("large", large))}
+    for stop_after in (700, len(mine["small"]) + 30):
+        report, _ = move(members[0], members[1:], stop_after=stop_after)
+        assert stop_after <= report.moved + report.present < report.total and not report.failed
+        for name, namespace in (("small", SMALL), ("large", LARGE)):
+            there = {key for member in members[1:] for key in held(member.shards[0], namespace, mine[name])}
+            batch = (4 << 20) // namespace.block_bytes  # the last may be there in part
+            assert there <= set(mine[name][: len(there) + batch]), f"not the hottest of {name}"
+    assert len(there) >= 30
+
+
+def test_it_ends_at_the_deadline(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+    servers = [start_server(memory="128MiB") for _ in range(2)]
+    members = [member_of(server) for server in servers]
+    put(members[0].shards[0], LARGE, make_keys(300))
+    before = time.monotonic()
+    with servers[1].stopped():
+        report, _ = move(members[0], members[1:], seconds=1.0)
+    assert 0.9 < time.monotonic() - before < 2.0
+    assert report.total > 0 and report.moved + report.present + report.failed == 0, "what was not tried did not fail"
+    assert not caplog.records
+    assert move(members[0], members[1:], seconds=-1.0)[0] == MoveReport(0, 0, 0, 0)
+
+
+def test_it_can_be_stopped(start_server: StartServer) -> None:
+    servers = [start_server(memory="128MiB") for _ in range(2)]
+    members = [member_of(server) for server in servers]
+    put(members[0].shards[0], LARGE, make_keys(300))
+    told: list[tuple[int, int]] = []
+    mover = Mover(members[0].shards, members[0].node, members, lambda done, total: told.append((done, total)))
+    reports: list[MoveReport] = []
+    with servers[1].stopped():
+        thread = threading.Thread(target=lambda: reports.append(mover.run(time.monotonic() + 60)))
+        thread.start()
+        wait_until(lambda: told, what="all is listed")
+        time.sleep(0.1)  # into a call, more likely than not
+        before = time.monotonic()
+        mover.stop()
+        thread.join(20)
+    assert reports and time.monotonic() - before < 4.0
+    assert reports[0].total > 0 and reports[0].moved == 0
+
+
+def test_a_node_that_is_down_is_left_out(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+    servers = [start_server("--shards", "2"), start_server(), start_server()]
+    members = [member_of(server) for server in servers]
+    keys = make_keys(3000)
+    fill(members, SMALL, keys)
+    mine = [key for _, some in owners(members, keys, 1)[:2] for key in some]
+    (_, first), (_, second) = owners(members[1:], mine, 1)
+    servers[2].kill()
+    with caplog.at_level(logging.WARNING):
+        report, _ = move(members[0], members[1:])
+    assert report == MoveReport(len(mine), len(first), 0, len(second))
+    assert set(held(members[1].shards[0], SMALL, mine)) == set(first)
+    (record,) = caplog.records
+    assert members[2].shards[0].name in record.getMessage()
+
+
+def test_a_shard_of_its_own_that_fails_costs_its_blocks_only(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = [member_of(start_server()) for _ in range(2)]
+    keys = make_keys(1000)
+    fill(members, SMALL, keys)
+    (_, mine), _ = owners(members, keys, 1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        gone = ShardAddress("gone", "127.0.0.1", nobody.getsockname()[1], 1.0)  # of no weight: it owned nothing
+        leaving = msgspec.structs.replace(members[0], shards=[gone, *members[0].shards])
+        with caplog.at_level(logging.WARNING):
+            report, _ = move(leaving, members[1:])
+    assert report == MoveReport(len(mine), len(mine), 0, 0)
+    assert any("gone" in record.getMessage() for record in caplog.records)
+
+
+def test_an_empty_node_moves_nothing(start_server: StartServer) -> None:
+    members = [member_of(start_server()) for _ in range(2)]
+    report, told = move(members[0], members[1:])
+    assert report == MoveReport(0, 0, 0, 0) and told == [(0, 0)]
+
+
+def test_the_last_node_keeps_its_blocks(start_server: StartServer) -> None:
+    member = member_of(start_server())
+    put(member.shards[0], SMALL, make_keys(10))
+    assert move(member, []) == (MoveReport(0, 0, 0, 0), [])
+
+
+def test_wrong_bytes_are_not_moved(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+    members = [member_of(start_server()) for _ in range(2)]
+    keys = make_keys(900)
+    (_, mine), _ = owners(members, keys, 1)
+    good, bad = mine[20:], mine[:20]
+    put(members[0].shards[0], SMALL, good)
+    put(members[0].shards[0], SMALL, bad, damage=True)
+    report, _ = move(members[0], members[1:])
+    assert report == MoveReport(len(mine), len(good), 0, len(bad))
+    assert held(members[1].shards[0], SMALL, mine) == sorted(good)
+    assert "20 block(s) are damaged" in caplog.text
+
+
+def test_a_namespace_that_fits_no_more_does_not_hold_up_the_others(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = [member_of(start_server(segment="4MiB")), member_of(start_server(segment="1MiB"))]
+    huge = make_namespace(2 << 20, "huge")
+    keys, blocks = make_keys(200), make_keys(10, first=1000)
+    put(members[0].shards[0], huge, blocks)
+    put(members[0].shards[0], SMALL, keys)
+    mine, refused = owners(members, keys, 1)[0][1], owners(members, blocks, 1)[0][1]
+    report, _ = move(members[0], members[1:])
+    assert report == MoveReport(len(mine) + len(refused), len(mine), 0, len(refused))
+    assert held(members[1].shards[0], SMALL, mine) == sorted(mine)
+    assert len(caplog.records) == 1 and "--segment" in caplog.text
+
+
+def test_blocks_that_are_on_disk_only_are_moved(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server(*disk_flags(tmp_path / "disk"), *LRU, memory="16MiB")
+    namespace = make_namespace(64 << 10, "disk")
+    keys = make_keys(500)  # twice what memory holds
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        members = [member_of(server), member_of(start_server(memory="128MiB"))]
+        put(members[0].shards[0], namespace, keys)
+        wait_until_written(client)
+        (_, mine), _ = owners(members, keys, 1)
+        report, _ = move(members[0], members[1:])
+    assert report == MoveReport(len(mine), len(mine), 0, 0)
+    assert held(members[1].shards[0], namespace, mine) == sorted(mine)
