@@ -1,0 +1,118 @@
+"""The slow and lossy link of an impaired host: carries Ethernet frames between its port of the switch and the bridge.
+
+A process of its own, in the switch's namespace; it ends when its standard input does. On the host's side it reads and
+writes the veth port itself, on the other a TAP device that it makes and that is on the bridge in the port's place.
+Frames wait for `--delay` seconds in order; which are lost follows from `--seed`. Frames are whole packets of the link's
+MTU with their checksums made, so that a lost frame is what it would be on a wire: the TAP device promises the kernel
+nothing else, and the host's offloads must be off meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import random
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from typing import Final
+
+ETH_P_ALL: Final = 3
+SOL_PACKET: Final = 263
+PACKET_IGNORE_OUTGOING: Final = 23
+SO_RCVBUFFORCE: Final = 33
+TUNSETIFF: Final = 0x400454CA
+IFF_TAP, IFF_NO_PI = 2, 0x1000
+FRAME_BYTES: Final = 1 << 16
+BATCH: Final = 64  # frames taken from one side before the other has its turn
+BUFFER_BYTES: Final = 32 << 20
+
+
+def open_tap(name: str) -> int:
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
+    return fd
+
+
+def open_port(name: str) -> socket.socket:
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+    port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+    port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
+    port.bind((name, 0))
+    port.setblocking(False)
+    return port
+
+
+class Direction:
+    """Frames on their way from one side to the other."""
+
+    def __init__(self, source: int, sink: int, delay_s: float, loss: float, rng: random.Random) -> None:
+        self.source, self._sink = source, sink
+        self._delay_s, self._loss, self._random = delay_s, loss, rng.random
+        self._waiting: deque[tuple[float, bytes]] = deque()
+
+    def take(self) -> None:
+        """Read what has arrived."""
+        due = time.monotonic() + self._delay_s
+        for _ in range(BATCH):
+            try:
+                frame = os.read(self.source, FRAME_BYTES)
+            except BlockingIOError:
+                return
+            if self._random() >= self._loss:
+                self._waiting.append((due, frame))
+
+    def pass_on(self) -> float:
+        """Write what is due. -> when the next is, infinity for none."""
+        now = time.monotonic()
+        while self._waiting and self._waiting[0][0] <= now:
+            _, frame = self._waiting.popleft()
+            try:
+                os.write(self._sink, frame)
+            except OSError:  # no room, or no link: a frame is lost
+                continue
+        return self._waiting[0][0] if self._waiting else float("inf")
+
+
+def carry(directions: list[Direction]) -> None:
+    """Until standard input ends."""
+    poll = select.epoll()
+    poll.register(sys.stdin.fileno(), select.EPOLLIN | select.EPOLLHUP)
+    by_source = {direction.source: direction for direction in directions}
+    for source in by_source:
+        poll.register(source, select.EPOLLIN)
+    while True:
+        due = min(direction.pass_on() for direction in directions)
+        timeout = -1 if due == float("inf") else max(0.0, due - time.monotonic())
+        for fd, _ in poll.poll(timeout):
+            if fd == sys.stdin.fileno():
+                return
+            by_source[fd].take()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--port", "--tap"):
+        parser.add_argument(name, required=True)
+    for name in ("--delay", "--loss"):
+        parser.add_argument(name, type=float, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    rng = random.Random(given.seed)
+    with open_port(given.port) as port:
+        tap = open_tap(given.tap)
+        print("ready", flush=True)
+        carry(
+            [
+                Direction(port.fileno(), tap, given.delay, given.loss, rng),
+                Direction(tap, port.fileno(), given.delay, given.loss, rng),
+            ]
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""What docker/ says, against what the server accepts and promises. Nothing is started here."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment import (
+    DOCKER,
+    PROBES,
+    Node,
+    alerts,
+    compose,
+    compose_nodes,
+    dashboard,
+    dockerfile,
+    kubernetes,
+    manifest,
+    pod,
+    published,
+    quantity_bytes,
+    stage,
+    stateful_set,
+)
+from harness import OVERHEAD_BYTES, ROOT
+
+from kvstore import __version__, server
+from kvstore.config import tomllib
+from kvstore.sizes import parse_size
+
+USER_ID = 10001
+
+
+def nodes() -> list[Node]:
+    return [*compose_nodes(), pod(0, "10.0.0.1", "a")]
+
+
+by_name = pytest.mark.parametrize("node", nodes(), ids=lambda node: node.name)
+
+
+# ---- the image -------------------------------------------------------------------------------------------------------
+
+
+def dockerignored(path: str) -> bool:
+    """Whether .dockerignore keeps a path from the build: the last pattern that matches it or a folder above decides."""
+    ignored = False
+    above = [str(parent) for parent in Path(path).parents][:-1]
+    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = line.removeprefix("!").removeprefix("**/")
+        names = [path, *above] if "**/" not in line else [Path(name).name for name in (path, *above)]
+        if any(fnmatch.fnmatchcase(name, pattern) and (pattern != "*" or "/" not in name) for name in names):
+            ignored = not line.startswith("!")
+    return ignored
+
+
+def copied() -> list[str]:
+    """What the Dockerfile takes from the repository."""
+    copies = [rest.split() for stage in dockerfile() for name, rest in stage if name == "COPY" and "--from" not in rest]
+    return [source for words in copies for source in words[:-1]]
+
+
+def test_the_image_is_made_of_pinned_official_images_and_of_nothing_from_the_network() -> None:
+    stages = dockerfile()
+    names = [stage[0].rest.split(" AS ")[1] for stage in stages]
+    for first, *rest in stages:
+        image = first.rest.split(" AS ")[0]
+        assert re.fullmatch(r"(python|debian):[\w.-]+", image), image
+        assert not image.endswith("latest")
+        assert not [name for name, _ in rest if name == "ADD"]
+        sources = re.findall(r"--from=(\S+)", " ".join(text for name, text in rest if name == "COPY"))
+        assert set(sources) <= set(names)
+    assert names[-1] == "server"  # what is built without --target
+
+
+@pytest.mark.parametrize("name", ["server", "etcd"])
+def test_an_image_runs_without_root_and_writes_to_one_volume(name: str) -> None:
+    instructions = stage(name)
+    last = {instruction.name: instruction.rest for instruction in instructions}
+    user = [number for number, (name, _) in enumerate(instructions) if name == "USER"]
+    assert last["USER"] == f"{USER_ID}:{USER_ID}"
+    assert not [name for name, _ in instructions[user[-1] :] if name == "RUN"]
+    assert f"install -d -o {USER_ID} -g {USER_ID} -m 700 {last['VOLUME']}" in " ".join(rest for _, rest in instructions)
+
+
+def test_the_server_is_process_one_is_told_to_stop_by_sigterm_and_says_how_it_is() -> None:
+    last = {instruction.name: instruction.rest for instruction in stage("server")}
+    assert last["ENTRYPOINT"] == '["kvstore-server"]'
+    assert last["STOPSIGNAL"] == "SIGTERM"
+    assert "kvstore ping" in last["HEALTHCHECK"]
+    assert not re.search(r"\bgcc\b|apt-get", " ".join(rest for _, rest in stage("server")))
+
+
+def test_what_the_image_copies_is_there_and_reaches_the_build() -> None:
+    assert copied()
+    for source in copied():
+        assert (ROOT / source).exists(), source
+        assert not dockerignored(source), source
+    for unwanted in ("tests", ".git", "docs", "kvstore/_cext.so", "cext/_cext.c", "kvstore/__pycache__/cli.pyc"):
+        assert dockerignored(unwanted), unwanted
+
+
+def test_the_image_copies_what_the_package_is_built_of() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {package.replace(".", "/") for package in project["tool"]["setuptools"]["packages"]}
+    needed = {"pyproject.toml", "setup.py", project["project"]["readme"], *project["project"]["license-files"], "cext"}
+    sources = copied()
+    for path in needed | packages:
+        assert any(path == source or path.startswith(f"{source}/") for source in sources), path
+
+
+def test_images_carry_the_version_of_the_package() -> None:
+    (container,) = stateful_set()["spec"]["template"]["spec"]["containers"]
+    images = {container["image"], *(service["image"] for service in compose()["services"].values())}
+    assert {image for image in images if image.startswith("kvstore:")} == {f"kvstore:{__version__}"}
+    assert not [image for image in images if ":" not in image or image.endswith(":latest")]
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@by_name
+def test_the_server_accepts_the_settings(node: Node) -> None:
+    settings = node.settings()
+    assert settings.cluster and settings.node_id == node.name and settings.advertise and settings.zone
+
+
+@by_name
+def test_ports_are_those_of_the_shards_and_of_the_metrics(node: Node) -> None:
+    settings = node.settings()
+    shards = set(range(settings.port, settings.port + settings.shards))
+    assert shards <= node.ports
+    assert settings.metrics_port not in shards
+
+
+@by_name
+def test_probes_ask_the_port_the_server_listens_on(node: Node) -> None:
+    settings = node.settings()
+    assert settings.host in ("0.0.0.0", "::")
+    for probe in node.probes:
+        text = " ".join(probe).replace("$KVSTORE_SERVER_PORT", node.environment["KVSTORE_SERVER_PORT"])
+        assert f"tcp://127.0.0.1:{settings.port}" in text
+
+
+@by_name
+def test_a_node_has_the_time_to_drain_and_to_write_what_is_only_in_memory(node: Node) -> None:
+    needed = node.settings().drain_seconds + server.DRAIN_S + server.DISK_STOP_S + 15
+    assert node.stop_s >= needed
+
+
+@by_name
+def test_memory_limits_leave_room_for_what_the_server_takes_beyond_its_blocks(node: Node) -> None:
+    settings = node.settings()
+    supervisor = 256 << 20
+    assert node.memory_limit_bytes >= settings.memory_bytes + settings.shards * OVERHEAD_BYTES + supervisor
+
+
+@by_name
+def test_the_disk_tier_is_in_the_one_place_that_can_be_written(node: Node) -> None:
+    volume = next(rest for name, rest in stage("server") if name == "VOLUME")
+    assert node.volume == volume
+    assert (node.settings().disk or "").startswith(f"{volume}/")
+
+
+# ---- compose ---------------------------------------------------------------------------------------------------------
+
+
+def services() -> Any:
+    return compose()["services"]
+
+
+def test_compose_publishes_on_loopback_only_and_no_port_twice() -> None:
+    ports = [port for service in services().values() for port in published(service)]
+    assert {address for address, _, _ in ports} == {"127.0.0.1"}
+    assert all(outside == inside for _, outside, inside in ports)  # a node tells its clients the ports inside
+    assert len({outside for _, outside, _ in ports}) == len(ports)
+
+
+def test_compose_waits_only_for_what_is_there_and_can_say_that_it_is_well() -> None:
+    for service in services().values():
+        needed = service.get("depends_on", {})
+        for name in needed:
+            assert name in services()
+            if isinstance(needed, dict) and needed[name]["condition"] == "service_healthy":
+                assert services()[name]["healthcheck"]["test"][0] == "CMD"
+
+
+def test_compose_mounts_what_it_declares_or_what_is_in_the_repository() -> None:
+    declared = set(compose()["volumes"])
+    used = [volume.split(":")[0] for service in services().values() for volume in service.get("volumes", [])]
+    assert {name for name in used if not name.startswith(".")} == declared
+    assert not [name for name in used if name.startswith(".") and not (DOCKER / name).is_dir()]
+    blocks = [name for name in used if name.startswith("blocks")]
+    assert len(set(blocks)) == len(blocks) == len(compose_nodes())  # a disk tier has one server
+
+
+def test_compose_nodes_are_one_cluster_and_each_another_member_in_another_zone() -> None:
+    settings = [node.settings() for node in compose_nodes()]
+    assert len({one.cluster for one in settings}) == 1
+    for name in ("node_id", "advertise", "zone"):
+        assert len({getattr(one, name) for one in settings}) == len(settings) == 3
+    assert all(one.advertise in services() for one in settings)
+    cluster = settings[0].cluster or ""
+    host, port = re.fullmatch(r"etcd://(\w+):(\d+)/\w+", cluster).groups()  # type: ignore[union-attr]
+    assert f"--listen-client-urls=http://0.0.0.0:{port}" in services()[host]["command"]
+
+
+def test_nothing_in_compose_has_more_rights_than_it_needs() -> None:
+    for name, service in services().items():
+        if service["image"].startswith("kvstore"):
+            assert service["read_only"] and service["cap_drop"] == ["ALL"], name
+            assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["mem_limit"] and "privileged" not in service, name
+
+
+def test_build_targets_are_stages_of_the_dockerfile() -> None:
+    names = {stage[0].rest.split(" AS ")[1] for stage in dockerfile()}
+    for service in services().values():
+        if "build" in service:
+            assert (DOCKER / service["build"]["context"]).resolve() == ROOT
+            assert ROOT / service["build"]["dockerfile"] == DOCKER / "Dockerfile"
+            assert service["build"]["target"] in names
+
+
+# ---- what watches ----------------------------------------------------------------------------------------------------
+
+
+def test_prometheus_scrapes_every_node_where_it_serves_its_metrics() -> None:
+    (job,) = manifest("prometheus/prometheus.yml")["scrape_configs"]
+    (targets,) = job["static_configs"]
+    assert targets["targets"] == [f"{node.name}:{node.settings().metrics_port}" for node in compose_nodes()]
+    # What is named by a path inside is mounted there.
+    (rules,) = manifest("prometheus/prometheus.yml")["rule_files"]
+    assert "./prometheus:/etc/prometheus:ro" in services()["prometheus"]["volumes"]
+    assert (DOCKER / "prometheus" / Path(rules).name).exists()
+
+
+def test_grafana_finds_its_data_and_its_dashboard() -> None:
+    (source,) = manifest("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    (provider,) = manifest("grafana/provisioning/dashboards/kvstore.yaml")["providers"]
+    assert source["url"] == "http://prometheus:9090"
+    volumes = services()["grafana"]["volumes"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in volumes
+    home = services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/kvstore.json"
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    used = [panel["datasource"]["uid"] for panel in panels]
+    used += [target["datasource"]["uid"] for panel in panels for target in panel["targets"]]
+    used += [variable["datasource"]["uid"] for variable in dashboard()["templating"]["list"]]
+    assert set(used) == {source["uid"]}
+
+
+def test_panels_of_the_dashboard_do_not_lie_on_each_other() -> None:
+    places = [panel["gridPos"] for panel in dashboard()["panels"]]
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(places)
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for a, b in itertools.combinations(places, 2):
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        assert beside or above, (a, b)
+
+
+def test_every_alert_says_how_bad_it_is_and_is_in_the_manual() -> None:
+    manual = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"]
+        assert f"`{rule['alert']}`" in manual
+
+
+# ---- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["kvstore.yaml", "etcd.yaml"])
+def test_selectors_select_the_pods(file: str) -> None:
+    kinds = kubernetes(file)
+    spec = kinds["StatefulSet"]["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"] == labels == kinds["Service"]["spec"]["selector"]
+    assert spec["serviceName"] == kinds["Service"]["metadata"]["name"]
+    for constraint in spec["template"]["spec"].get("topologySpreadConstraints", []):
+        assert constraint["labelSelector"]["matchLabels"] == labels
+    if "PodDisruptionBudget" in kinds:
+        assert kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+
+
+@pytest.mark.parametrize("file", ["kvstore.yaml", "etcd.yaml"])
+def test_a_pod_has_no_more_rights_than_it_needs(file: str) -> None:
+    spec = kubernetes(file)["StatefulSet"]["spec"]["template"]["spec"]
+    security = spec["securityContext"]
+    assert security["runAsNonRoot"] and security["runAsUser"] == security["fsGroup"] == USER_ID
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False and spec["enableServiceLinks"] is False
+    for container in spec["containers"]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@pytest.mark.parametrize("file", ["kvstore.yaml", "etcd.yaml"])
+def test_a_pod_mounts_the_volume_it_claims_where_its_image_expects_it(file: str) -> None:
+    spec = kubernetes(file)["StatefulSet"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    claimed = [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]]
+    assert [mount["name"] for mount in container["volumeMounts"]] == claimed
+    image = stage("server" if file == "kvstore.yaml" else "etcd")
+    expected = [rest for name, rest in image if name == "VOLUME"]
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == expected
+
+
+def test_the_headless_service_leads_to_the_first_shard_and_to_the_metrics_of_every_pod() -> None:
+    spec = kubernetes("kvstore.yaml")["Service"]["spec"]
+    settings = pod(0, "10.0.0.1").settings()
+    assert spec["clusterIP"] == "None" and spec["publishNotReadyAddresses"]
+    assert {port["name"]: port["port"] for port in spec["ports"]} == {
+        "kvstore": settings.port,
+        "metrics": settings.metrics_port,
+    }
+    annotations = stateful_set()["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(settings.metrics_port)
+
+
+def test_pods_are_found_by_the_name_that_etcd_has_in_the_manifest() -> None:
+    service = kubernetes("etcd.yaml")["Service"]
+    (port,) = service["spec"]["ports"]
+    cluster = pod(0, "10.0.0.1").settings().cluster
+    assert cluster == f"etcd://{service['metadata']['name']}:{port['port']}/kvstore"
+
+
+def test_pods_differ_in_name_and_address_and_a_machine_without_a_zone_is_no_error() -> None:
+    first, second = pod(0, "10.0.0.1").settings(), pod(1, "10.0.0.2", "b").settings()
+    assert (first.node_id, first.advertise, first.zone) == ("kvstore-0", "10.0.0.1", "")
+    assert (second.node_id, second.advertise, second.zone) == ("kvstore-1", "10.0.0.2", "b")
+
+
+def test_without_etcd_a_pod_needs_only_flags_removed() -> None:
+    """As the manual says for dns://."""
+    node = pod(0, "10.0.0.1", "a")
+    of_etcd = ("--cluster=", "--advertise=", "--drain-seconds=")
+    left = replace(node, flags=[flag for flag in node.flags if not flag.startswith(of_etcd)])
+    assert len(left.flags) == len(node.flags) - len(of_etcd)
+    assert left.settings().cluster is None
+
+
+def test_a_probe_has_the_time_that_its_own_question_may_take() -> None:
+    (container,) = stateful_set()["spec"]["template"]["spec"]["containers"]
+    for name in PROBES:
+        (timeout,) = re.findall(r"--timeout=(\d+)", " ".join(container[name]["exec"]["command"]))
+        assert container[name]["timeoutSeconds"] >= int(timeout) + 5
+        assert container[name]["periodSeconds"] <= 30
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 2 * server.START_S
+
+
+def test_the_next_pod_is_updated_only_when_this_one_has_been_filled() -> None:
+    spec = stateful_set()["spec"]
+    assert spec["minReadySeconds"] >= pod(0, "10.0.0.1").settings().grace_seconds
+    assert spec["updateStrategy"] == {"type": "RollingUpdate"}
+
+
+def test_the_claim_holds_the_disk_tier_and_what_the_file_system_takes() -> None:
+    (claim,) = stateful_set()["spec"]["volumeClaimTemplates"]
+    size = quantity_bytes(claim["spec"]["resources"]["requests"]["storage"])
+    assert size >= parse_size(pod(0, "10.0.0.1").settings().disk_size) * 1.05
+
+
+def test_policies_let_through_the_ports_that_are_served() -> None:
+    text = (DOCKER / "kubernetes" / "networkpolicy.yaml").read_text(encoding="utf-8")
+    settings = pod(0, "10.0.0.1").settings()
+    assert f"port: {settings.port}\n" in text and f"endPort: {settings.port + settings.shards - 1}\n" in text
+    assert f"port: {settings.metrics_port}\n" in text
+
+
+def test_kustomize_names_the_manifests() -> None:
+    assert all(
+        (DOCKER / "kubernetes" / name).exists() for name in manifest("kubernetes/kustomization.yaml")["resources"]
+    )
