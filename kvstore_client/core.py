@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from kvstore import __version__, wire
 from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.cluster.url import is_cluster_url, parse_cluster_url
+from kvstore.wire import MAX_REPLICAS
 from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, ProtocolError, Timeout
 from kvstore_client.leading import LOOK_ANYWAY_S, Leading
 from kvstore_client.link import DEAD_AFTER_S, Link
@@ -43,6 +44,7 @@ FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 2.0
 MOST_CONNECTING: Final = 16  # links a call connects at a time
+TURN_S: Final = 1.0
 FIRST_NODES: Final = 3  # of a cluster, tried at the start for a first connection
 
 
@@ -92,6 +94,7 @@ class Core:
         else:
             self._nodes = [Node(*parse_endpoint(each)) for each in endpoints]
         self._ids = itertools.count(1)
+        self._phase = random.uniform(0.0, MAX_REPLICAS)  # clients do not turn to the same replica at once
         self._new_process_state()
 
     def _new_process_state(self) -> None:
@@ -126,6 +129,11 @@ class Core:
     def links(self) -> Sequence[Link]:
         """The links of the present view."""
         return self.view.links
+
+    @property
+    def turn(self) -> int:
+        """Which replica is asked first now: the same for a look-up and the read that follows it."""
+        return int(time.monotonic() / TURN_S + self._phase)
 
     @property
     def directory_lost(self) -> str:

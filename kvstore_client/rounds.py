@@ -47,7 +47,7 @@ class Rounds:
         self._unanswered[positions] = True
         self._column = -1
         if self._view.links:
-            self._candidates = self._view.readers(self._packed[positions], self._replicas)
+            self._candidates = self._view.readers(self._packed[positions], self._replicas, self._core.turn)
         else:
             self._candidates = np.empty((len(positions), 0), dtype=np.intp)
         self._owners = min(self._replicas, self._view.nodes)

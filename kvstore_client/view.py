@@ -19,7 +19,7 @@ from kvstore_client.keys import KeyArray
 from kvstore_client.link import Link
 
 NOBODY: Final = -1
-# A replica is preferred to the first owner when that is so much slower, so that both keep what they are asked for.
+# The one whose turn it is gives way to the other only when it is so much slower: each keeps what it is asked for.
 SLOWER: Final = 2.0
 SLOW_S: Final = 0.002
 
@@ -77,23 +77,30 @@ class View:
             return np.zeros((len(keys), 1), dtype=np.intp)
         return self._new.replicas(keys, replicas)
 
-    def readers(self, keys: KeyArray, replicas: int) -> Numbers:
+    def readers(self, keys: KeyArray, replicas: int, turn: int = 0) -> Numbers:
         """`(n, c)` link numbers: who may have a block, in the order in which they are asked, with `NOBODY` where a row
-        has fewer."""
-        found = self.owners(keys, replicas)
-        if found.shape[1] > 1:
+        has fewer.
+
+        `turn`: which replica is asked first, so that all are: one that is never read lets go of the wrong blocks.
+        """
+        changing = self._old is not None
+        found = self.owners(keys, replicas + changing)
+        owners = min(replicas, found.shape[1])
+        if owners > 1:
+            found[:, :owners] = np.roll(found[:, :owners], -(turn % owners), axis=1)
             self._prefer_the_faster(found)
         if self._old is None:
             return found
-        old = self._old.replicas(keys, replicas)
+        # Who owned a block before the last of several nodes joined is the next in rank, but need not be an old owner.
+        old = np.concatenate([self._old.replicas(keys, replicas), found[:, owners:]], axis=1)
+        found = found[:, :owners]
         known = (old[:, :, None] == found[:, None, :]).any(axis=2)
-        if known.all():
-            return found
+        known |= np.triu((old[:, :, None] == old[:, None, :]), 1).any(axis=1)
         old[known] = NOBODY
         return np.concatenate([found, old], axis=1)
 
     def _prefer_the_faster(self, found: Numbers) -> None:
-        """Least loaded of two (Mitzenmacher, 2001), with a bias to the first."""
+        """The least loaded of two (Mitzenmacher, 2001), with a bias to the first."""
         loads = np.array([link.load_s for link in self.links])
         first, second = loads[found[:, 0]], loads[found[:, 1]]
         swap = (first > SLOW_S) & (first > SLOWER * second)
