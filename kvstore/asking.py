@@ -64,7 +64,7 @@ class Asking:
             self._sock.setblocking(False)
             self._shake_hands()
             self.welcome = self.hello(namespace, replicas)
-        except (OSError, zmtp.ZMTPError) as error:
+        except (OSError, ValueError, zmtp.ZMTPError) as error:  # ValueError: a host that cannot be one
             self.close()
             raise AskError(f"{self._where}: {error}") from None
         except AskError:
@@ -256,7 +256,8 @@ class Asking:
     def _wait(self, sock: socket.socket, events: int) -> None:
         poll = select.poll()
         poll.register(sock, events)
-        if not poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
+        left = self._deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):  # also when it goes on sending, but no answer
             raise OSError(f"no answer within {self.timeout_s:.3g} s")
 
     def _shake_hands(self) -> None:

@@ -89,7 +89,7 @@ class KVStoreClient:
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
-        self._writer = Writer(self._exchange, namespace.block_bytes, replicas)
+        self._writer = Writer(self._exchange, namespace.block_bytes, replicas, self._repairs)
         self._core.connect(fail_open)
         _clients.add(self)
 
@@ -149,7 +149,7 @@ class KVStoreClient:
         _, unique = first_occurrences(packed)
         if not len(packed):
             return SetResult(0, 0, 0, 0, 0, 0)
-        result = self._writer.set(packed, unique, source, options, deferred, timeout_s, self.fail_open)
+        result = self._writer.set(packed, unique, source, options, force, deferred, timeout_s, self.fail_open)
         self.stats.blocks_set += result.created + result.forced
         self.stats.bytes_out += len(packed) * self.namespace.block_bytes
         return result

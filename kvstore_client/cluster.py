@@ -15,7 +15,6 @@ from kvstore import wire
 from kvstore_client.client import KVStoreClient
 from kvstore_client.exchange import outcome
 from kvstore_client.keys import pack_keys
-from kvstore_client.link import Link
 from kvstore_client.operations import Operation
 from kvstore_client.requests import Call, keyed_message, milliseconds
 from kvstore_client.sending import Message
@@ -75,7 +74,6 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 def cluster_status(client: KVStoreClient) -> ClusterStatus:
     """Ask every shard. Shards that do not answer are counted as down, also without `fail_open`."""
     view = client._core.view
-    _connect(client, view.links)
     calls = client._ask_all(wire.Info)
     infos: dict[str, wire.ShardInfo] = {}
     for call in calls:
@@ -95,12 +93,6 @@ def cluster_status(client: KVStoreClient) -> ClusterStatus:
         hit_rate=hits / asked if asked else None,
         directory=client._core.directory_lost,
     )
-
-
-def _connect(client: KVStoreClient, links: Sequence[Link]) -> None:
-    """Connect within half of a call's time, so that a shard that is stopped does not take that of the others, too."""
-    core = client._core
-    core.bring_up(links, time.monotonic() + core.timeout_s / 2)
 
 
 def _node_status(places: Sequence[Place], infos: dict[str, wire.ShardInfo]) -> NodeStatus:
@@ -191,7 +183,6 @@ def locate(client: KVStoreClient, key: bytes, replicas: int, ask: bool) -> list[
 def _present(client: KVStoreClient, packed: np.ndarray, numbers: Sequence[int]) -> dict[int, bool]:
     core = client._core
     view, timeout_s = core.view, core.timeout_s
-    _connect(client, [view.links[number] for number in numbers])
 
     def message(call: Call) -> Message:
         return keyed_message(wire.Contains(call.operation.id, milliseconds(timeout_s), 1, packed.shape[1]), packed)

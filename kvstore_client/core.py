@@ -20,7 +20,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -105,7 +106,7 @@ class Core:
         self._prober: threading.Thread | None = None
         self._prober_lock = threading.Lock()
         self._stop_probing = threading.Event()
-        self._retired: set[Link] = set()  # links that left the view; a call may be using them
+        self._retired: dict[Link, float] = {}  # links that left the view, and from when on no call needs them
         self._looked_after = 0.0
 
     def after_fork(self) -> None:
@@ -205,12 +206,13 @@ class Core:
             raise self.no_shards()
         random.shuffle(places)
         one_a_node = list({place.node: place.link for place in places}.values())
-        for number, link in enumerate(one_a_node[:FIRST_NODES], 1):
+        first = one_a_node[:FIRST_NODES]
+        for left, link in zip(range(len(first), 0, -1), first, strict=True):
             try:
-                self.ensure_up(link, deadline)
-                return
+                now = time.monotonic()
+                return self.ensure_up(link, now + (deadline - now) / left)
             except TRANSPORT_ERRORS:
-                if number == min(FIRST_NODES, len(one_a_node)):
+                if left == 1:
                     raise
 
     def _adopt(self, node: Node, first: Link, welcome: wire.Welcome) -> None:
@@ -270,47 +272,48 @@ class Core:
                     )
             self.view = View(list(places.values()), membership.epoch)
         self._retire(known.values())
+        self._close_retired(time.monotonic())
 
     def _retire(self, links: Iterable[Link]) -> None:
-        """Links that left the view: calls that began before may use them until their deadlines."""
-        links = [link for link in links if link.sock is not None]
-        if not links:
-            return
-        self._retired.update(links)
-        timer = threading.Timer(self.timeout_s, self._close_retired, [links])
-        timer.daemon = True
-        timer.start()
-
-    def _close_retired(self, links: Sequence[Link]) -> None:
+        """Links that left the view: calls that have begun may go on using their connections."""
+        closed_at = time.monotonic() + self.timeout_s
         for link in links:
-            self._retired.discard(link)
-            if link not in self.links:
+            link.retired = True
+            if link.sock is not None:
+                self._retired[link] = closed_at
+
+    def _close_retired(self, now: float) -> None:
+        for link, closed_at in list(self._retired.items()):
+            if now > closed_at and not link.pending:
+                self._retired.pop(link, None)
                 link.drop(ConnectionLost(f"{link}: it left the cluster"))
 
-    def bring_up(self, links: Sequence[Link], deadline: float) -> dict[Link, KVStoreError]:
-        """Have connections to all of these; several are made side by side. -> those that failed, and why."""
-        failed: dict[Link, KVStoreError] = {}
+    def connect_links(
+        self, links: Sequence[Link], deadline: float
+    ) -> Iterator[Sequence[tuple[Link, KVStoreError | None]]]:
+        """Begin to connect these, several side by side. -> what comes of it: links as they are done, and why not."""
+        connected_by = min(deadline, time.monotonic() + DEAD_AFTER_S)
 
-        def bring_up_one(link: Link) -> None:
+        def connect(link: Link) -> tuple[Link, KVStoreError | None]:
             try:
-                self.ensure_up(link, deadline)
+                self.ensure_up(link, connected_by)
             except KVStoreError as error:
-                failed[link] = error
+                return link, error
+            return link, None
 
-        down = []
-        for link in links:
-            if link.sock is None:
-                if link.broken is not None or self.closed:
-                    bring_up_one(link)  # fails at once
-                else:
-                    down.append(link)
-        if len(down) == 1:
-            bring_up_one(down[0])
-        elif down:
-            with ThreadPoolExecutor(min(len(down), MOST_CONNECTING), "kvstore-connect") as threads:
-                for _ in threads.map(bring_up_one, down):
-                    pass
-        return failed
+        if len(links) < 2:
+            return iter([[connect(link)] for link in links])
+        threads = ThreadPoolExecutor(min(len(links), MOST_CONNECTING), "kvstore-connect")
+        connecting = {threads.submit(connect, link) for link in links}
+
+        def results() -> Iterator[Sequence[tuple[Link, KVStoreError | None]]]:
+            left = connecting
+            while left:
+                done, left = futures.wait(left, return_when=futures.FIRST_COMPLETED)
+                yield [each.result() for each in done]
+            threads.shutdown()
+
+        return results()
 
     def ensure_up(self, link: Link, deadline: float) -> None:
         """Have a connection, or raise: at once when the link is broken."""
@@ -318,6 +321,8 @@ class Core:
             return
         if self.closed:
             raise ConnectionLost("this client is closed")
+        if link.retired:
+            raise ConnectionLost(f"{link}: it left the cluster")
         if link.broken is not None:
             raise type(link.broken)(f"{link.broken} (retrying in the background)")
         # Another caller may be connecting, with more time than this one has.
@@ -364,22 +369,28 @@ class Core:
         pause = FIRST_PAUSE_S
         while not self._stop_probing.wait(pause * random.uniform(0.5, 1.5)):
             broken = [link for link in self.links if link.broken is not None]
-            for link in broken:
-                if self.closed:
-                    return
-                with link.connect_lock:
-                    if link.sock is not None:  # a caller was faster: its connection is in use
-                        link.broken = None
-                        continue
-                    try:
-                        self._connect_again(link, PROBE_TIMEOUT_S)
-                    except KVStoreError as error:
-                        link.broken = error
+            if len(broken) == 1:
+                self._probe_one(broken[0])
+            elif broken:  # one that is back must not wait for those that are not
+                with ThreadPoolExecutor(min(len(broken), MOST_CONNECTING), "kvstore-probe") as threads:
+                    list(threads.map(self._probe_one, broken))
             with self._prober_lock:
                 if all(link.broken is None for link in self.links):
                     self._prober = None
                     return
             pause = min(LONGEST_PAUSE_S, pause * 2)
+
+    def _probe_one(self, link: Link) -> None:
+        with link.connect_lock:
+            if link.sock is not None:  # a caller was faster: its connection is in use
+                link.broken = None
+            elif not (self.closed or link.retired):
+                try:
+                    self._connect_again(link, PROBE_TIMEOUT_S)
+                except KVStoreError as error:
+                    link.broken = error
+                if self.closed:
+                    link.drop(ConnectionLost("this client is closed"))
 
     def close(self) -> None:
         """Disconnect. Calls in progress fail with `ConnectionLost`."""
@@ -399,11 +410,13 @@ class Core:
     # ---- requests --------------------------------------------------------------------------------------------
 
     def lost(self, link: Link, operation: Operation) -> None:
-        """Nobody waits for this reply any more; a link that was silent for a whole timeout is broken."""
+        """Nobody waits for this reply any more. A shard that said nothing for a whole timeout is taken for dead."""
+        sent_at = operation.sent_at
+        silent = sent_at > link.last_received and time.monotonic() - sent_at > self.timeout_s * 0.9
         link.abandon(operation)
         error = Timeout(f"{link}: no reply in time")
         operation.fail(error)
-        if link.sock is not None and time.monotonic() - link.last_received > self.timeout_s * 0.9:
+        if silent and link.sock is not None:
             self.break_link(link, error)
             link.drop(error)
 
@@ -418,6 +431,8 @@ class Core:
                 error = Timeout(f"{link}: it owes an answer and has been silent for {DEAD_AFTER_S:g} s")
                 self.break_link(link, error)
                 link.drop(error)
+        if self._retired:
+            self._close_retired(now)
 
 
 def protocol_error(link: Link, reply: object) -> ProtocolError:

@@ -48,34 +48,41 @@ class Exchange:
         self.wait(calls, deadline, patience_s, enough)
         again = [call for call in calls if call.retry]
         if again and not (enough is not None and enough()):
-            self.send_again(again, deadline)
+            self.send_again(again, deadline, patience_s)
             self.wait(again, deadline, patience_s, enough)
 
-    def send_again(self, calls: Sequence[Call], deadline: float) -> None:
+    def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
         """Send calls whose connection had died unnoticed once more."""
         for call in calls:
             call.renew(self.core.next_id())
-        self.send(calls, deadline, None)
+        self.send(calls, deadline, patience_s)
 
     def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
-        """Send; operations of links that cannot be had fail."""
+        """Send; operations of links that cannot be had fail. What is up comes first, the others connect meanwhile."""
         now = time.monotonic()
         by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
-        connected_by = deadline if patience_s is None else min(deadline, now + patience_s)
-        failed = self.core.bring_up(list(by_link), connected_by)
-        sendings = []
-        for link, some in by_link.items():
-            error = failed.get(link)
-            for call in some:
-                if error is not None:
-                    call.operation.fail(error)
-                call.connection = link.connections
-            if error is None:
-                sendings.append(Sending(link, some))
-        if len(sendings) > 1:
+        if patience_s is not None:
+            deadline = min(deadline, now + patience_s)
+        if len(by_link) > 1:
             deadline -= min(MOST_ANSWER_S, ANSWER_SHARE * max(0.0, deadline - now))
+        up = [link for link in by_link if link.sock is not None]
+        down = [link for link in by_link if link not in up]
+        connecting = self.core.connect_links(down, deadline) if down else ()
+        self._send(by_link, up, deadline)
+        for done in connecting:
+            for link, error in done:
+                if error is not None:
+                    for call in by_link[link]:
+                        call.operation.fail(error)
+            self._send(by_link, [link for link, error in done if error is None], deadline)
+
+    def _send(self, by_link: dict[Link, list[Call]], links: Sequence[Link], deadline: float) -> None:
+        for link in links:
+            for call in by_link[link]:
+                call.connection = link.connections
+        sendings = [Sending(link, by_link[link]) for link in links]
         for sending in send_all(sendings, deadline, self.core.look_after):
             self.core.break_link(sending.link, Timeout(f"{sending.link}: it takes no requests"))
 
@@ -88,17 +95,9 @@ class Exchange:
     ) -> None:
         """Until all answers are there; those that do not come in time fail."""
         operations = [call.operation for call in calls]
-        if enough is not None:
-            ready = enough
-        elif len(operations) == 1:
-            only = operations[0]
 
-            def ready() -> bool:
-                return only.done
-        else:
-
-            def ready() -> bool:
-                return all(operation.done for operation in operations)
+        def ready() -> bool:
+            return (enough is not None and enough()) or all(operation.done for operation in operations)
 
         core = self.core
         if patience_s is None:

@@ -7,6 +7,7 @@ without a hand-over, and no thread exists for receiving.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -43,9 +44,11 @@ class Leading:
     def watch(self, link: Link) -> None:
         """Poll the link's new connection; a closed one is forgotten by itself."""
         sock = link.sock
-        if sock is not None:
-            self._by_fd[sock.fileno()] = link
-            self._epoll.register(sock.fileno(), select.EPOLLIN)
+        fd = sock.fileno() if sock is not None else -1
+        if fd >= 0:  # else it was dropped this instant
+            self._by_fd[fd] = link
+            with contextlib.suppress(OSError):
+                self._epoll.register(fd, select.EPOLLIN)
 
     def wake(self) -> None:
         """Have the leader look again: operations failed without a byte arriving (epoll forgets a closed socket)."""
@@ -69,9 +72,11 @@ class Leading:
             else:
                 with self._hand_over:
                     self._waiters += 1
-                    if self._lead.locked() and not ready():
-                        self._hand_over.wait(left)
-                    self._waiters -= 1
+                    try:
+                        if self._lead.locked() and not ready():
+                            self._hand_over.wait(left)
+                    finally:
+                        self._waiters -= 1
         return True
 
     def _read_links(self, ready: Callable[[], bool], deadline: float) -> None:

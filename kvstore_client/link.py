@@ -24,6 +24,7 @@ from typing import Final
 from kvstore import wire, zmtp
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout
 from kvstore_client.operations import Operation
+from kvstore_client.resolving import resolve
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # INFO of as many namespaces as a shard keeps
 PING_AFTER_S: Final = 1.0  # of silence while an answer is owed
@@ -43,6 +44,7 @@ class Link:
         self.host = host
         self.port = port
         self.fixed_name = False  # whether only a shard of this name may answer
+        self.retired = False  # it left the view: not connected again
         self.sock: socket.socket | None = None
         self.broken: KVStoreError | None = None
         self.pending: dict[int, Operation] = {}
@@ -78,7 +80,7 @@ class Link:
         """Connect, greet, say HELLO. Raises `ConnectionLost`, `Timeout`, or what the server answers."""
         deadline = time.monotonic() + timeout_s
         try:
-            sock = socket.create_connection((self.host, self.port), max(0.001, timeout_s))
+            sock = self._open(deadline)
         except TimeoutError:
             raise Timeout(f"{self}: no connection within {timeout_s:.3g} s") from None
         except OSError as error:
@@ -89,10 +91,27 @@ class Link:
             self.close()
             sock.close()
             if isinstance(error, zmtp.ZMTPError | wire.WireError):
-                raise ProtocolError(f"{self} is no kvstore server: {error}") from None
+                # In a cluster, somebody else on the port of a node that is gone; else, a mistake of the user's.
+                kind = ConnectionLost if self.fixed_name else ProtocolError
+                raise kind(f"{self} is no kvstore server: {error}") from None
             if isinstance(error, OSError):
                 raise ConnectionLost(f"{self}: {error.strerror or error}") from None
             raise
+
+    def _open(self, deadline: float) -> socket.socket:
+        addresses = resolve(self.host, self.port, max(0.001, deadline - time.monotonic()))
+        for left, (family, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
+                sock.connect(address)
+            except OSError:
+                sock.close()
+                if left == 1:
+                    raise
+            else:
+                return sock
+        raise OSError(f"{self.host} has no address")
 
     def _handshake(self, sock: socket.socket, deadline: float, timeout_s: float) -> wire.Welcome:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -195,9 +214,10 @@ class Link:
             return False
         if silence_s >= PING_AFTER_S and self._pinged < self.last_moved and self.send_lock.acquire(blocking=False):
             try:  # who holds the lock is in the middle of a message: its bytes tell as much as a PING
-                if self.sock is not None:
+                sock = self.sock
+                if sock is not None:
                     self._pinged = now
-                    return self.sock.send(_PING) == len(_PING)  # half of it would garble what follows
+                    return sock.send(_PING) == len(_PING)  # half of it would garble what follows
             except OSError:
                 return True  # a full socket or a lost connection: the silence decides
             finally:
@@ -224,9 +244,10 @@ class Link:
         if not self.send_lock.acquire(timeout=timeout_s):
             return
         try:
-            if self.sock is not None:
-                self._send(self.sock, zmtp.frame(header, False), deadline)
-        except (OSError, Timeout) as error:
+            sock = self.sock
+            if sock is not None:
+                self._send(sock, zmtp.frame(header, False), deadline)
+        except (OSError, ValueError, Timeout) as error:  # ValueError: closed this instant
             self.drop(ConnectionLost(f"{self}: {error}"))
         finally:
             self.send_lock.release()

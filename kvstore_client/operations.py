@@ -152,6 +152,7 @@ class IntoTarget(BlockTarget):
         return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
 
     def views(self, positions: list[int]) -> list[memoryview]:
+        self.present[positions] = False  # they may have been there, and are about to be overwritten
         count, first = len(positions), positions[0]
         if self._slots is None and self._flat is not None and positions == list(range(first, first + count)):
             return [self._flat[first * self.block_bytes : (first + count) * self.block_bytes]]

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore_client.errors import TRANSPORT_ERRORS, ProtocolError
-from kvstore_client.exchange import Exchange, outcome
+from kvstore_client.core import protocol_error
+from kvstore_client.errors import TRANSPORT_ERRORS
+from kvstore_client.exchange import Exchange
 from kvstore_client.keys import KeyArray
 from kvstore_client.link import Link
 from kvstore_client.operations import BlockTarget, GetOperation, IntoTarget, Operation, QueueTarget
@@ -65,10 +66,12 @@ class Reader:
             ]
             self._exchange.run(calls, rounds.deadline, rounds.patience_s)
             for call in calls:
-                reply = outcome(call, wire.ContainsReply, fail_open=True)
-                if reply is not None and len(reply.present) != call.count:
-                    raise ProtocolError(f"{call.link}: {len(reply.present)} answers to {call.count} keys")
-                if reply is not None:
+                reply = call.operation.reply
+                if call.operation.error is not None:
+                    continue
+                if not isinstance(reply, wire.ContainsReply) or len(reply.present) != call.count:
+                    call.operation.error = protocol_error(call.link, reply)
+                else:
                     present[call.positions] = np.frombuffer(reply.present, dtype=np.bool_)
             rounds.settle(calls, present)
         self._end(rounds, fail_open)
@@ -149,7 +152,7 @@ class Reader:
                 again = [call for call in calls if call.retry and not hits]
                 if not again:
                     return
-                exchange.send_again(again, deadline)
+                exchange.send_again(again, deadline, patience_s)
             while target.ready:
                 position, block = target.ready.popleft()
                 if block is None:
@@ -198,12 +201,12 @@ class Reader:
         if target.bad:
             bad, target.bad = target.bad, []
             self._core.stats.checksum_errors += len(bad)
-            self._discard(packed, bad, calls)
+            self._discard(packed, bad, calls, rounds.deadline)
         rounds.settle(calls, present)
 
-    def _discard(self, packed: KeyArray, bad: list[int], calls: Sequence[Call]) -> None:
+    def _discard(self, packed: KeyArray, bad: list[int], calls: Sequence[Call], deadline: float) -> None:
         """Have blocks with wrong bytes removed where they came from; the next reader finds them, too, if that fails."""
-        timeout_s = min(DISCARD_TIMEOUT_S, self._core.timeout_s)
+        timeout_s = min(DISCARD_TIMEOUT_S, max(0.001, deadline - time.monotonic()))
         deadline_ms = milliseconds(timeout_s)
 
         def message(call: Call) -> Message:

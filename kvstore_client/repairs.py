@@ -53,8 +53,9 @@ class Repairs:
     def reset(self) -> None:
         """Forget everything; in a child process the thread does not exist."""
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._queue: deque[_Repair] = deque()
-        self._under_way = 0
+        self._under_way: Sequence[_Repair] = ()
         self._running = False
 
     def put(self, link: Link, keys: KeyArray, blocks: Iterable[memoryview]) -> None:
@@ -63,7 +64,7 @@ class Repairs:
             return
         room = MAX_QUEUED_BYTES // self._block_bytes
         for number, block in enumerate(blocks):
-            if len(self._queue) + self._under_way >= room:
+            if len(self._queue) + len(self._under_way) >= room:
                 self._exchange.core.stats.repairs_dropped += len(keys) - number
                 return
             repair = _Repair(link, keys[number].tobytes(), bytes(block))
@@ -73,12 +74,23 @@ class Repairs:
                     self._running = True
                     threading.Thread(target=self._run, name="kvstore-repair", daemon=True).start()
 
+    def cancel(self, keys: KeyArray, timeout_s: float) -> None:
+        """These blocks are about to be deleted or replaced: do not set them again. Waits for what is under way."""
+        if not self._running:
+            return
+        names = {key.tobytes() for key in keys}
+        with self._idle:
+            self._queue = deque(repair for repair in self._queue if repair.key not in names)
+            self._idle.wait_for(lambda: not any(repair.key in names for repair in self._under_way), timeout_s)
+
     def _run(self) -> None:
         while batch := self._next_batch():
             try:
                 self._repair(batch)
             except KVStoreError as error:  # found again, repaired again
                 log.info("%d blocks were not repaired on %s: %s", len(batch), batch[0].link, error)
+            except Exception:  # a defect of ours must not end all repairs
+                log.exception("%d blocks were not repaired on %s", len(batch), batch[0].link)
 
     def _next_batch(self) -> list[_Repair]:
         """Blocks for one shard; none: the thread is to end."""
@@ -89,8 +101,9 @@ class Repairs:
                 self._queue.clear()
             while self._queue and len(batch) < per_batch and (not batch or self._queue[0].link is batch[0].link):
                 batch.append(self._queue.popleft())
-            self._under_way = len(batch)
+            self._under_way = batch
             self._running = bool(batch)
+            self._idle.notify_all()
         return batch
 
     def _repair(self, batch: Sequence[_Repair]) -> None:

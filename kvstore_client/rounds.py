@@ -85,8 +85,8 @@ class Rounds:
         return True
 
     def settle(self, calls: Sequence[Call], present: npt.NDArray[np.bool_]) -> None:
-        """A round is over. `present[position]`: whether the block was found by now. Raises what no other shard can
-        mend: a refusal, a breach of the protocol."""
+        """A round is over. `present[position]`: whether the block was found by now. Raises a refusal, or a breach of
+        the protocol, at once where nobody else can be asked."""
         more = self._candidates.shape[1] > 1
         for call in calls:
             error = call.operation.error
@@ -96,8 +96,9 @@ class Rounds:
                     missed = call.positions[~present[call.positions]]
                     if len(missed):
                         self._missed.append((call.link, missed))
-            elif isinstance(error, TRANSPORT_ERRORS):
-                self._error = error
+            elif more or isinstance(error, TRANSPORT_ERRORS):
+                if self._error is None or not isinstance(error, TRANSPORT_ERRORS):
+                    self._error = error
                 self.failovers += call.count if more else 0
             else:
                 raise error
@@ -109,12 +110,13 @@ class Rounds:
             self._candidates = self._candidates[~found]
 
     def check(self, fail_open: bool) -> None:
-        """At the end: raise the transport error of blocks about which nobody gave an answer, unless `fail_open`."""
-        if fail_open or not len(self._left):
+        """At the end: raise the error of blocks about which nobody gave an answer; unless `fail_open`, for a transport
+        error."""
+        if not len(self._left) or not self._unanswered[self._left].any():
             return
-        if not self._unanswered[self._left].any():
-            return
-        raise self._error or self._core.no_shards()
+        error = self._error or self._core.no_shards()
+        if not (fail_open and isinstance(error, TRANSPORT_ERRORS)):
+            raise error
 
     def lacking(self) -> list[tuple[Link, Numbers]]:
         """Owners that were asked and do not have blocks that are still looked for, and the positions of those."""

@@ -42,6 +42,7 @@ class Sending:
         self.done = False
         self._requests = iter(requests)
         self._current: Request | None = None
+        self._connection = 0  # which of the link's connections the current message was begun on
         self._pieces: Iterator[list[memoryview | bytes]] = iter(())
         self._views: list[memoryview | bytes] = []
         self._blocked = False  # the socket was full at the last try
@@ -83,6 +84,7 @@ class Sending:
             link.send_lock.release()
             return self._next_request(lock_wait_s)
         link.owe(request.operation)
+        self._connection = link.connections
         self._current = request
         self._pieces = iter(request.message())
         self._views = []
@@ -101,7 +103,7 @@ class Sending:
                     return True
                 self._views = piece
             sock = self.link.sock
-            if sock is None:
+            if sock is None or self.link.connections != self._connection:  # the rest would mean something else there
                 raise OSError("the connection was lost")
             try:
                 sent = sock.sendmsg(self._views[:_IOV])
@@ -123,7 +125,8 @@ class Sending:
 
     def _lose(self, error: KVStoreError) -> None:
         request, self._current = self._current, None
-        self.link.drop(error)
+        if self._connection == self.link.connections:
+            self.link.drop(error)
         if request is not None:
             request.operation.fail(error)
             self.link.send_lock.release()

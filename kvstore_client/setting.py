@@ -17,10 +17,11 @@ import numpy.typing as npt
 from kvstore import wire
 from kvstore.wire import Outcome
 from kvstore_client.buffers import BlockSource
-from kvstore_client.errors import KVStoreError, ProtocolError
+from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError
 from kvstore_client.exchange import Exchange, outcome
 from kvstore_client.keys import KeyArray
 from kvstore_client.operations import Operation
+from kvstore_client.repairs import Repairs
 from kvstore_client.requests import Call, chunks, keyed_message, milliseconds, set_message, take
 from kvstore_client.results import SetResult
 from kvstore_client.sending import Message
@@ -36,8 +37,9 @@ _RANK: Final = (Outcome.FORCED, Outcome.EXISTED, Outcome.CREATED)
 class Writer:
     """Sets and deletes blocks of one namespace. Thread-safe."""
 
-    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int) -> None:
+    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int, repairs: Repairs) -> None:
         self._exchange = exchange
+        self._repairs = repairs
         self._core = exchange.core
         self._block_bytes = block_bytes
         self._replicas = replicas
@@ -49,12 +51,15 @@ class Writer:
         unique: Numbers,
         source: BlockSource,
         options: Callable[[int, int, int], wire.Set],
+        force: bool,
         deferred: bool,
         timeout_s: float,
         fail_open: bool,
     ) -> SetResult:
         """Store the blocks at positions `unique`. `options(id, count, key_bytes)` makes a request."""
         deadline = time.monotonic() + timeout_s
+        if force:
+            self._repairs.cancel(packed, timeout_s / 2)
         outcomes = np.full(len(packed), _UNKNOWN, dtype=np.uint8)
         left = unique
         error: KVStoreError | None = None
@@ -62,9 +67,11 @@ class Writer:
             view = self._core.view
             failed = self._set_under(view, packed, left, source, options, deferred, deadline, outcomes)
             left, error = failed
+            if force:
+                self._delete_elsewhere(view, packed, unique, deadline)
             if not len(left) or self._core.view is view or time.monotonic() >= deadline:
-                break  # otherwise the shards that failed have left: their blocks have other owners now
-        if error is not None and len(left) and not fail_open:
+                break  # Otherwise the shards that failed have left: their blocks have other owners now
+        if error is not None and len(left) and not (fail_open and isinstance(error, TRANSPORT_ERRORS)):
             raise error
         counts = np.bincount(outcomes[unique], minlength=_UNKNOWN + 1)
         return SetResult(
@@ -109,7 +116,8 @@ class Writer:
     def delete(self, packed: KeyArray, contains: Callable[[], npt.NDArray[np.bool_]], fail_open: bool) -> int:
         """Remove blocks from every shard that may have them. -> how many there were."""
         timeout_s = self._core.timeout_s
-        deadline, deadline_ms = time.monotonic() + timeout_s, milliseconds(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self._repairs.cancel(packed, timeout_s / 2)
         view = self._core.view
         if not view.links:
             if fail_open:
@@ -119,8 +127,26 @@ class Writer:
         several = readers.shape[1] > 1
         # With several copies of a block, the replies do not tell how many blocks there were.
         present = int(contains().sum()) if several else 0
+        calls = self._delete_from(view, packed, np.arange(len(packed)), readers, deadline)
+        replies = [outcome(call, wire.DeleteReply, fail_open) for call in calls]
+        return present if several else sum(reply.deleted for reply in replies if reply is not None)
+
+    def _delete_elsewhere(self, view: View, packed: KeyArray, positions: Numbers, deadline: float) -> None:
+        """While nodes come and go: what was replaced must not be found at those who owned it before. Best effort, as
+        is anything that is asked of a node that leaves."""
+        if not view.changing:
+            return
+        readers = view.readers(packed[positions], self._replicas)
+        owners = view.owners(packed[positions], self._replicas)
+        readers[(readers[:, :, None] == owners[:, None, :]).any(axis=2)] = NOBODY
+        self._delete_from(view, packed, positions, readers, deadline)
+
+    def _delete_from(
+        self, view: View, packed: KeyArray, positions: Numbers, readers: Numbers, deadline: float
+    ) -> list[Call]:
+        """`readers[i]`: the links from which the block at `positions[i]` is deleted."""
+        deadline_ms = milliseconds(max(0.001, deadline - time.monotonic()))
         numbers = readers.reshape(-1)
-        positions = np.arange(len(packed)).repeat(readers.shape[1])
         asked = numbers != NOBODY
 
         def message(call: Call) -> Message:
@@ -129,12 +155,11 @@ class Writer:
 
         calls = [
             Call(link, Operation(self._core.next_id()), some, message)
-            for link, mine in view.split(numbers[asked], positions[asked])
+            for link, mine in view.split(numbers[asked], positions.repeat(readers.shape[1])[asked])
             for some in chunks(mine, wire.MAX_KEYS)
         ]
         self._exchange.run(calls, deadline)
-        replies = [outcome(call, wire.DeleteReply, fail_open) for call in calls]
-        return present if several else sum(reply.deleted for reply in replies if reply is not None)
+        return calls
 
 
 class _Tally:
@@ -163,15 +188,18 @@ class _Tally:
             if not call.operation.done:
                 waiting.append(call)
                 continue
-            reply = outcome(call, wire.SetReply, fail_open=True)
-            if reply is None:
-                if call.retry:  # it will be sent once more
-                    waiting.append(call)
-                    continue
-                self._error = call.operation.error
+            if call.retry:  # it will be sent once more
+                waiting.append(call)
+                continue
+            try:
+                reply = outcome(call, wire.SetReply, fail_open=False)
+                assert reply is not None
+                told = _outcomes(call, reply)
+            except KVStoreError as error:
+                if self._error is None or not isinstance(error, TRANSPORT_ERRORS):
+                    self._error = error
                 self._failed[call.positions] = True
                 continue
-            told = _outcomes(call, reply)
             for kind, said in self._said.items():
                 said[call.positions] += told == kind
         self._waiting = waiting

@@ -71,6 +71,11 @@ class View:
         self._new = _Ring(places, new or old) if len(places) > 1 and (new or old) else None
         self._old = _Ring(places, old) if len(places) > 1 and new and old and new != old else None
 
+    @property
+    def changing(self) -> bool:
+        """Whether a node joins or drains: blocks may be where they do not belong any more."""
+        return self._old is not None
+
     def owners(self, keys: KeyArray, replicas: int) -> Numbers:
         """`(n, r)` link numbers: where a block is set. r: `replicas`, or fewer where there are fewer nodes."""
         if self._new is None:
@@ -83,8 +88,7 @@ class View:
 
         `turn`: which replica is asked first, so that all are: one that is never read lets go of the wrong blocks.
         """
-        changing = self._old is not None
-        found = self.owners(keys, replicas + changing)
+        found = self.owners(keys, replicas + self.changing)
         owners = min(replicas, found.shape[1])
         if owners > 1:
             found[:, :owners] = np.roll(found[:, :owners], -(turn % owners), axis=1)

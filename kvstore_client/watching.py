@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 from kvstore.cluster.following import Follower
@@ -18,11 +19,11 @@ OnChange = Callable[[Membership], None]
 
 class Watch:
     """One client's interest in a cluster. `on_change` is called with each view: the current one at once, if there is
-    one, then on the follower's thread. Raises as `Follower` does."""
+    one, then on the follower's thread; a method of an object, which is not kept alive. Raises as `Follower` does."""
 
     def __init__(self, url: str, on_change: OnChange) -> None:
         self.url = url
-        self._on_change = on_change
+        self._on_change = weakref.WeakMethod(on_change)  # a client that nobody closed must not live for ever
         self._closed = False
         with _lock:
             shared = _shared.get(url)
@@ -36,8 +37,11 @@ class Watch:
     def tell(self, membership: Membership) -> None:
         """Pass a view on. Two threads may do so at once: a later view is never followed by an earlier one's."""
         with self._shared.telling:
-            if not self._closed and self._shared.follower.current is membership:
-                self._on_change(membership)
+            on_change = self._on_change()
+            if on_change is not None and not self._closed and self._shared.follower.current is membership:
+                on_change(membership)
+        if on_change is None:
+            self.close()
 
     def wait(self, timeout_s: float) -> Membership:
         """The current view; `DirectoryError` when there is none within `timeout_s`."""

@@ -15,6 +15,7 @@ answers for what the others do not have yet. When all members serve, the two pla
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -22,6 +23,8 @@ import msgspec
 
 from kvstore.wire import ShardAddress
 
+# A name of labels, or an IPv6 address.
+_HOST: Final = re.compile(r"(?=.{1,253}$)[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9A-Fa-f:.]+(%\w+)?", re.ASCII)
 MAX_MEMBER_BYTES: Final = 64 * 1024  # a node's record in the directory
 
 State = Literal["joining", "serving", "draining"]
@@ -87,7 +90,8 @@ def check_member(member: Member) -> None:
     if not member.node or not member.shards:
         raise MemberError(f"node {member.node!r} with {len(member.shards)} shards: expected an id and at least 1 shard")
     for shard in member.shards:
-        if not (shard.name and shard.host and 0 < shard.port < 1 << 16 and 0 < shard.weight < math.inf):
+        address = _HOST.fullmatch(shard.host) and 0 < shard.port < 1 << 16
+        if not (shard.name and address and 0 < shard.weight < math.inf):
             raise MemberError(f"node {member.node!r} names a shard that cannot be: {shard}")
     if len({shard.name for shard in member.shards}) < len(member.shards):
         raise MemberError(f"node {member.node!r} has two shards of one name")
