@@ -13,6 +13,15 @@ from benchmarks.remote_kv_cache.first_token import STORE as FROM_STORE
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING
+from benchmarks.remote_kv_cache.test_sharding import (
+    DIFFERENT,
+    EQUAL,
+    PLACEMENT,
+    REPLICAS,
+    SPLIT,
+    SPLIT_512,
+    TWO_SHARDS,
+)
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, PREFILL, STORED, TARGET
 from benchmarks.results_reader import CaseResult, Result, Results
 
@@ -87,6 +96,42 @@ def _latency(operation: str, at_most_s: float) -> Callable[[Result], Finding]:
             f"{seconds.median * 1e3:.3f} ms (p99 {result.parameters['p99_seconds'][operation] * 1e3:.3f})",
             f"{limit}: {case.seconds(limit).median * 1e3:.3f} ms",
             seconds.median <= at_most_s,
+        )
+
+    return find
+
+
+def _placement(at_least: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.case(PLACEMENT)
+        rates = {name: case.parameters["keys"] / case.seconds(name).median for name in (EQUAL, DIFFERENT, REPLICAS)}
+        return Finding(
+            ", ".join(f"{name}: {rates[name] / 1e6:.1f} M" for name in (EQUAL, DIFFERENT)),
+            f"{REPLICAS}: {rates[REPLICAS] / 1e6:.1f} M",
+            min(rates[EQUAL], rates[DIFFERENT]) >= at_least,
+        )
+
+    return find
+
+
+def _split(at_most_s: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        seconds = result.case(SPLIT).seconds(SPLIT_512)
+        return Finding(f"{seconds.median * 1e3:.3f} ms", "", seconds.median <= at_most_s)
+
+    return find
+
+
+def _two_shards(at_least: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.case(TWO_SHARDS)
+        shares = {
+            name: 1 / case.ratio(f"{name} 2 shards", f"{name} 1 shard") for name in ("set", "get_into", "stream_get")
+        }
+        return Finding(
+            ", ".join(f"{name} {share:.2f}" for name, share in shares.items()),
+            "one shard: " + ", ".join(f"{name} {case.rate(f'{name} 1 shard').median:.2f} GB/s" for name in shares),
+            min(shares.values()) >= at_least,
         )
 
     return find
@@ -205,6 +250,9 @@ CLAIMS: Final = (
     Claim("`match_prefix` of 4096 keys ≤ 1.0 ms", "test_lookup", "", _latency("match_prefix 4096", 1e-3)),
     Claim("key hashing ≥ 100 M tokens/s, one thread", "test_key_hashing", "", _hashing(100e6)),
     Claim("gather and scatter ≥ NumPy row copies at every size", "test_key_hashing", "", _copies),
+    Claim("placement over 64 shards ≥ 5 M keys/s, one thread", "test_sharding", "", _placement(5e6)),
+    Claim("splitting a batch of 512 keys over 64 shards ≤ 1 ms of CPU", "test_sharding", "", _split(1e-3)),
+    Claim("two shards on the same two cores ≥ 0.95 x one", "test_sharding", "", _two_shards(0.95)),
     Claim(
         f"prefill at hit rate 0, every block sent: ≥ {TARGET} x the throughput without the connector",
         "test_transfer_out",

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from benchmarks.cluster_sim.tables import CLUSTER_TABLES
 from benchmarks.engine_tables import ENGINE_TABLES
 from benchmarks.eviction.tables import EVICTION_TABLES
 from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
@@ -27,7 +28,7 @@ def fill(document: str, results: Results) -> str:
     """The document with its tables made anew. Raises `KeyError` for a marker that no table has."""
 
     def table(match: re.Match[str]) -> str:
-        needed, make = (TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES)[match[2]]
+        needed, make = (TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES)[match[2]]
         there = needed in results if needed else bool(results) or match[2] == "claims"
         return f"{match[1]}{make(results) if there else 'Not measured yet.'}\n{match[3]}"
 
@@ -37,13 +38,15 @@ def fill(document: str, results: Results) -> str:
 def draw_charts(results: Results, folder: Path) -> list[Path]:
     """-> the files written."""
     from benchmarks.charts import CHARTS
+    from benchmarks.cluster_sim.charts import CLUSTER_CHARTS
     from benchmarks.engine_charts import ENGINE_CHARTS
     from benchmarks.eviction.charts import EVICTION_CHARTS
     from benchmarks.persistence_kv_cache.charts import PERSISTENCE_CHARTS
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (needed, make) in (CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS).items():
+    everything = CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS
+    for name, (needed, make) in everything.items():
         if needed in results:
             path = folder / f"{name}.svg"
             make(results, path)

@@ -10,6 +10,7 @@ from benchmarks.published import MEMORY_IO, PEERS, SERVER, ZMQ_TRANSFER
 from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
+from benchmarks.remote_kv_cache.test_sharding import PLACEMENT, SPLIT, SPLIT_512, TWO_SHARDS
 from benchmarks.remote_kv_cache.test_swap import CUDA_IN, CUDA_OUT, SWAP_IN, SWAP_OUT
 from benchmarks.remote_kv_cache.transfers import MEMCPY
 from benchmarks.results_reader import CaseResult, Results, Spread
@@ -192,6 +193,27 @@ def clients(results: Results) -> str:
     return markdown(("clients", "GB/s", "plain sockets, GB/s", "x plain sockets"), rows)
 
 
+def sharding(results: Results) -> str:
+    """Placement, split, two shards."""
+    result = results["test_sharding"]
+    placement = result.case(PLACEMENT)
+    rows = [
+        (
+            f"placement: {name}",
+            f"{placement.parameters['keys'] / placement.seconds(name).median / 1e6:.1f} M keys/s",
+            "",
+        )
+        for name in placement.operations
+    ]
+    rows.append((f"split: {SPLIT_512}", f"{result.case(SPLIT).seconds(SPLIT_512).median * 1e3:.3f} ms of CPU", ""))
+    shards = result.case(TWO_SHARDS)
+    for name in shards.operations:
+        one = name.replace("2 shards", "1 shard")
+        share = f"{1 / shards.ratio(name, one):.2f}" if one != name else ""
+        rows.append((name, f"{shards.rate(name).median:.2f} GB/s", share))
+    return markdown(("", "median", "of one shard"), rows)
+
+
 def lookup(results: Results) -> str:
     """Latencies."""
     result = results["test_lookup"]
@@ -267,6 +289,7 @@ TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
     "lookup": ("test_lookup", lookup),
+    "sharding": ("test_sharding", sharding),
     "key_hashing": ("test_key_hashing", key_hashing),
     "copying": ("test_key_hashing", copying),
     "swap": ("test_swap", swap),

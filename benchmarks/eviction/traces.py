@@ -1,8 +1,8 @@
 """Traces of requests in Mooncake's format: one JSON object a line, plain or gzip.
 
 ``timestamp`` in ms, ``input_length`` and ``output_length`` in tokens, ``hash_ids``: the prompt's chain of block ids,
-head first. An id stands for its block and for all before it, so equal ids are equal prefixes. Only the order of the
-lines and the chains are used: a cache has no clock in the simulator.
+head first. An id stands for its block and for all before it, so equal ids are equal prefixes. The eviction simulator
+uses only the order of the lines and the chains, as its cache has no clock; the cluster simulator uses the times.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Trace:
     name: str
     chains: Sequence[Chain]
     keys: Keys  # (distinct, KEY_BYTES): by block number
+    times_s: Sequence[float] = ()  # of each request; empty: not known
 
     @classmethod
-    def of(cls, name: str, requests: Iterable[Sequence[int]]) -> Trace:
+    def of(cls, name: str, requests: Iterable[Sequence[int]], times_s: Sequence[float] = ()) -> Trace:
         """A trace of chains of block ids."""
         numbers: dict[int, int] = {}
         chains = [
@@ -57,7 +58,7 @@ class Trace:
             for request in requests
         ]
         digests = b"".join(xxhash.xxh3_128_digest(block.to_bytes(8, "little")) for block in numbers)
-        return cls(name, chains, np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_BYTES))
+        return cls(name, chains, np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_BYTES), times_s)
 
     @property
     def references(self) -> int:
@@ -73,12 +74,13 @@ class Trace:
         """The trace's beginning; None: all of it."""
         chains = self.chains[:requests]
         last = max((int(chain.max()) for chain in chains if len(chain)), default=-1)
-        return Trace(self.name, chains, self.keys[: last + 1])
+        return Trace(self.name, chains, self.keys[: last + 1], self.times_s[:requests])
 
 
 def read_trace(path: Path) -> Trace:
     """Read a file. Raises `TraceError`."""
-    trace = Trace.of(path.name, (line.hash_ids for line in _lines(path)))
+    lines = list(_lines(path))
+    trace = Trace.of(path.name, (line.hash_ids for line in lines), [line.timestamp / 1000 for line in lines])
     if not trace.distinct:
         raise TraceError(f"{path}: no blocks in it: expected {FORMAT}")
     return trace

@@ -44,9 +44,9 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 @contextmanager
-def kvstore_server(block_bytes: int, shards: int = 1) -> Iterator[str]:
-    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare; gives its endpoint."""
-    memory = block_bytes * 5 // 4 + _SPARE_BYTES * shards
+def kvstore_server(block_bytes: int, shards: int = 1, spare_bytes: int = _SPARE_BYTES) -> Iterator[str]:
+    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare on every shard; gives its endpoint."""
+    memory = block_bytes * 5 // 4 + spare_bytes * shards
     command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", f"{memory}B", "--shards", str(shards)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())

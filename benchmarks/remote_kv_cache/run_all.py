@@ -1,6 +1,6 @@
 """Every benchmark, one after the other, each in a process of its own; results as JSON, one file a benchmark.
 
-A full run takes about 65 minutes on two cores and 14 GB of memory, 20 of them for the benchmarks of real engines, which
+A full run takes about 70 minutes on two cores and 14 GB of memory, 20 of them for the benchmarks of real engines, which
 need vLLM. The machine should do nothing else. Afterwards `python -m benchmarks.draw` makes the charts and fills the
 tables of docs/benchmarks.md.
 """
@@ -26,6 +26,7 @@ BENCHMARKS: Final = (
     "test_clients",
     "test_lookup",
     "test_key_hashing",
+    "test_sharding",
     "test_swap",
 )
 ENGINE_BENCHMARKS: Final = ("test_transfer_out", "test_transfer_in", "test_long_prefill", "test_demo")

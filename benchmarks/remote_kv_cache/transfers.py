@@ -163,19 +163,24 @@ def get_into_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: 
     return blocks.reading(name, call, limit)
 
 
-def kvstore_operations(client: KVStoreClient, blocks: Blocks) -> list[Operation]:
-    """The calls of the reference's table, and `get_into`."""
+def stream_get_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) -> Operation:
+    """`stream_get`, each block placed where it belongs as it arrives."""
 
     def stream(start: int, end: int) -> None:
         rows = blocks.out[start:end]
         for position, block in client.stream_get(blocks.keys[start:end]):
             rows[position] = np.frombuffer(block, dtype=np.uint8)
 
+    return blocks.reading(name, stream, limit)
+
+
+def kvstore_operations(client: KVStoreClient, blocks: Blocks) -> list[Operation]:
+    """The calls of the reference's table, and `get_into`."""
     return [
         set_operation(client, blocks, False, "set deferred=False", PLAIN_SET),
         set_operation(client, blocks, True, "set deferred=True", PLAIN_SET),
         blocks.fetching("get", lambda start, end: client.get(blocks.keys[start:end]).blocks, PLAIN_GET),
-        blocks.reading("stream_get", stream, PLAIN_GET),
+        stream_get_operation(client, blocks, "stream_get", PLAIN_GET),
         get_into_operation(client, blocks, "get_into", PLAIN_GET),
     ]
 

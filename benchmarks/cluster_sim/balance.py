@@ -1,0 +1,102 @@
+"""How evenly keys and reads lie on shards, how much moves when one joins, and what runs would do to it.
+
+In a *run* of R keys of a chain, all go where the run's first key goes. R = 1 is what the server's placement does.
+Blocks of the trace are of 512 tokens; `parts` cuts each into as many keys, as an engine with smaller blocks has.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.cluster_sim.cluster import Numbers
+from benchmarks.eviction.traces import Chain, Keys, Trace
+from kvstore.cluster.placement import Placement
+
+RUNS: Final = (1, 4, 16, 64)
+RUN_SHARDS: Final = (8, 64, 256)
+PARTS: Final = (1, 32)  # keys of 512 tokens, and of 16
+TRACE_BLOCK_TOKENS: Final = 512
+UNIFORM_KEYS: Final = 1_000_000
+
+
+def shards(count: int) -> Placement:
+    """Equal ones, each on a node of its own."""
+    return Placement([f"node-{number}/0" for number in range(count)], [1.0] * count)
+
+
+def max_to_mean(counts: npt.NDArray[np.int64]) -> float:
+    """How much more than its fair share the fullest has."""
+    return float(counts.max() / counts.mean())
+
+
+class Uniform(NamedTuple):
+    """Of keys that are asked for equally often."""
+
+    max_to_mean: float
+    moved_by_join: float
+    fair: float  # what a node that joins should get: 1 / (count + 1)
+
+
+def uniform(count: int, keys: int) -> Uniform:
+    """`count` shards and random keys."""
+    drawn = np.random.default_rng(count).integers(0, 256, (keys, 8), dtype=np.uint8)
+    owners = shards(count).owners(drawn)
+    moved = float((owners != shards(count + 1).owners(drawn)).mean())
+    return Uniform(max_to_mean(np.bincount(owners, minlength=count)), moved, 1 / (count + 1))
+
+
+class OnTrace(NamedTuple):
+    """Of a trace. `reads`: each reference is one. `asked`: shards by prompt."""
+
+    keys: float
+    reads: float
+    asked_mean: float
+    asked_p95: float
+    hottest_share: float  # of all reads, those of the shard that is read most
+
+
+def on_trace(trace: Trace, count: int, run: int, parts: int) -> OnTrace:
+    """Keys and reads by shard, and shards by prompt."""
+    first = _first_of_run(trace, run, parts)
+    keys = _part_keys(trace.distinct * parts)
+    owners = shards(count).owners(keys)[first].reshape(trace.distinct, parts)
+    uses = np.bincount(np.concatenate(trace.chains), minlength=trace.distinct)
+    reads = np.bincount(owners.ravel(), weights=np.repeat(uses, parts), minlength=count)
+    asked = np.array([len(np.unique(owners[chain])) for chain in trace.chains if len(chain)])
+    return OnTrace(
+        keys=max_to_mean(np.bincount(owners.ravel(), minlength=count)),
+        reads=max_to_mean(reads.astype(np.int64)),
+        asked_mean=float(asked.mean()),
+        asked_p95=float(np.percentile(asked, 95)),
+        hottest_share=float(reads.max() / reads.sum()),
+    )
+
+
+def placing_keys(trace: Trace, run: int) -> Keys:
+    """By block: the key of its run's first block."""
+    return trace.keys[_first_of_run(trace, run, 1)]
+
+
+def _part_keys(count: int) -> Keys:
+    """As good as hashes."""
+    return np.random.default_rng(count).integers(0, 256, (count, 8), dtype=np.uint8)
+
+
+def _first_of_run(trace: Trace, run: int, parts: int) -> Numbers:
+    """By part (block * parts + part of it): the part that begins its run. A block's prefix is always the same."""
+    first: Numbers = np.empty(trace.distinct * parts, dtype=np.intp)
+    seen = np.zeros(trace.distinct, dtype=np.bool_)
+    for chain in trace.chains:
+        if not seen[chain].all():
+            first_of_chain = _chain_parts(chain, parts)
+            first[first_of_chain] = first_of_chain[np.arange(len(first_of_chain)) // run * run]
+            seen[chain] = True
+    return first
+
+
+def _chain_parts(chain: Chain, parts: int) -> Numbers:
+    numbers: Numbers = (chain.astype(np.intp)[:, None] * parts + np.arange(parts)).ravel()
+    return numbers

@@ -1,0 +1,253 @@
+"""A cluster without sockets and bytes: the server's block index and policy on every node, the server's placement.
+
+A request of the trace is what an engine asks of the client: the whole chain is looked up, the leading run that is
+there is read, the rest is set. As in the client, a block is looked for at its owners in the *new* placement, then at
+those in the *old* one (see `kvstore.cluster.members`); where an owner did not have what a later one had, it is set.
+Every node is one shard; all have as much room. Nothing takes time but what a scenario says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys
+from kvstore._cext import BlockIndex
+from kvstore.cluster.members import State
+from kvstore.cluster.placement import Placement
+
+POLICY: Final = "default"
+NOBODY: Final = -1
+
+Numbers = npt.NDArray[np.intp]
+
+
+class Cache:
+    """One node's blocks, with room for `capacity`."""
+
+    def __init__(self, capacity: int) -> None:
+        self._index = BlockIndex(KEY_BYTES, capacity, POLICY)
+        self._index.attach()
+        self._sums = np.zeros(capacity, dtype=np.uint64)
+        self._tick = 1
+
+    def find(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which are there; no use of them."""
+        return np.frombuffer(self._index.contains(keys.tobytes(), 0.0, False, 0), dtype=np.bool_)
+
+    def use(self, keys: Keys) -> None:
+        """As a GET does."""
+        self._index.contains(keys.tobytes(), 0.0, True, self._ticks(len(keys)))
+
+    def insert(self, keys: Keys) -> None:
+        """As a SET does."""
+        index, packed = self._index, keys.tobytes()
+        room = index.missing(packed) - index.free
+        if room > 0:
+            index.evict(room, 0.0)
+        slots = index.reserve(packed, False, self._ticks(len(keys)))
+        mine = slots[slots >= 0]
+        index.commit(mine, self._sums[: len(mine)], self._ticks(len(keys)))
+
+    def hottest(self) -> Keys:
+        """All keys, the most recent first."""
+        slots = self._index.ready_slots()
+        recent = slots[np.argsort(self._index.ticks_of(slots))[::-1]]
+        return np.frombuffer(self._index.keys_of(recent), dtype=np.uint8).reshape(-1, KEY_BYTES)
+
+    def _ticks(self, count: int) -> int:
+        self._tick += count
+        return self._tick - count
+
+
+@dataclass
+class Node:
+    """`state`: as others see it; empty: it is not a member. `cache`: None while it does not answer."""
+
+    name: str
+    zone: str
+    state: State | None
+    cache: Cache | None
+    reads: int = 0
+
+
+@dataclass
+class _Move:
+    """Blocks on their way to their owners, evenly over that time."""
+
+    keys: Keys
+    begin_s: float
+    duration_s: float
+    done: int = 0
+
+
+class Cluster:
+    """`keys`: by block number. `placing`: the keys that placement is given instead, if others. `spares`: so many
+    further owners in the new placement are asked while a node joins or drains."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        nodes: int,
+        zones: int,
+        replicas: int,
+        capacity: int,
+        placing: Keys | None = None,
+        spares: int = 0,
+    ) -> None:
+        self.replicas = replicas
+        self.repaired = self.copied = 0
+        self.moved: list[float] = []  # at each change of the view: the share of keys whose owner is another
+        self.nodes: list[Node] = []
+        self._capacity, self._zones, self._spares = capacity, zones, spares
+        self._keys = keys
+        self._placing = keys if placing is None else placing
+        self._number_of = {key.tobytes(): number for number, key in enumerate(keys)}
+        self._moves: list[_Move] = []
+        self._owners: Numbers = np.empty((0, 0), dtype=np.intp)
+        self._readers: Numbers = self._owners
+        for _ in range(nodes):
+            self.add("serving")
+        self.look_again()
+
+    # ---- changes: each takes effect with the next `look_again` ------------------------------------------------------
+
+    def add(self, state: State) -> int:
+        """A node more, empty. -> its number."""
+        number = len(self.nodes)
+        self.nodes.append(Node(f"node-{number}/0", f"zone-{number % self._zones}", state, Cache(self._capacity)))
+        return number
+
+    def set_state(self, numbers: Sequence[int], state: State | None) -> None:
+        """None: no longer a member."""
+        for number in numbers:
+            self.nodes[number].state = state
+
+    def kill(self, numbers: Sequence[int]) -> None:
+        """They answer no more, and their blocks are lost; others do not know yet."""
+        for number in numbers:
+            self.nodes[number].cache = None
+
+    def restart(self, numbers: Sequence[int]) -> None:
+        """They come back with nothing, and join."""
+        for number in numbers:
+            self.nodes[number].cache = Cache(self._capacity)
+        self.set_state(numbers, "joining")
+
+    def drain(self, numbers: Sequence[int], now_s: float, duration_s: float) -> None:
+        """They say that they will leave, and move all blocks, the hottest first, evenly over that time."""
+        self.set_state(numbers, "draining")
+        for number in numbers:
+            cache = self.nodes[number].cache
+            if cache is not None:
+                self._moves.append(_Move(cache.hottest(), now_s, duration_s))
+
+    def fill(self, numbers: Sequence[int], now_s: float, duration_s: float) -> None:
+        """All others copy to these nodes what is theirs in the new placement, the hottest first."""
+        for number, node in enumerate(self.nodes):
+            if node.state is not None and node.cache is not None and number not in numbers:
+                keys = node.cache.hottest()
+                theirs = np.isin(self._owners[self._blocks(keys)], numbers).any(axis=1)
+                self._moves.append(_Move(keys[theirs], now_s, duration_s))
+
+    def look_again(self) -> float:
+        """Everybody sees the members as they are now. -> the share of keys whose owner is another."""
+        before = self._owners
+        new = self._placed([number for number, node in enumerate(self.nodes) if node.state in _NEW], self._spares)
+        self._readers = self._owners = new[:, : self.replicas]
+        olds = [number for number, node in enumerate(self.nodes) if node.state in _OLD]
+        if olds and any(node.state in ("joining", "draining") for node in self.nodes):
+            old = self._placed(olds)
+            old[(old[:, :, None] == new[:, None, :]).any(axis=2)] = NOBODY
+            self._readers = np.concatenate([new, old], axis=1)
+        moved = float((before[:, 0] != self._owners[:, 0]).mean()) if before.size else 0.0
+        self.moved.append(moved)
+        return moved
+
+    def _blocks(self, keys: Keys) -> Numbers:
+        return np.array([self._number_of[key.tobytes()] for key in keys], dtype=np.intp)
+
+    def _placed(self, members: Sequence[int], spares: int = 0) -> Numbers:
+        placement = Placement(
+            [self.nodes[number].name for number in members],
+            [1.0] * len(members),
+            zones=[self.nodes[number].zone for number in members],
+        )
+        numbers: Numbers = np.array(members, dtype=np.intp)[placement.replicas(self._placing, self.replicas + spares)]
+        return numbers
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float) -> None:
+        """Moves what is moved by now."""
+        for move in self._moves:
+            share = min(1.0, (now_s - move.begin_s) / move.duration_s)
+            until = int(len(move.keys) * share)
+            keys = move.keys[move.done : until]
+            if len(keys):
+                self._set(keys, self._owners[self._blocks(keys)])
+                self.copied += len(keys)
+                move.done = until
+        self._moves = [move for move in self._moves if move.done < len(move.keys)]
+
+    def request(self, chain: Chain) -> int:
+        """Ask for a chain, head first, and set what was not there. -> the length of the leading run that was."""
+        keys, readers = self._keys[chain], self._readers[chain]
+        column = self._look(keys, readers)
+        missing = np.flatnonzero(column == NOBODY)
+        run = int(missing[0]) if len(missing) else len(chain)
+        holders = readers[np.arange(run), column[:run]]
+        for number, positions in _by_node(holders):
+            node = self.nodes[number]
+            assert node.cache is not None
+            node.cache.use(keys[positions])
+            node.reads += len(positions)
+        self._repair(keys[:run], readers[:run], column[:run])
+        self._set(keys[run:], readers[run:, : self.replicas])
+        return run
+
+    def _look(self, keys: Keys, readers: Numbers) -> Numbers:
+        """The column of `readers` that has each key, or `NOBODY`."""
+        column: Numbers = np.full(len(keys), NOBODY, dtype=np.intp)
+        for number in range(readers.shape[1]):
+            left = np.flatnonzero(column == NOBODY)
+            for owner, some in _by_node(readers[left, number]):
+                cache = self.nodes[owner].cache if owner != NOBODY else None
+                if cache is not None:
+                    positions = left[some]
+                    column[positions[cache.find(keys[positions])]] = number
+        return column
+
+    def _repair(self, keys: Keys, readers: Numbers, column: Numbers) -> None:
+        for number in range(min(self.replicas, self._owners.shape[1])):
+            lacking = np.flatnonzero(column > number)
+            if len(lacking):
+                self._set(keys[lacking], readers[lacking, number : number + 1])
+                self.repaired += len(lacking)
+
+    def _set(self, keys: Keys, owners: Numbers) -> None:
+        for number in range(owners.shape[1]):
+            for owner, positions in _by_node(owners[:, number]):
+                cache = self.nodes[owner].cache
+                if cache is not None:
+                    cache.insert(keys[positions])
+
+
+_NEW: Final = ("joining", "serving")
+_OLD: Final = ("serving", "draining")
+
+
+def _by_node(numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
+    """Each number with its positions, ascending."""
+    if not len(numbers):
+        return
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    bounds = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(order)]
+    for start, end in itertools.pairwise(bounds):
+        yield int(ordered[start]), order[start:end]
