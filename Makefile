@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak torture lint format demo bench build check-install clean clean-cache
+.PHONY: help serve test soak torture chaos lint format demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -21,6 +21,9 @@ soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=600 second
 torture: ## kill -9 and damaged bytes, 100 rounds and 1000 bytes: KVSTORE_TORTURE_ROUNDS=, KVSTORE_FLIP_TRIALS=, KVSTORE_TORTURE_SEED=
 	@KVSTORE_TORTURE_ROUNDS=$${KVSTORE_TORTURE_ROUNDS:-100} KVSTORE_FLIP_TRIALS=$${KVSTORE_FLIP_TRIALS:-1000} \
 		scripts/run.sh full python -m pytest -s tests/chaos/test_torture.py
+
+chaos: ## clusters in network namespaces while things go wrong: every scenario, with one and with two copies (needs root)
+	@KVSTORE_CHAOS=full scripts/run.sh full python -m pytest -s tests/chaos/test_cluster.py tests/chaos/test_cluster_links.py
 
 lint: ## ruff and mypy
 	@exec scripts/run.sh test scripts/lint.sh

@@ -118,7 +118,7 @@ class Reader:
                     lacking.setdefault(position, []).append(link)
             calls = self._get_calls(groups, target, message)
             try:
-                for position, block in self._arriving(calls, target, credit, rounds.patience_s):
+                for position, block in self._arriving(calls, target, credit, rounds):
                     present[position] = True
                     for link in lacking.get(position, ()):
                         self._repairs.put(link, packed[position : position + 1], [block])
@@ -129,30 +129,28 @@ class Reader:
                     if not call.operation.done:
                         call.link.abandon(call.operation)
                         call.link.post(wire.encode(wire.Cancel(call.operation.id)), DISCARD_TIMEOUT_S)
-            rounds.deadline = time.monotonic() + core.timeout_s
             self._settle(rounds, calls, present, packed, target)
         self._end(rounds, fail_open)
 
     def _arriving(
-        self, calls: Sequence[Call], target: QueueTarget, credit: int, patience_s: float | None
+        self, calls: Sequence[Call], target: QueueTarget, credit: int, rounds: Rounds
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """One round of a stream: each block may take the client's timeout."""
-        core, exchange = self._core, self._exchange
+        """One round of a stream. Each block may take the client's timeout, from when the last one was done with."""
+        core, exchange, patience_s = self._core, self._exchange, rounds.patience_s
         granted = [0] * len(calls)
         hits = 0
-        exchange.send(calls, time.monotonic() + core.timeout_s, patience_s)
+        exchange.send(calls, rounds.deadline, patience_s)
 
         def something() -> bool:
             return bool(target.ready) or all(call.operation.done for call in calls)
 
         while True:
-            deadline = time.monotonic() + core.timeout_s
-            exchange.wait(calls, deadline, patience_s, something)
+            exchange.wait(calls, rounds.deadline, patience_s, something)
             if not target.ready:
                 again = [call for call in calls if call.retry and not hits]
                 if not again:
                     return
-                exchange.send_again(again, deadline, patience_s)
+                exchange.send_again(again, rounds.deadline, patience_s)
             while target.ready:
                 position, block = target.ready.popleft()
                 if block is None:
@@ -160,6 +158,7 @@ class Reader:
                 hits += 1
                 yield position, block
                 del block
+                rounds.deadline = time.monotonic() + core.timeout_s
             for number, call in enumerate(calls):
                 assert isinstance(call.operation, GetOperation)
                 taken = call.operation.arrived * self._block_bytes

@@ -68,13 +68,10 @@ class View:
         self.nodes = len({place.node for place in places})
         new = [number for number, place in enumerate(places) if place.new]
         old = [number for number, place in enumerate(places) if place.old]
-        self._new = _Ring(places, new or old) if len(places) > 1 and (new or old) else None
-        self._old = _Ring(places, old) if len(places) > 1 and new and old and new != old else None
-
-    @property
-    def changing(self) -> bool:
-        """Whether a node joins or drains: blocks may be where they do not belong any more."""
-        return self._old is not None
+        # Whether a node joins or drains: blocks may be where they do not belong any more.
+        self.changing = len(places) > 1 and new != old
+        self._new = _Ring(places, new or old) if len(places) > 1 else None
+        self._old = _Ring(places, old) if self.changing and new and old else None
 
     def owners(self, keys: KeyArray, replicas: int) -> Numbers:
         """`(n, r)` link numbers: where a block is set. r: `replicas`, or fewer where there are fewer nodes."""
@@ -93,11 +90,12 @@ class View:
         if owners > 1:
             found[:, :owners] = np.roll(found[:, :owners], -(turn % owners), axis=1)
             self._prefer_the_faster(found)
-        if self._old is None:
+        if not self.changing:
             return found
         # Who owned a block before the last of several nodes joined is the next in rank, but need not be an old owner.
-        old = np.concatenate([self._old.replicas(keys, replicas), found[:, owners:]], axis=1)
-        found = found[:, :owners]
+        found, old = found[:, :owners], found[:, owners:]
+        if self._old is not None:
+            old = np.concatenate([self._old.replicas(keys, replicas), old], axis=1)
         known = (old[:, :, None] == found[:, None, :]).any(axis=2)
         known |= np.triu((old[:, :, None] == old[:, None, :]), 1).any(axis=1)
         old[known] = NOBODY

@@ -1,0 +1,285 @@
+"""A client of a cluster under load, in a process of its own: an engine that sets prompts' chains and looks for them.
+
+Argument: `Options` as JSON. Standard input: `go` (begin, once the chains are there), `check` (read all that must be
+there), `stop`. Standard output, a JSON object a line: `Ready`, a `Call` for each call, a `Check` for each check, and at
+the end a `Summary`. Times are of the monotonic clock, which all processes of a machine share.
+
+A chain is a number; its keys and their bytes follow from that, so every client checks every byte of every chain.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import block_of, blocks_of, make_keys, make_namespace
+
+from kvstore_client import KVStoreClient, KVStoreError
+
+T = TypeVar("T")
+
+CHAIN_BLOCKS: Final = 32
+CHAINS_A_CLIENT: Final = 1 << 20
+# What a client does, and how often.
+MIX: Final = {"set": 3, "get_into": 8, "stream_get": 3, "contains": 3, "match_prefix": 3}
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How a client is loaded."""
+
+    endpoint: str
+    namespace: str
+    number: int  # of this client
+    clients: int
+    replicas: int
+    timeout_s: float
+    block_bytes: int = 16 << 10
+    first_chains: int = 16  # that each client sets before it is ready, and that all of them read
+    calls_per_s: float = 20.0
+    recompute: bool = True  # set again what is missed, as an engine does
+
+
+class Miss(msgspec.Struct, frozen=True, array_like=True):
+    """A block that had been stored and was not found."""
+
+    chain: int
+    position: int
+    stored_at: float  # when the set that stored it ended
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The first chains are there."""
+
+    at: float
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """One call of the client."""
+
+    op: str
+    at: float
+    took_s: float  # of a stream: the longest wait for a block
+    limit_s: float
+    keys: int  # that had been stored before, when looked for
+    hits: int = 0
+    errors: int = 0  # of a set: blocks
+    wrong: int = 0  # blocks with a wrong byte
+    missed: list[Miss] = []
+    raised: str = ""
+
+    @property
+    def late_s(self) -> float:
+        """How long after its deadline it ended; negative: before it."""
+        return self.took_s - self.limit_s
+
+
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """All that was acknowledged by all its replicas, read once more."""
+
+    at: float
+    acknowledged: int
+    missing: list[Miss]
+    wrong: int
+
+
+class Summary(msgspec.Struct, frozen=True, tag=True):
+    """The end."""
+
+    calls: int
+    stats: dict[str, int]
+
+
+def keys_of(chain: int) -> list[bytes]:
+    """The keys of a chain, head first."""
+    return make_keys(CHAIN_BLOCKS, first=chain * CHAIN_BLOCKS)
+
+
+class Load:
+    """One client and what it knows to be stored."""
+
+    def __init__(self, options: Options, client: KVStoreClient) -> None:
+        self.options = options
+        self.client = client
+        self.calls = 0
+        self._random = random.Random(options.number)
+        self._own = options.number * CHAINS_A_CLIENT  # the next chain
+        self._stored: dict[int, dict[int, float]] = {}  # chain -> position -> when it was stored
+        self._acknowledged: dict[int, float] = {}  # chain -> when all its replicas had all of it
+        self._to_set: list[int] = []  # chains with blocks that were missed, or not stored
+        self._out = np.zeros((CHAIN_BLOCKS, options.block_bytes), dtype=np.uint8)
+
+    def fill(self) -> None:
+        """Set the first chains."""
+        for _ in range(self.options.first_chains):
+            self._set_next(deferred=False)
+        while self._to_set:
+            self._set(self._to_set.pop(), deferred=False)
+
+    def know_all_first_chains(self) -> None:
+        """Every client has set its own."""
+        now = time.monotonic()
+        for number in range(self.options.clients):
+            first = number * CHAINS_A_CLIENT
+            for chain in range(first, first + self.options.first_chains):
+                self._stored.setdefault(chain, dict.fromkeys(range(CHAIN_BLOCKS), now))
+
+    def step(self) -> None:
+        """One call, by chance."""
+        if self._to_set and self._random.random() < 0.5:
+            self._set(self._to_set.pop(0), deferred=False)
+            return
+        (op,) = self._random.choices(list(MIX), list(MIX.values()))
+        if op == "set":
+            self._set_next(deferred=self._random.random() < 0.3)
+        else:
+            self._look_for(self._random.choice(list(self._stored)), op)
+
+    def check(self) -> None:
+        """Read all that was acknowledged."""
+        missing, wrong = [], 0
+        for chain, stored_at in self._acknowledged.items():
+            found = self._compare(chain, self.client.get_into(keys_of(chain), self._out))
+            missing += [Miss(chain, at, stored_at) for at, right in enumerate(found) if right is None]
+            wrong += found.count(False)
+        say(Check(time.monotonic(), len(self._acknowledged) * CHAIN_BLOCKS, missing, wrong))
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    def _set_next(self, deferred: bool) -> None:
+        self._own += 1
+        self._set(self._own - 1, deferred)
+
+    def _set(self, chain: int, deferred: bool) -> None:
+        keys = keys_of(chain)
+        blocks = blocks_of(keys, self.options.block_bytes)
+        start = time.monotonic()
+        try:
+            result, raised = self.client.set(keys, blocks, deferred=deferred), ""
+        except KVStoreError as error:
+            result, raised = None, repr(error)
+        now = time.monotonic()
+        errors = result.error if result is not None else len(keys)
+        if not errors:
+            self._stored[chain] = dict.fromkeys(range(CHAIN_BLOCKS), now)
+            if not deferred:
+                self._acknowledged[chain] = now
+        else:
+            self._to_set.append(chain)
+        self._say_call("set", start, now - start, len(keys), errors=errors, raised=raised)
+
+    def _look_for(self, chain: int, op: str) -> None:
+        stored = self._stored[chain]
+        start = time.monotonic()
+        raised = ""
+        found: list[bool | None] = [None] * CHAIN_BLOCKS
+        took_s = 0.0
+        try:
+            if op == "stream_get":
+                found, took_s = self._stream(chain)
+            elif op == "get_into":
+                present, took_s = timed(lambda: self.client.get_into(keys_of(chain), self._out))
+                found = self._compare(chain, present)
+            elif op == "contains":
+                present, took_s = timed(lambda: self.client.contains(keys_of(chain), refresh=True))
+                found = [bool(there) or None for there in present]
+            else:
+                length, took_s = timed(lambda: self.client.match_prefix(keys_of(chain)))
+                # What comes after a gap is not told: it counts as found.
+                found = [position != length or None for position in range(CHAIN_BLOCKS)]
+        except KVStoreError as error:
+            raised, took_s = repr(error), time.monotonic() - start
+        missed = [Miss(chain, at, stored[at]) for at, right in enumerate(found) if right is None and at in stored]
+        keys = len(stored)
+        if self.options.recompute and missed:
+            for miss in missed:
+                del stored[miss.position]
+            if chain not in self._to_set:
+                self._to_set.append(chain)
+        wrong = found.count(False)
+        self._say_call(op, start, took_s, keys, hits=keys - len(missed), wrong=wrong, missed=missed, raised=raised)
+
+    def _compare(self, chain: int, present: npt.NDArray[np.bool_]) -> list[bool | None]:
+        """By position: whether the block in `_out` is right; None: a miss."""
+        size = self.options.block_bytes
+        return [
+            self._out[at].tobytes() == block_of(key, size) if present[at] else None
+            for at, key in enumerate(keys_of(chain))
+        ]
+
+    def _stream(self, chain: int) -> tuple[list[bool | None], float]:
+        """By position, as `_compare`; and the longest wait for a block."""
+        found: list[bool | None] = [None] * CHAIN_BLOCKS
+        keys = keys_of(chain)
+        longest_s, before = 0.0, time.monotonic()
+        for position, block in self.client.stream_get(keys):
+            longest_s = max(longest_s, time.monotonic() - before)
+            found[position] = block == block_of(keys[position], self.options.block_bytes)
+            before = time.monotonic()
+        return found, max(longest_s, time.monotonic() - before)
+
+    def _say_call(self, op: str, start: float, took_s: float, keys: int, **more: Any) -> None:
+        self.calls += 1
+        say(Call(op, start, took_s, self.options.timeout_s, keys, **more))
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """What a call returns, and how long it took."""
+    start = time.monotonic()
+    result = call()
+    return result, time.monotonic() - start
+
+
+def say(record: msgspec.Struct) -> None:
+    """A line to whoever started this."""
+    sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main(options: Options) -> None:
+    commands: queue.Queue[str] = queue.Queue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            commands.put(line.strip())
+        commands.put("stop")
+
+    threading.Thread(target=listen, daemon=True).start()
+    namespace = make_namespace(options.block_bytes, options.namespace)
+    with KVStoreClient(
+        options.endpoint, namespace, timeout_s=options.timeout_s, fail_open=True, replicas=options.replicas
+    ) as client:
+        load = Load(options, client)
+        load.fill()
+        say(Ready(time.monotonic()))
+        if commands.get() != "go":
+            return
+        load.know_all_first_chains()
+        next_at = time.monotonic()
+        while True:
+            next_at = max(next_at + 1 / options.calls_per_s, time.monotonic())
+            try:
+                command = commands.get(timeout=max(0.0, next_at - time.monotonic()))
+            except queue.Empty:
+                load.step()
+                continue
+            if command == "stop":
+                break
+            load.check()
+        say(Summary(load.calls, asdict(client.stats)))
+
+
+if __name__ == "__main__":
+    main(msgspec.json.decode(sys.argv[1], type=Options))

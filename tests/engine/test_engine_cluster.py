@@ -1,0 +1,195 @@
+"""The real engine on a cluster of three real nodes, one of which is killed. It costs hits at most: those of its own
+blocks when there is one copy of each, and none when there are two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import owner_nodes
+from driver import Answer, Ask
+from engines import BLOCK, BLOCK_BYTES, Expected, StartEngine, full_blocks, prompt, until_it_hits
+from etcd import Etcd
+from harness import ANSWER_S, Server, wait_until
+
+from kvstore.asking import Asking
+from kvstore.cluster.etcd import EtcdDirectory
+from kvstore.cluster.members import Membership
+from kvstore.cluster.url import EtcdURL, parse_cluster_url
+
+NODES = ("n1", "n2", "n3")
+SERVE_S = 20.0
+LENGTHS = (40, 70, 100, 200)  # tokens: chains of 1, 2, 3 and 6 blocks, since the first that is missing cuts one
+LONG = 1900
+OPTIONS = {"timeout_s": 10.0, "lookup_timeout_s": 10.0}  # a busy machine is not what is tested
+LOOKUP_TIMEOUT_S = 0.5
+TIMEOUT_S = 1.5
+SLACK_S = 2.0  # of a busy machine
+
+one_and_two_copies = pytest.mark.parametrize("replicas", [1, 2])
+
+
+class Cluster:
+    """Three nodes and their etcd."""
+
+    def __init__(self, folder: Path, etcd: Etcd) -> None:
+        self.url = etcd.url("engines")
+        parsed = parse_cluster_url(self.url)
+        assert isinstance(parsed, EtcdURL)
+        self._directory = EtcdDirectory(parsed, 2.0)
+        self.nodes: dict[str, Server] = {}
+        for node in NODES:
+            flags = ("--cluster", self.url, "--node-id", node, "--zone", f"zone-{node}", "--grace-seconds", "0")
+            self.nodes[node] = Server(folder / f"{node}.log", "--memory", "256MiB", "--segment", "4MiB", *flags)
+
+    def membership(self) -> Membership:
+        return self._directory.membership()
+
+    def mend(self) -> None:
+        """All nodes run and serve."""
+        for node in self.nodes.values():
+            if not node.running:
+                node.restart()
+        wait_until(self._all_serve, SERVE_S, "all nodes serve")
+
+    def _all_serve(self) -> bool:
+        return [member.node for member in self.membership().members if member.state == "serving"] == list(NODES)
+
+    def kill_one_that_sends(self, send_bytes: int, load: Callable[[], None]) -> None:
+        """Call `load`, and kill the first node that has sent so much: the rest of it is on its way."""
+        with ExitStack() as stack:
+            asked = {
+                node: stack.enter_context(Asking((server.host, server.port), ANSWER_S))
+                for node, server in self.nodes.items()
+            }
+            shards = {node: server.shards()[0] for node, server in self.nodes.items()}
+            before = {node: asking.info().bytes_out for node, asking in asked.items()}
+            load()
+
+            def sends() -> str | None:
+                return next((node for node in NODES if asked[node].info().bytes_out > before[node] + send_bytes), None)
+
+            node = wait_until(sends, what="a node sends")
+            shards[node].kill()
+        self.nodes[node].kill()
+
+    def kill(self, node: str) -> None:
+        """Kill a node, until the others know."""
+        self.nodes[node].kill()
+        wait_until(lambda: node not in {member.node for member in self.membership().members}, what=f"{node} is out")
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.kill()
+        self._directory.close()
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with Etcd(folder / "etcd") as etcd:
+        cluster = Cluster(folder, etcd)
+        yield cluster
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """All its nodes serve; the test may kill them."""
+    shared_cluster.mend()
+    return shared_cluster
+
+
+def check(expected: Expected, prompts: list[list[int]], answers: list[Answer]) -> None:
+    assert [answer.token_ids for answer in answers] == expected(*prompts)
+
+
+def tokens_kept(membership: Membership, question: list[int], keys: list[bytes], dead: str) -> int:
+    """Of a prompt, with one copy of each block: what comes before the first block of the dead node."""
+    blocks = full_blocks(len(question)) // BLOCK
+    packed = np.frombuffer(b"".join(keys[:blocks]), dtype=np.uint8).reshape(blocks, -1)
+    owners = owner_nodes(membership, packed, 1, lambda _: True)[:, 0].tolist()
+    return BLOCK * (owners.index(dead) if dead in owners else blocks)
+
+
+@one_and_two_copies
+def test_a_node_killed_between_two_runs_costs_its_own_blocks_at_most(
+    cluster: Cluster, start_engine: StartEngine, expected: Expected, replicas: int
+) -> None:
+    questions = [prompt(1000 * replicas + number, LENGTHS[number % len(LENGTHS)]) for number in range(16)]
+    options = {**OPTIONS, "replicas": replicas, "tenant": f"between-{replicas}"}
+    first = start_engine(cluster.url, options=options)
+    computed = first.play(*[Ask(question) for question in questions])
+    check(expected, questions, computed)
+    assert not any(answer.cached_tokens for answer in computed)
+    assert first.stop() == 0  # which sends what was not sent yet
+
+    membership = cluster.membership()
+    cluster.kill("n2")
+    second = start_engine(cluster.url, options=options)
+    answers = second.generate(*questions)
+    check(expected, questions, answers)
+    everything = [full_blocks(len(question)) for question in questions]
+    kept = everything
+    if replicas == 1:
+        kept = [
+            tokens_kept(membership, question, answer.keys, "n2")
+            for question, answer in zip(questions, computed, strict=True)
+        ]
+        assert 0 < sum(kept) < sum(everything), "n2 has some of the blocks, not all of them"
+    assert [answer.cached_tokens for answer in answers] == kept
+    second.settle()
+    numbers = second.metrics()
+    assert (numbers["failed_loads"], numbers["checksum_errors"], numbers["defects"]) == (0, 0, 0)
+    # What was lost is stored again, with those that are left.
+    assert second.stop() == 0
+    third = start_engine(cluster.url, options=options)
+    answers = third.generate(*questions)
+    check(expected, questions, answers)
+    assert [answer.cached_tokens for answer in answers] == everything
+
+
+@one_and_two_copies
+def test_a_node_killed_while_the_engine_serves_fails_no_request(
+    cluster: Cluster, start_engine: StartEngine, expected: Expected, replicas: int
+) -> None:
+    options = {"timeout_s": TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S, "replicas": replicas}
+    engine = start_engine(
+        cluster.url, options={**options, "tenant": f"serving-{replicas}"}, enable_prefix_caching=False
+    )
+    questions = [prompt(1000 * replicas + number, LONG) for number in (500, 501, 502)]
+    engine.generate(prompt(1))  # the first takes longer
+    answers = [engine.generate(question)[0] for question in questions]
+    check(expected, questions, answers)
+    compute_s = max(answer.seconds for answer in answers)
+    for question in questions:
+        until_it_hits(engine, question)
+    engine.settle()
+    before = engine.metrics()
+
+    cluster.kill_one_that_sends(4 * BLOCK_BYTES, lambda: engine.order(*questions))
+    answers = engine.result()
+    check(expected, questions, answers)
+    assert (
+        max(answer.seconds for answer in answers) < len(questions) * compute_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
+    )
+    # It is dead for good: nothing waits for it, and what it had is stored with the others again.
+    answers = engine.generate(*questions)
+    check(expected, questions, answers)
+    assert max(answer.seconds for answer in answers) < len(questions) * compute_s + SLACK_S
+    engine.settle()
+    gained = {name: value - before[name] for name, value in engine.metrics().items()}
+    if replicas == 2:
+        assert [answer.cached_tokens for answer in answers] == [full_blocks(LONG)] * len(questions)
+        assert (gained["failed_loads"], gained["missed_blocks"]) == (0, 0)
+    for question in questions:
+        until_it_hits(engine, question)
+    # It comes back, empty: the owner of what it had before.
+    cluster.mend()
+    check(expected, questions, engine.generate(*questions))
+    for question in questions:
+        until_it_hits(engine, question)
+    assert engine.metrics()["checksum_errors"] == engine.metrics()["defects"] == 0
