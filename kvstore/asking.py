@@ -161,7 +161,9 @@ class Asking:
         replies.expect_blocks(len(keys), self._block_bytes)
         complete = False
         try:
-            self._send_message(wire.Get(self._last_id, self._deadline_ms(), *keys.shape), [keys.tobytes()])
+            self._send_message(
+                wire.Get(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh=False), [keys.tobytes()]
+            )
             while True:
                 part = self._receive(wire.Part)
                 if part.positions:

@@ -70,11 +70,11 @@ def print_json(document: object) -> None:
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
     """Exit 1 with the message for what the store says, 2 for what the user gave."""
-    from kvstore_client import BlockSizeMismatch, KVStoreError
+    from kvstore_client import BlockSizeMismatch, KeySizeMismatch, KVStoreError
 
     try:
         yield
-    except BlockSizeMismatch as error:
+    except (BlockSizeMismatch, KeySizeMismatch) as error:
         fail(str(error), BAD_USAGE)
     except KVStoreError as error:
         fail(str(error), FAILED)

@@ -58,6 +58,7 @@ class Stream:
         "_next",
         "_resume",
         "_store",
+        "_used",
         "_waiting",
         "credit",
         "deadline",
@@ -89,6 +90,7 @@ class Stream:
         self._next = 0
         self._ahead = 0  # blocks before this one were looked for on disk
         self._fetched = False  # something came from disk
+        self._used = request.refresh  # whether it counts as a use of the blocks
         self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
         self._group: deque[tuple[Positions, Slots]] = deque()  # of the parts made ready
         self._hit = self._miss = 0
@@ -97,7 +99,7 @@ class Stream:
         if namespace is None:
             self._next, self._miss = self._count, self._count
         else:  # the chain is touched as one, whatever order its parts leave in
-            namespace.contains(keys, now, True, store.ticks(self._count))
+            namespace.contains(keys, now, self._used, store.ticks(self._count))
 
     @property
     def nbytes(self) -> int:
@@ -231,7 +233,7 @@ class Stream:
         sums = namespace.memory.index.checksums(slots).tobytes()
         following = sum(len(later) for later, _ in self._group) * block_bytes
         header = encode(Part(self.id, positions.astype("<u4").tobytes(), sums, last, self._hit, self._miss, following))
-        if last:
+        if last and self._used:
             namespace.hits += self._hit
             namespace.misses += self._miss
             if self._fetched:  # block by block they became the most recent; as a chain, its tail goes first
@@ -239,7 +241,7 @@ class Stream:
                 namespace.memory.index.contains(keys, now, True, self._store.ticks(self._count))
         if not len(positions):
             return Outgoing([frame(header, False)])
-        if self._disk is not None:
+        if self._disk is not None and self._used:
             self._disk.writing.was_read(namespace, slots, now)
         head = frame(header, True) + frame_head(len(positions) * block_bytes, False)
         views: list[bytes | memoryview] = [head, *namespace.views(slots)]

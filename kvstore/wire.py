@@ -114,13 +114,15 @@ class Set(_Header, tag=2, frozen=True):
 
 
 class Get(_Header, tag=3, frozen=True):
-    """Frames: header, keys. Answered by PARTs. `credit` > 0: at most so many payload bytes ahead of CREDIT."""
+    """Frames: header, keys. Answered by PARTs. `credit` > 0: at most so many payload bytes ahead of CREDIT. `refresh`:
+    it counts as a use of the blocks, and in hits and misses."""
 
     id: int
     deadline_ms: int
     count: int
     key_bytes: int
     credit: int = 0
+    refresh: bool = True
 
 
 class Contains(_Header, tag=4, frozen=True):

@@ -24,7 +24,7 @@ from kvstore import wire
 from kvstore.zmtp import frame
 from kvstore_client.buffers import BlockSource, writable_rows
 from kvstore_client.core import Core
-from kvstore_client.errors import TRANSPORT_ERRORS
+from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
 from kvstore_client.exchange import Exchange, outcome
 from kvstore_client.keys import Keys, Namespace, pack_keys
 from kvstore_client.operations import Operation
@@ -105,6 +105,11 @@ class KVStoreClient:
     def stats(self) -> ClientStats:
         """Counters since this client was made."""
         return self._core.stats
+
+    def why_unanswered(self) -> KVStoreError:
+        """What went wrong with a shard last: for a log, when `stats.unanswered` has risen."""
+        broken = [link.broken for link in self._core.links if link.broken is not None]
+        return broken[-1] if broken else Timeout("not all shards answered in time")
 
     @property
     def epoch(self) -> int:
@@ -189,6 +194,8 @@ class KVStoreClient:
         self._exchange.run(calls, time.monotonic() + timeout_s)
         length = 0
         for call in calls:
+            if isinstance(call.operation.error, TRANSPORT_ERRORS):
+                self.stats.unanswered += call.count
             reply = outcome(call, wire.MatchReply, self.fail_open)
             length += reply.length if reply is not None else 0
             if reply is None or reply.length < call.count:

@@ -77,12 +77,18 @@ class StoreGuard:
             self.failed(error)
 
     def call(self, operation: Callable[[KVStoreClient], T], miss: T) -> T:
-        """``operation(client)``, or ``miss`` when it fails. Never raises."""
+        """``operation(client)``, or ``miss`` when it fails. Never raises. A shard that fails costs its own blocks: they
+        are misses in what ``operation`` returns, and the failure is counted and logged all the same."""
         try:
-            return operation(self._client or self._connect())
+            client = self._client or self._connect()
+            before = client.stats.unanswered
+            result = operation(client)
         except Exception as error:
             self.failed(error)
             return miss
+        if client.stats.unanswered > before:
+            self.failed(client.why_unanswered())
+        return result
 
     def close(self) -> None:
         """Disconnect; calls are misses from now on. Never raises."""
@@ -103,13 +109,9 @@ class StoreGuard:
                 if time.monotonic() < self._refused_until:
                     raise KVStoreError("the store refused this client; it is asked again soon")
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
-                # fail_open while connecting: a store out of reach is probed in the background. Not afterwards:
-                # failures must be seen here.
-                client = KVStoreClient(
+                self._client = KVStoreClient(
                     self._endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, replicas=self._replicas
                 )
-                client.fail_open = False
-                self._client = client
             return self._client
 
     def failed(self, error: Exception) -> None:

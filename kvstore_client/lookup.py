@@ -63,7 +63,7 @@ class PrefixLookups:
         self._timeout_s = timeout_s
         self._counters = counters
         self._closed = False
-        self._answers: deque[tuple[_Question, int | None]] = deque()
+        self._answers: deque[tuple[_Question, int, bool]] = deque()  # length, and whether it is certain
         self._questions: dict[bytes, _Question] = {}  # by their first key
         # key -> (until when it is believed, whether it is in the store or None: it could not say)
         self._facts: dict[bytes, tuple[float, bool | None]] = {}
@@ -138,7 +138,8 @@ class PrefixLookups:
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None and not self._closed:
             guard, question = asked
-            self._answers.append((question, guard.call(partial(_match_prefix, question.keys, self._timeout_s), None)))
+            answer = guard.call(partial(_match_prefix, question.keys, self._timeout_s), (0, False))
+            self._answers.append((question, *answer))
 
     def _take_answers(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] < now:
@@ -146,9 +147,9 @@ class PrefixLookups:
                 if (fact := self._facts.get(key)) is not None and fact[0] < now:
                     del self._facts[key]
         while self._answers:
-            question, length = self._answers.popleft()
-            question.length = min(question.length, length or 0)
-            question.certain &= length is not None
+            question, length, certain = self._answers.popleft()
+            question.length = min(question.length, length)
+            question.certain &= certain
             question.unanswered -= 1
             if question.unanswered:
                 continue
@@ -161,5 +162,8 @@ class PrefixLookups:
             self._expiring.append((now + FOUND_VALID_S, question.keys[: question.length + 1]))
 
 
-def _match_prefix(keys: Sequence[bytes], timeout_s: float, client: KVStoreClient) -> int:
-    return client.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+def _match_prefix(keys: Sequence[bytes], timeout_s: float, client: KVStoreClient) -> tuple[int, bool]:
+    """The length, and whether nothing more is there: every shard that was asked answered."""
+    before = client.stats.unanswered
+    length = client.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+    return length, client.stats.unanswered == before

@@ -59,6 +59,7 @@ class ClientStats:
     checksum_errors: int = 0
     failures: int = 0  # connections that broke or could not be made
     reconnects: int = 0
+    unanswered: int = 0  # blocks asked for, or set, of which no shard told in time what it has, or took
     found_elsewhere: int = 0  # blocks that another shard had than the one asked first
     failovers: int = 0  # blocks looked for elsewhere because a shard failed
     repaired: int = 0  # blocks set where they were missing

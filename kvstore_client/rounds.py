@@ -112,9 +112,11 @@ class Rounds:
     def check(self, fail_open: bool) -> None:
         """At the end: raise the error of blocks about which nobody gave an answer; unless `fail_open`, for a transport
         error."""
-        if not len(self._left) or not self._unanswered[self._left].any():
+        unanswered = int(self._unanswered[self._left].sum())
+        if not unanswered:
             return
         error = self._error or self._core.no_shards()
+        self._core.stats.unanswered += unanswered
         if not (fail_open and isinstance(error, TRANSPORT_ERRORS)):
             raise error
 

@@ -71,6 +71,7 @@ class Writer:
                 self._delete_elsewhere(view, packed, unique, deadline)
             if not len(left) or self._core.view is view or time.monotonic() >= deadline:
                 break  # Otherwise the shards that failed have left: their blocks have other owners now
+        self._core.stats.unanswered += len(left)
         if error is not None and len(left) and not (fail_open and isinstance(error, TRANSPORT_ERRORS)):
             raise error
         counts = np.bincount(outcomes[unique], minlength=_UNKNOWN + 1)

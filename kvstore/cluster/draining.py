@@ -15,7 +15,8 @@ import msgspec
 
 from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member
-from kvstore.cluster.moving import Mover
+from kvstore.cluster.moving import Mover, MoveReport
+from kvstore.cluster.planning import plan_leaving
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
@@ -71,17 +72,9 @@ class Draining(threading.Thread):
         with self._lock:
             if self._stopped.is_set():
                 return
-            self._mover = Mover(self._shards, self._node, members, self._count)
+            self._mover = Mover(self._shards, self._node, plan_leaving(self._node, members), self._count)
         began = time.monotonic()
         report = self._mover.run(self._deadline)
-        self.progress = msgspec.structs.replace(
-            self.progress,
-            total=report.total,
-            done=report.moved + report.present + report.failed,
-            moved=report.moved,
-            present=report.present,
-            failed=report.failed,
-        )
         log.info(
             "node %s: drained: to_move=%d moved=%d present=%d failed=%d seconds=%.1f",
             self._node,
@@ -92,5 +85,12 @@ class Draining(threading.Thread):
             time.monotonic() - began,
         )
 
-    def _count(self, done: int, total: int) -> None:
-        self.progress = msgspec.structs.replace(self.progress, done=done, total=total)
+    def _count(self, report: MoveReport) -> None:
+        self.progress = msgspec.structs.replace(
+            self.progress,
+            total=report.total,
+            done=report.done,
+            moved=report.moved,
+            present=report.present,
+            failed=report.failed,
+        )

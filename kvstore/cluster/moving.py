@@ -1,8 +1,9 @@
-"""Moving a node's blocks to the shards that will own them without it, the hottest first.
+"""Moving a node's blocks to the shards that gain them by a change of members, the hottest first.
 
-A node that leaves calls this, for a time it chooses. Each of its shards lists its keys by recency, and the blocks that
-another shard gains by the node's leaving go there: what it has already is not sent, what arrives damaged is not moved.
-For each of its shards there is a thread, with connections of its own and one batch of blocks in memory.
+A node that leaves moves what others own without it; nodes that stay copy to one that joins what it owns from then on.
+Each of the node's shards lists its keys by recency, and the blocks that another shard gains go there: what it has
+already is not sent, what arrives damaged is not moved. For each of the node's shards there is a thread, with
+connections of its own and one batch of blocks in memory.
 
 A block that was moved is a new one where it arrives: it has the priority and the time to live of its namespace there.
 """
@@ -19,13 +20,12 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvstore._cext import checksum_into
 from kvstore.asking import AskError, Asking, Keys, Refused
-from kvstore.cluster.members import Member
-from kvstore.cluster.placement import Placement
-from kvstore.wire import MAX_HOTTEST_BYTES, MAX_KEYS, MIN_KEY_BYTES, NamespaceInfo, ShardAddress
+from kvstore.cluster.planning import NOBODY, Gains, Plan, Ranks, Targets
+from kvstore.store import INDEX_OVERHEAD_BYTES
+from kvstore.wire import MAX_HOTTEST_BYTES, MAX_KEYS, MIN_KEY_BYTES, NamespaceInfo, ShardAddress, ShardInfo
 
 log = logging.getLogger("kvstore.moving")
 
@@ -34,21 +34,25 @@ TURN_BYTES: Final = 64 << 20  # of one namespace, before the next one has its tu
 CONNECT_S: Final = 3.0  # a shard that takes longer is left out; `stop` does not interrupt it
 CALL_S: Final = 10.0  # a shard that takes longer is left out, too
 LIST_KEYS: Final = MAX_HOTTEST_BYTES // MIN_KEY_BYTES  # as many as fit an answer
+REST_RATIO: Final = 3.0  # who is gentle rests so many times as long as it worked: it works a quarter of the time
+ROOM_LOOK_S: Final = 1.0  # so often a gentle mover asks a target for its room
 
-NOBODY: Final = -1
-
-Targets = npt.NDArray[np.intp]  # (n, copies): numbers of the shards that gain a block, or NOBODY
 Block = tuple[memoryview, int]  # its bytes and their checksum
 
 
 class MoveReport(msgspec.Struct, frozen=True):
     """What became of the copies that were to be made: blocks, counted once for each shard that gains them. Those that
-    are in none of the others were not come to."""
+    are in none of the others were not come to, or a full shard was spared them."""
 
     total: int
     moved: int
     present: int  # the other shard had them
     failed: int  # gone or damaged here, or not taken there
+
+    @property
+    def done(self) -> int:
+        """Nothing more is to be done for these."""
+        return self.moved + self.present + self.failed
 
 
 @dataclass(frozen=True)
@@ -61,46 +65,45 @@ class _Listed:
     keys: Keys
     targets: Targets
 
+    @property
+    def copies(self) -> int:
+        """How many are to be made."""
+        return int((self.targets != NOBODY).sum())
+
 
 class Mover:
-    """Moves the blocks of `node`, whose shards are `shards`, to the other `members` that own blocks.
+    """Carries out a plan for the blocks of `node`, one of its senders, whose shards are reached at `shards`.
 
-    `shards` must not be empty. `progress` is called with copies done and copies in all, from any of the mover's
-    threads, one at a time.
+    `shards` must not be empty. `progress` is called with what is done so far, from any of the mover's threads, one
+    at a time.
     """
 
     def __init__(
-        self,
-        shards: Sequence[ShardAddress],
-        node: str,
-        members: Sequence[Member],
-        progress: Callable[[int, int], None],
+        self, shards: Sequence[ShardAddress], node: str, plan: Plan, progress: Callable[[MoveReport], None]
     ) -> None:
-        others = [member for member in members if member.is_new_owner and member.node != node]
-        zone = next((member.zone for member in members if member.node == node), "")
-        placed = [(shard, member.node, member.zone) for member in others for shard in member.shards]
-        self.targets = [shard for shard, _, _ in placed]
+        self.plan = plan
         self.deadline = 0.0
         self._shards = shards
         self._progress = progress
-        self._before = _placement([*placed, *((shard, node, zone) for shard in shards)])
-        self._after = _placement(placed) if placed else None  # nobody is left
+        self._gains = Gains(node, plan) if plan.after else None  # nobody is left
+        self.targets = self._gains.targets if self._gains is not None else []
         self._stop = threading.Event()
         self._lock = threading.RLock()  # who is told of progress may call `stop`
         self._open: set[Asking] = set()
         self._left_out: set[tuple[int, bytes | None]] = set()  # targets; with a namespace: for that one only
-        self._total = self._moved = self._present = self._failed = 0
+        self._full: set[int] = set()  # targets that are spared
+        self._report = MoveReport(0, 0, 0, 0)
 
     def run(self, deadline: float) -> MoveReport:
         """Move until all is moved, the monotonic time `deadline` has come, or `stop` is called. To be called once."""
         self.deadline = deadline
-        if self._after is not None:
+        if self._gains is not None:
             with ThreadPoolExecutor(len(self._shards), "kvstore-moving") as pool:
                 listed = list(pool.map(self._list, self._shards))
-                self._total = sum(int((some.targets != NOBODY).sum()) for each in listed for some in each)
+                self._report = MoveReport(sum(some.copies for each in listed for some in each), 0, 0, 0)
                 self.count()
                 list(pool.map(self._move, self._shards, listed))
-        return MoveReport(self._total, self._moved, self._present, self._failed)
+        return self._report
 
     def stop(self) -> None:
         """From another thread: end soon."""
@@ -140,10 +143,29 @@ class Mover:
     def count(self, moved: int = 0, present: int = 0, failed: int = 0) -> None:
         """So many more copies are done."""
         with self._lock:
-            self._moved += moved
-            self._present += present
-            self._failed += failed
-            self._progress(self._moved + self._present + self._failed, self._total)
+            so_far = self._report
+            self._report = MoveReport(
+                so_far.total, so_far.moved + moved, so_far.present + present, so_far.failed + failed
+            )
+            self._progress(self._report)
+
+    def rest(self, began: float) -> None:
+        """A piece of work that began then is done: whoever is gentle rests now. Ends when `stop` is called."""
+        if self.plan.gentle:
+            now = time.monotonic()
+            self._stop.wait(max(0.0, min(REST_RATIO * (now - began), self.deadline - now)))
+
+    def is_full(self, target: int) -> bool:
+        """Whether a target is spared from now on."""
+        return target in self._full
+
+    def spare(self, target: int) -> None:
+        """The target has no room."""
+        with self._lock:
+            new = target not in self._full
+            self._full.add(target)
+        if new:
+            log.info("moving: shard %s is full: nothing more is copied to it", self.targets[target].name)
 
     def is_left_out(self, target: int, canonical: bytes) -> bool:
         """Whether nothing is sent there any more."""
@@ -177,30 +199,28 @@ class Mover:
         canonical = namespace.namespace.encode()
         asking.timeout_s = self.call_s
         asking.hello(canonical)
-        keys: list[Keys] = []
-        targets: list[Targets] = []
+        assert self._gains is not None
+        found: list[tuple[Keys, Targets, Ranks]] = []
         skip = 0
         while not self.over:
+            began = time.monotonic()
             asking.timeout_s = self.call_s
             some, total = asking.hottest(skip, LIST_KEYS)
-            gaining = self.gaining(some, namespace.replicas)
-            wanted = (gaining != NOBODY).any(axis=1)
-            keys.append(some[wanted])
-            targets.append(gaining[wanted])
-            skip += len(some)
-            if not len(some) or skip >= total:
+            if not len(some):
                 break
-        if not keys:
-            keys, targets = [np.empty((0, 8), dtype=np.uint8)], [np.empty((0, 1), dtype=np.intp)]
-        return _Listed(
-            canonical, namespace.replicas, namespace.block_bytes, np.concatenate(keys), np.concatenate(targets)
-        )
-
-    def gaining(self, keys: Keys, copies: int) -> Targets:
-        """For each key the shards that hold it without this node and do not with it."""
-        assert self._after is not None
-        after, before = self._after.replicas(keys, copies), self._before.replicas(keys, copies)
-        return np.where((after[:, :, None] == before[:, None, :]).any(axis=2), NOBODY, after)
+            targets, ranks = self._gains.of(some, namespace.replicas)
+            wanted = (targets != NOBODY).any(axis=1)
+            found.append((some[wanted], targets[wanted], ranks[wanted]))
+            self.rest(began)
+            skip += len(some)
+            if skip >= total:
+                break
+        if not found:
+            none = np.empty(0, dtype=np.intp)
+            found = [(np.empty((0, MIN_KEY_BYTES), dtype=np.uint8), none.reshape(0, 1), none)]
+        keys, gaining, ranking = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        order = np.argsort(ranking, kind="stable")
+        return _Listed(canonical, namespace.replicas, namespace.block_bytes, keys[order], gaining[order])
 
     def _move(self, shard: ShardAddress, listed: list[_Listed]) -> None:
         if not listed or self.over:
@@ -229,6 +249,7 @@ class _Carrier:
         self._source = mover.connect(shard)
         self._askings: dict[int, Asking] = {}
         self._namespaces: dict[Asking, bytes] = {}
+        self._room: dict[int, tuple[float, int]] = {}  # of a target: until when it counts, and bytes
 
     def __enter__(self) -> _Carrier:
         return self
@@ -239,16 +260,52 @@ class _Carrier:
 
     def carry(self, listed: _Listed, rows: slice) -> None:
         """Move some blocks of a namespace. Raises `AskError` when the shard they are on fails."""
+        began = time.monotonic()
         keys, targets = listed.keys[rows], listed.targets[rows].copy()
-        for target in np.unique(targets[targets != NOBODY]).tolist():
-            self._strike_out_present(listed, keys, targets, target)
+        self._strike_out(listed, keys, targets)
+        self._mover.rest(began)
         wanted = np.flatnonzero((targets != NOBODY).any(axis=1))
         step = _batch_blocks(listed.block_bytes, BATCH_BYTES)
         for at in range(0, len(wanted), step):
             if self._mover.over:
                 return
+            began = time.monotonic()
             some = wanted[at : at + step]
             self._carry_batch(listed, keys[some], targets[some])
+            self._mover.rest(began)
+
+    def _strike_out(self, listed: _Listed, keys: Keys, targets: Targets) -> None:
+        """Nothing is sent to a shard that has it or is to be spared."""
+        for target in _distinct(targets):
+            if not self._mover.is_full(target):
+                self._strike_out_present(listed, keys, targets, target)
+                lacking = int((targets == target).sum())
+                if not self._mover.plan.gentle or not lacking or self._has_room(listed, target, lacking):
+                    continue
+            targets[targets == target] = NOBODY
+
+    def _has_room(self, listed: _Listed, target: int, blocks: int) -> bool:
+        """Whether a target takes a batch of these blocks without evicting; if not, it is spared from now on.
+
+        It is asked when its last answer is old, or when so much was sent since that this matters.
+        """
+        mover = self._mover
+        needed_bytes = listed.block_bytes * min(blocks, _batch_blocks(listed.block_bytes, BATCH_BYTES))
+        valid_until, room_bytes = self._room.get(target, (0.0, 0))
+        if room_bytes >= needed_bytes and time.monotonic() < valid_until:
+            return True
+        asking = self._asking(listed, target)
+        if asking is None:
+            return True  # it failed, which is counted where blocks are sent
+        try:
+            room_bytes = _room_bytes(asking.info())
+        except AskError as error:
+            mover.leave_out(target, listed.canonical, error)
+            return True
+        self._room[target] = time.monotonic() + ROOM_LOOK_S, room_bytes
+        if room_bytes < needed_bytes:
+            mover.spare(target)
+        return room_bytes >= needed_bytes
 
     def _strike_out_present(self, listed: _Listed, keys: Keys, targets: Targets, target: int) -> None:
         """What a target has is not sent to it; one that does not answer is sent nothing."""
@@ -269,6 +326,12 @@ class _Carrier:
             mover.count(failed=len(gained))
 
     def _carry_batch(self, listed: _Listed, keys: Keys, targets: Targets) -> None:
+        if self._mover.plan.gentle:  # meanwhile others sent some of it, too
+            self._strike_out(listed, keys, targets)
+            wanted = (targets != NOBODY).any(axis=1)
+            keys, targets = keys[wanted], targets[wanted]
+            if not len(keys):
+                return
         source = self._use(self._source, listed)
         blocks: list[Block | None] = [None] * len(keys)
         damaged = 0
@@ -286,7 +349,7 @@ class _Carrier:
             log.error("moving: %d block(s) are damaged and are not moved", damaged)
         there = np.array([block is not None for block in blocks])
         self._mover.count(failed=int((targets[~there] != NOBODY).sum()))
-        for target in np.unique(targets[targets != NOBODY]).tolist():
+        for target in _distinct(targets):
             rows = np.flatnonzero(there & (targets == target).any(axis=1))
             if len(rows) and not self._mover.over:
                 self._set(listed, target, keys[rows], [block for row in rows if (block := blocks[row])])
@@ -300,6 +363,8 @@ class _Carrier:
                 self._mover.leave_out(target, listed.canonical, error)
             else:
                 self._mover.count(reply.created, reply.existed, reply.error)
+                valid_until, room_bytes = self._room.get(target, (0.0, 0))
+                self._room[target] = valid_until, room_bytes - reply.created * listed.block_bytes
                 return
         if not self._mover.over:
             self._mover.count(failed=len(keys))
@@ -326,14 +391,16 @@ class _Carrier:
         return asking
 
 
-def _placement(placed: Sequence[tuple[ShardAddress, str, str]]) -> Placement:
-    shards = [shard for shard, _, _ in placed]
-    return Placement(
-        [shard.name for shard in shards],
-        [shard.weight for shard in shards],
-        [node for _, node, _ in placed],
-        [zone for _, _, zone in placed],
-    )
+def _room_bytes(shard: ShardInfo) -> int:
+    """What a shard's memory takes before it evicts, in whole segments: its index counts, too, when it is large."""
+    index_bytes = max(0, shard.index_bytes - INDEX_OVERHEAD_BYTES)
+    room_bytes = shard.memory_limit_bytes - shard.memory_used_bytes - index_bytes
+    return min(room_bytes // shard.segment_bytes, shard.segments_free) * shard.segment_bytes
+
+
+def _distinct(targets: Targets) -> list[int]:
+    found: list[int] = np.unique(targets[targets != NOBODY]).tolist()
+    return found
 
 
 def _batch_blocks(block_bytes: int, batch_bytes: int) -> int:

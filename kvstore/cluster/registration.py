@@ -4,10 +4,12 @@ A thread of the supervisor keeps the lease alive every quarter of its time, and 
 to anything else does not cost the lease. Another looks every second whether the record is still the node's own and
 whether an operator asked it to drain. A node's life as a member:
 
-* *joining* for its grace period, *serving* at once if nobody else serves or drains: there is nothing to fill from;
+* *joining* for its grace period, *serving* at once if it is the only member: there is nothing to fill from;
 * *serving*, until it is told to leave: it withdraws, or *drains* first, moving its hottest blocks to their next owners;
 * a lease that ended (the supervisor was stopped or cut off for longer) or a record that is gone (etcd lost its data) is
   no end: the node joins anew, since its keys may have been set elsewhere meanwhile.
+
+Meanwhile it copies to other nodes that join what they own from then on (`kvstore.cluster.filling`).
 
 While etcd cannot be asked, the node goes on as it was. Two processes with one id: the record belongs to who was first;
 the other stays out, says so, and takes its place when it is gone. Only a node that has just started may take a record
@@ -29,8 +31,10 @@ import msgspec
 
 from kvstore.cluster.draining import Draining
 from kvstore.cluster.etcd import Drain, EtcdDirectory
+from kvstore.cluster.filling import Filling
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import DirectoryError, Member, Membership, State
+from kvstore.cluster.moving import MoveReport
 from kvstore.cluster.url import EtcdURL
 from kvstore.wire import ShardAddress
 
@@ -57,6 +61,7 @@ class ClusterStatus:
     directory_errors: int
     changes: int  # of view
     drain: Drain | None = None
+    fill: MoveReport | None = None  # of nodes that joined: the present one, or the last
 
 
 class Registration:
@@ -101,6 +106,7 @@ class Registration:
         self._conflict_said_at: float | None = None
         self._errors = 0
         self._lost = ""
+        self._filling = Filling(member, shards, grace_s)
         self._draining: Draining | None = None
         self._drain_asked = False  # by an operator, who is told how far it is
         self._drain_said: Drain | None = None
@@ -109,6 +115,7 @@ class Registration:
     def start(self, metrics: str) -> None:
         """Register, as soon as etcd can be asked. `metrics`: HOST:PORT where the node serves them, or nothing."""
         self._member = msgspec.structs.replace(self._member, metrics=metrics)
+        self._filling.start()
         self._follower.start()
         self._thread.start()
         self._keeping.start()
@@ -130,12 +137,14 @@ class Registration:
         """Withdraw and let clients turn away. Takes some seconds at most, also without etcd."""
         self._stopped.set()
         self._wake.set()
+        self._filling.stop()
         if self._draining is not None:
             self._draining.stop()
             self._draining.join(STOP_S)
         self._thread.join(STOP_S)
         if self._withdraw():
             time.sleep(LEAVE_S)
+        self._filling.join(STOP_S)
         self._follower.close()
         self._directory.close()
         self._keeper.close()
@@ -153,6 +162,7 @@ class Registration:
             directory_errors=self._errors + self._follower.errors,
             changes=self._follower.changes,
             drain=draining.progress if draining else None,
+            fill=self._filling.progress,
         )
 
     # ---- the threads -----------------------------------------------------------------------------------------------
@@ -175,6 +185,7 @@ class Registration:
 
     def _on_view(self, view: Membership) -> None:
         self._wake.set()
+        self._filling.take(view)
 
     def _run(self) -> None:
         failures = 0
@@ -211,7 +222,9 @@ class Registration:
         if not self._check_record():
             return
         self._check_drain()
-        if self._member.state == "joining" and self._is_filled():
+        if self._draining is not None and self._member.state != "draining":
+            self._write("draining")  # etcd could not be asked when the drain began
+        elif self._member.state == "joining" and self._is_filled():
             self._write("serving")
 
     def _join(self) -> None:
@@ -227,9 +240,7 @@ class Registration:
         state: State = "joining"
         if self._draining is not None:
             state = "draining"
-        elif not any(
-            member.is_old_owner and member.node != self.node for member in self._directory.membership().members
-        ):
+        elif not any(member.node != self.node for member in self._directory.membership().members):
             state = "serving"
         member = msgspec.structs.replace(self._member, state=state)
         lease = self._directory.grant(self._lease_s)
@@ -285,11 +296,9 @@ class Registration:
         )
 
     def _is_filled(self) -> bool:
-        """Whether it joined long enough ago, or nobody is left to fill it from."""
-        if time.monotonic() - self._joined >= self._grace_s:
-            return True
-        view = self._follower.current
-        return view is not None and not any(member.is_old_owner for member in view.members)
+        """Whether it joined long enough ago. Not when nobody serves any more: who left moved its blocks to others that
+        join, and only while they do are their places before asked for."""
+        return time.monotonic() - self._joined >= self._grace_s
 
     def _write(self, state: State) -> None:
         """Change the state, in the record too."""
@@ -334,6 +343,7 @@ class Registration:
             self._begin_drain(asked)
 
     def _begin_drain(self, asked: Drain) -> Draining:
+        self._filling.stop()
         draining = Draining(self.node, self._shards, asked, self._announce_drain, self._leave_drained)
         self._draining = draining
         draining.start()

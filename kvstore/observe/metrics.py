@@ -161,6 +161,19 @@ def _cluster_metrics(status: ClusterStatus) -> Iterable[Metric]:
         for what in ("moved", "present", "failed"):
             drained.add_metric([what], getattr(drain, what))
     yield drained
+    filled = GaugeMetricFamily(
+        "kvstore_fill_blocks", "Copies of blocks that the last fill of nodes that joined is to make.", labels=["what"]
+    )
+    if status.fill is not None:
+        fill = status.fill
+        for what, blocks in (
+            ("to_copy", fill.total - fill.done),
+            ("copied", fill.moved),
+            ("present", fill.present),
+            ("failed", fill.failed),
+        ):
+            filled.add_metric([what], blocks)
+    yield filled
 
 
 def _in_state(name: str, help_: str, state: str, disks: Sequence[tuple[str, DiskInfo]]) -> Metric:

@@ -90,6 +90,18 @@ def test_blocks_go_there_and_come_back(
         assert client.get(keys).hit == count  # it checks the sums
 
 
+def test_moving_a_block_is_no_use_of_it(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(4096), make_keys(4)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.set(keys, blocks_of(keys, 4096))
+        with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
+            hottest, _ = asking.hottest(0, 4)
+            assert sum(len(positions) for positions, _, _ in asking.get(hottest[::-1].copy())) == 4
+            assert (asking.hottest(0, 4)[0] == hottest).all()
+        mine = next(each for each in client.info().shards[0].namespaces if each.id == namespace.id)
+        assert (mine.hits, mine.misses) == (0, 0)
+
+
 def test_it_says_who_the_shard_is_and_how_it_fares(server: Server, new_namespace: MakeNamespace) -> None:
     with Asking(address(server), TIMEOUT_S) as asking:
         assert asking.welcome.shards[0].port == server.port and asking.welcome.block_bytes == 0

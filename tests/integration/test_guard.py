@@ -37,8 +37,14 @@ def make_guard() -> Iterator[MakeGuard]:
 
 
 def holds(guard: StoreGuard, keys: list[bytes]) -> int:
-    """How many of the keys the store has, -1 for a miss of the call itself."""
-    return guard.call(lambda client: int(client.contains(keys).sum()), -1)
+    """How many of the keys the store has, -1 when it does not say."""
+
+    def count(client: KVStoreClient) -> int:
+        before = client.stats.unanswered
+        present = int(client.contains(keys).sum())
+        return present if client.stats.unanswered == before else -1
+
+    return guard.call(count, -1)
 
 
 def test_an_amount_of_nothing_leaves_no_trace_and_what_was_taken_is_gone() -> None:
@@ -126,6 +132,19 @@ def test_a_frozen_store_does_not_keep_an_engine_from_starting(
         assert time.monotonic() - started < TIMEOUT_S + SLACK_S
         assert holds(guard, make_keys(1)) == -1
     wait_until(lambda: holds(guard, make_keys(1)) == 0)
+
+
+def test_a_dead_node_costs_its_own_blocks_and_is_counted(
+    start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
+) -> None:
+    servers, counters = [start_server(), start_server()], Counters()
+    guard = make_guard([server.endpoint for server in servers], new_namespace(), counters)
+    keys = make_keys(100)
+    guard.call(lambda client: client.set(keys, blocks_of(keys, 4096), deferred=False), None)
+    servers[0].kill()
+    found = wait_until(lambda: guard.call(lambda client: int(client.contains(keys).sum()), 0))
+    assert 10 < found < 90
+    assert counters.take()["failed_calls"] >= 1
 
 
 def test_an_endpoint_that_can_never_work_stops_the_engine_with_the_reason(new_namespace: MakeNamespace) -> None:

@@ -171,13 +171,16 @@ def test_a_node_that_joins_serves_after_its_grace_period(cluster: Cluster) -> No
     assert "state=serving (was joining)" in second.log_text()
 
 
-def test_who_joins_serves_at_once_when_nobody_is_left_to_be_filled_from(cluster: Cluster) -> None:
+def test_who_joins_serves_at_once_only_if_it_is_alone(cluster: Cluster) -> None:
+    """Where nobody serves any more, others that join may have what who left has moved to them."""
     first = cluster.start("a")
     cluster.wait_for(a="serving")
-    cluster.start("b")
+    cluster.start("b", "--grace-seconds", "60")
     cluster.wait_for(a="serving", b="joining")
     first.kill()
-    cluster.wait_for(b="serving")
+    cluster.wait_for(b="joining")
+    cluster.start("c", "--grace-seconds", "60")
+    cluster.wait_for(b="joining", c="joining")
 
 
 def test_a_killed_node_that_starts_again_takes_its_record_over_at_once(cluster: Cluster) -> None:

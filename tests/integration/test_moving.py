@@ -19,8 +19,9 @@ from harness import Server, StartServer, block_of, blocks_of, make_keys, make_na
 from kvstore._cext import checksum_into
 from kvstore.asking import Asking, Keys
 from kvstore.cluster.members import Member, State
-from kvstore.cluster.moving import Mover, MoveReport
+from kvstore.cluster.moving import REST_RATIO, Mover, MoveReport
 from kvstore.cluster.placement import Placement
+from kvstore.cluster.planning import Plan, plan_joining, plan_leaving
 from kvstore.wire import NamespaceInfo, ShardAddress
 from kvstore_client import KVStoreClient, Namespace
 
@@ -109,21 +110,26 @@ def namespace_on(shard: ShardAddress, namespace: Namespace) -> NamespaceInfo:
 
 def move(
     leaving: Member, others: Sequence[Member], seconds: float = MOVE_S, stop_after: int | None = None
-) -> tuple[MoveReport, list[tuple[int, int]]]:
+) -> tuple[MoveReport, list[MoveReport]]:
     """-> the report, and all that was told of the progress."""
-    told: list[tuple[int, int]] = []
+    members = [msgspec.structs.replace(leaving, state="draining"), *others]
+    return carry_out(leaving, plan_leaving(leaving.node, members), seconds, stop_after)
 
-    def progress(done: int, total: int) -> None:
-        told.append((done, total))
-        if stop_after is not None and done >= stop_after:
+
+def carry_out(
+    sender: Member, plan: Plan, seconds: float = MOVE_S, stop_after: int | None = None
+) -> tuple[MoveReport, list[MoveReport]]:
+    told: list[MoveReport] = []
+
+    def progress(so_far: MoveReport) -> None:
+        told.append(so_far)
+        if stop_after is not None and so_far.done >= stop_after:
             mover.stop()
 
-    members = [msgspec.structs.replace(leaving, state="draining"), *others]
-    mover = Mover(leaving.shards, leaving.node, members, progress)
+    mover = Mover(sender.shards, sender.node, plan, progress)
     report = mover.run(time.monotonic() + seconds)
-    assert told == sorted(told) and all(total == report.total for _, total in told)
-    if told:
-        assert told[-1][0] == report.moved + report.present + report.failed
+    assert [some.done for some in told] == sorted(some.done for some in told)
+    assert all(some.total == report.total for some in told) and (not told or told[-1] == report)
     return report, told
 
 
@@ -136,7 +142,7 @@ def test_a_client_of_the_rest_reads_every_block(start_server: StartServer) -> No
         fill(members, namespace, keys)
     mine = sum(len(some) for keys in (small, large) for _, some in owners(members, keys, 1)[:2])
     report, told = move(members[0], members[1:])
-    assert report == MoveReport(mine, mine, 0, 0) and told[0] == (0, mine)
+    assert report == MoveReport(mine, mine, 0, 0) and told[0] == MoveReport(mine, 0, 0, 0)
     leaving.stop()
     for namespace, keys in ((SMALL, small), (LARGE, large)):
         with KVStoreClient([server.endpoint for server in rest], namespace) as client:
@@ -182,11 +188,11 @@ def test_those_that_do_not_own_blocks_get_none(start_server: StartServer) -> Non
     keys = make_keys(1000)
     put(members[0].shards[0], SMALL, keys)
     report, _ = move(members[0], members[1:])
-    _, *gained = owners(members[:3], keys, 1)  # what another owned all along is none of this node's business
-    mine = owners(members[:3], keys, 1)[0][1]
+    (_, mine), _ = owners(members[:2], keys, 1)  # what another owned all along is none of this node's business
+    (serves, of_serving), (joins, of_joining) = owners(members[1:3], keys, 1)
+    assert held(serves, SMALL, keys) == sorted(set(of_serving) & set(mine))
+    assert held(joins, SMALL, keys) == sorted(set(of_joining) & set(mine)), "though it may be filled already"
     assert report.moved == report.total == len(mine)
-    for (shard, owned), (_, before) in zip(owners(members[1:3], keys, 1), gained, strict=True):
-        assert held(shard, SMALL, keys) == sorted(set(owned) - set(before))
     assert held(members[3].shards[0], SMALL, keys) == []
 
 
@@ -223,8 +229,8 @@ def test_it_can_be_stopped(start_server: StartServer) -> None:
     servers = [start_server(memory="128MiB") for _ in range(2)]
     members = [member_of(server) for server in servers]
     put(members[0].shards[0], LARGE, make_keys(300))
-    told: list[tuple[int, int]] = []
-    mover = Mover(members[0].shards, members[0].node, members, lambda done, total: told.append((done, total)))
+    told: list[MoveReport] = []
+    mover = Mover(members[0].shards, members[0].node, plan_leaving(members[0].node, members), told.append)
     reports: list[MoveReport] = []
     with servers[1].stopped():
         thread = threading.Thread(target=lambda: reports.append(mover.run(time.monotonic() + 60)))
@@ -274,7 +280,7 @@ def test_a_shard_of_its_own_that_fails_costs_its_blocks_only(
 def test_an_empty_node_moves_nothing(start_server: StartServer) -> None:
     members = [member_of(start_server()) for _ in range(2)]
     report, told = move(members[0], members[1:])
-    assert report == MoveReport(0, 0, 0, 0) and told == [(0, 0)]
+    assert report == MoveReport(0, 0, 0, 0) and told == [MoveReport(0, 0, 0, 0)]
 
 
 def test_the_last_node_keeps_its_blocks(start_server: StartServer) -> None:
@@ -324,3 +330,117 @@ def test_blocks_that_are_on_disk_only_are_moved(start_server: StartServer, tmp_p
         report, _ = move(members[0], members[1:])
     assert report == MoveReport(len(mine), len(mine), 0, 0)
     assert held(members[1].shards[0], namespace, mine) == sorted(mine)
+
+
+# ---- to nodes that join --------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_joins_is_given_its_share_by_those_that_have_it(start_server: StartServer) -> None:
+    members = [member_of(start_server()) for _ in range(3)]
+    joins = members[2]
+    keys = make_keys(2000)
+    fill(members[:2], SMALL, keys)
+    ((_, mine),) = owners(members, keys, 1)[2:]
+    plan = plan_joining({joins.node}, members)
+    reports = [carry_out(member, plan)[0] for member in members[:2]]
+    assert sum(report.moved for report in reports) == len(mine)
+    assert all(report == MoveReport(report.moved, report.moved, 0, 0) and report.moved for report in reports)
+    assert held(joins.shards[0], SMALL, keys) == sorted(mine)
+    assert carry_out(joins, plan)[0] == MoveReport(0, 0, 0, 0), "who joined has nothing to give to itself"
+
+
+def test_a_copy_that_two_have_is_sent_once_and_by_the_second_if_the_first_lost_it(start_server: StartServer) -> None:
+    members = [member_of(start_server(memory="128MiB")) for _ in range(3)]
+    joins = members[2]
+    namespace = make_namespace(64 << 10, "copies")
+    keys = make_keys(900)
+    fill(members[:2], namespace, keys, copies=2)  # each has all
+    lost = set(keys[::10])
+    with KVStoreClient(f"tcp://{members[0].shards[0].host}:{members[0].shards[0].port}", namespace) as client:
+        client.delete(sorted(lost))
+    ((shard, mine),) = owners(members, keys, 2)[2:]
+    plan = plan_joining({joins.node}, members)
+    reports: list[MoveReport] = []
+    threads = [
+        threading.Thread(target=lambda member=member: reports.append(carry_out(member, plan)[0]))
+        for member in members[:2]
+    ]
+    with asking(shard, namespace) as connection:
+        before = connection.info().bytes_in
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        received = connection.info().bytes_in - before
+    assert sum(report.moved for report in reports) == len(mine)
+    assert held(shard, namespace, keys) == sorted(mine)
+    assert received < 1.5 * len(mine) * namespace.block_bytes
+    assert namespace_on(shard, namespace).replicas == 2
+
+
+def test_a_shard_without_room_is_given_nothing_more(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    giving = member_of(start_server(memory="256MiB", segment="1MiB"))
+    small = member_of(start_server(*LRU, memory="16MiB", segment="1MiB"))
+    roomy = member_of(start_server(memory="256MiB", segment="1MiB"))
+    # Of one weight, so that each is to have a third.
+    members = [
+        msgspec.structs.replace(some, shards=[msgspec.structs.replace(shard, weight=1.0) for shard in some.shards])
+        for some in (giving, small, roomy)
+    ]
+    keys = make_keys(600)
+    put(members[0].shards[0], LARGE, keys)  # 150 MiB
+    its_own = make_keys(8, first=10_000)
+    put(small.shards[0], LARGE, its_own)
+    with caplog.at_level(logging.INFO, "kvstore.moving"):
+        report, _ = carry_out(members[0], plan_joining({small.node, roomy.node}, members))
+    _, (_, to_small), (_, to_roomy) = owners(members, keys, 1)
+    there = held(small.shards[0], LARGE, keys)
+    assert report == MoveReport(len(to_small) + len(to_roomy), len(there) + len(to_roomy), 0, 0)
+    assert 16 <= len(there) <= 56 < len(to_small)
+    assert set(there) == set(to_small[: len(there)]), "the hottest"
+    assert held(roomy.shards[0], LARGE, keys) == sorted(to_roomy)
+    assert (
+        held(small.shards[0], LARGE, its_own) == sorted(its_own) and namespace_on(small.shards[0], LARGE).evicted == 0
+    )
+    assert [record.getMessage() for record in caplog.records].count(
+        f"moving: shard {small.shards[0].name} is full: nothing more is copied to it"
+    ) == 1
+
+
+def test_who_leaves_sends_to_full_shards_too(start_server: StartServer) -> None:
+    members = [member_of(start_server(memory="128MiB")), member_of(start_server(*LRU, memory="16MiB"))]
+    keys = make_keys(200)
+    put(members[0].shards[0], LARGE, keys)
+    (_, mine), _ = owners(members, keys, 1)
+    assert len(mine) > 64
+    assert move(members[0], members[1:])[0] == MoveReport(len(mine), len(mine), 0, 0)
+
+
+def test_in_the_background_it_works_a_quarter_of_the_time_and_can_be_stopped(start_server: StartServer) -> None:
+    members = [member_of(start_server(memory="128MiB")) for _ in range(2)]
+    put(members[0].shards[0], LARGE, make_keys(300))
+    worked: list[float] = []
+    rested: list[float] = []
+
+    class Timed(Mover):
+        def rest(self, began: float) -> None:
+            ended = time.monotonic()
+            worked.append(ended - began)
+            super().rest(began)
+            rested.append(time.monotonic() - ended)
+
+    plan = plan_joining({members[1].node}, members)
+    began = time.monotonic()
+    report = Timed(members[0].shards, members[0].node, plan, lambda report: None).run(began + MOVE_S)
+    took = time.monotonic() - began
+    assert report.moved == report.total > 64
+    assert sum(rested) >= REST_RATIO * sum(worked)
+    assert sum(worked) + sum(rested) > 0.8 * took, "it does not work besides"
+    mover = Mover(members[0].shards, members[0].node, plan, lambda report: None)
+    mover.deadline = time.monotonic() + 60
+    threading.Timer(0.2, mover.stop).start()
+    began = time.monotonic()
+    mover.rest(began - 10)
+    assert time.monotonic() - began < 5

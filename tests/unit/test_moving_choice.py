@@ -1,14 +1,19 @@
-"""What a node that leaves gives to whom, and in which order."""
+"""What a node gives to whom when another joins or itself leaves, and in which order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 
-from kvstore.cluster.members import Member
-from kvstore.cluster.moving import NOBODY, TURN_BYTES, Mover, _Listed, _turns
+from kvstore.cluster.filling import Filling, _Task
+from kvstore.cluster.members import Member, Membership, State
+from kvstore.cluster.moving import TURN_BYTES, _Listed, _turns
 from kvstore.cluster.placement import Placement
+from kvstore.cluster.planning import NOBODY, Gains, Plan, plan_joining, plan_leaving
 from kvstore.wire import ShardAddress
 
 
@@ -17,31 +22,85 @@ def member(node: str, shards: int, zone: str) -> Member:
     return Member(node=node, state="serving", shards=addresses, zone=zone)
 
 
+KEYS = np.random.default_rng(5).integers(0, 256, (300, 16), dtype=np.uint8)
+Nodes = st.lists(st.tuples(st.integers(1, 3), st.sampled_from("xyz")), min_size=2, max_size=6)
+
+
+def holders(members: Sequence[Member], copies: int) -> list[set[str]]:
+    """The shards that hold each key when these are the members."""
+    shards = [(shard, node) for node in members for shard in node.shards]
+    placement = Placement(
+        [shard.name for shard, _ in shards],
+        [1.0] * len(shards),
+        [node.node for _, node in shards],
+        [node.zone for _, node in shards],
+    )
+    return [{shards[number][0].name for number in row} for row in placement.replicas(KEYS, copies).tolist()]
+
+
+def gaining(node: Member, plan: Plan, copies: int) -> tuple[list[set[str]], list[int]]:
+    """For each key: who gains it from this node, and when the node is to send it."""
+    gains = Gains(node.node, plan)
+    targets, ranks = gains.of(KEYS, copies)
+    return [{gains.targets[target].name for target in row if target != NOBODY} for row in targets.tolist()], list(ranks)
+
+
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from("xyz")), min_size=2, max_size=6), st.integers(1, 3))
-def test_a_shard_gains_what_it_holds_without_the_node_and_did_not_with_it(
+@given(Nodes, st.integers(1, 3))
+def test_who_leaves_gives_a_shard_what_it_holds_without_the_node_and_did_not_with_it(
     nodes: list[tuple[int, str]], copies: int
 ) -> None:
     members = [member(f"node-{number}", *node) for number, node in enumerate(nodes)]
-    mover = Mover(members[0].shards, members[0].node, members, lambda done, total: None)
-    keys = np.random.default_rng(5).integers(0, 256, (300, 16), dtype=np.uint8)
-    gaining = mover.gaining(keys, copies)
-
-    def holders(some: list[Member]) -> list[set[str]]:
-        shards = [(shard, node) for node in some for shard in node.shards]
-        placement = Placement(
-            [shard.name for shard, _ in shards],
-            [1.0] * len(shards),
-            [node.node for _, node in shards],
-            [node.zone for _, node in shards],
-        )
-        return [{shards[number][0].name for number in row} for row in placement.replicas(keys, copies).tolist()]
-
-    with_it, without = holders(members), holders(members[1:])
-    for row, before, after in zip(gaining.tolist(), with_it, without, strict=True):
-        assert {mover.targets[target].name for target in row if target != NOBODY} == after - before
+    plan = plan_leaving("node-0", members)
+    assert not plan.gentle
+    gained, ranks = gaining(members[0], plan, copies)
+    with_it, without = holders(members, copies), holders(members[1:], copies)
+    assert gained == [after - before for after, before in zip(without, with_it, strict=True)]
     mine = {shard.name for shard in members[0].shards}
-    assert all((before & mine) or (row == NOBODY).all() for row, before in zip(gaining, with_it, strict=True))
+    assert all(before & mine or not some for some, before in zip(gained, with_it, strict=True))
+    assert not any(ranks), "nobody else sends"
+
+
+@settings(deadline=None, max_examples=30)
+@given(Nodes, st.integers(1, 3), st.data())
+def test_who_joins_is_given_its_share_by_each_that_had_it_and_by_one_of_them_first(
+    nodes: list[tuple[int, str]], copies: int, data: st.DataObject
+) -> None:
+    members = [member(f"node-{number}", *node) for number, node in enumerate(nodes)]
+    there = data.draw(st.integers(1, len(nodes) - 1))
+    old = members[:there]
+    plan = plan_joining({node.node for node in members[there:]}, members)
+    assert plan.gentle
+    before, after = holders(old, copies), holders(members, copies)
+    senders: list[list[int]] = [[] for _ in KEYS]
+    for node in old:
+        mine = {shard.name for shard in node.shards}
+        for number, (gained, rank) in enumerate(zip(*gaining(node, plan, copies), strict=True)):
+            held = bool(before[number] & mine)
+            assert gained == (after[number] - before[number] if held else set())
+            if held:
+                senders[number].append(rank)
+    assert all(sorted(ranks) == list(range(len(ranks))) for ranks in senders)
+    for node in members[there:]:
+        assert not any(gaining(node, plan, copies)[0]), "who joined had nothing before"
+
+
+def test_who_leaves_counts_on_nothing_at_those_that_join() -> None:
+    members = [member(f"node-{number}", 1, "") for number in range(3)]
+    members[2] = msgspec.structs.replace(members[2], state="joining")
+    plan = plan_leaving("node-0", [msgspec.structs.replace(members[0], state="draining"), *members[1:]])
+    gained, _ = gaining(members[0], plan, 1)
+    before, after = holders(members[:2], 1), holders(members[1:], 1)
+    assert gained == [new if old == {"node-0/0"} else set() for new, old in zip(after, before, strict=True)]
+
+
+def test_those_that_drain_own_nothing_and_those_that_join_do() -> None:
+    states: list[State] = ["serving", "joining", "joining", "draining"]
+    members = [
+        msgspec.structs.replace(member(f"node-{number}", 1, ""), state=state) for number, state in enumerate(states)
+    ]
+    plan = plan_joining({"node-2"}, members)
+    assert (plan.before, plan.after, plan.senders) == (members[:2], members[:3], {"node-0", "node-1"})
 
 
 def listed(canonical: bytes, block_bytes: int, count: int) -> _Listed:
@@ -57,3 +116,70 @@ def test_namespaces_take_turns_and_every_block_has_one() -> None:
         rows = [row for other, part in turns if other is some for row in range(len(some.keys))[part]]
         assert rows == list(range(len(some.keys)))
     assert all(part.stop - part.start <= 8192 for _, part in turns)
+
+
+# ---- when a node fills others --------------------------------------------------------------------------------------
+
+
+class Views:
+    """A filling thread that was not started, and what it is told of the members: `a=serving` ... It is node a."""
+
+    def __init__(self, grace_s: float = 300.0) -> None:
+        self.filling = Filling(member("a", 1, ""), [], grace_s)
+        self._epoch = 0
+
+    def take(self, **states: str) -> tuple[set[str], set[str]]:
+        """-> who is to be filled then, among which owners."""
+        self._epoch += 1
+        members = [
+            msgspec.structs.replace(member(name[0], 1, ""), state=state, instance=name[1:])
+            for name, state in states.items()
+        ]
+        self.filling.take(Membership(self._epoch, members))
+        task = self.task
+        return ({who[0] for who, _ in task.joined}, {who[0] for who in task.owners}) if task else (set(), set())
+
+    @property
+    def task(self) -> _Task | None:
+        return self.filling._task
+
+    def finish(self) -> None:
+        self.filling._done = self.filling._task
+
+
+def test_it_fills_who_joins_until_that_serves_or_leaves() -> None:
+    views = Views()
+    assert views.take(a="serving", b="serving") == (set(), set())
+    assert views.take(a="serving", b="serving", c="joining") == ({"c"}, {"a", "b", "c"})
+    assert views.take(a="serving", b="serving", c="serving") == (set(), set())
+    assert views.take(a="serving", b="joining", c="serving") == ({"b"}, {"a", "b", "c"}), "its lease had ended"
+    assert views.take(a="serving", c="serving") == (set(), set())
+    assert views.take(a="joining", b="joining", c="serving") == ({"b"}, {"a", "b", "c"}), "not itself, though it joins"
+
+
+def test_it_fills_nobody_unless_it_owns_blocks_itself() -> None:
+    views = Views()
+    assert views.take(b="serving", c="joining") == (set(), set()), "it is not in yet"
+    assert views.take(b="serving", c="joining", a="joining") == ({"c"}, {"a", "b", "c"})
+    assert views.take(b="serving", c="joining", a="draining") == (set(), set())
+    assert views.take(b="serving", c="joining", aX="serving") == (set(), set()), "another process has its id"
+    views.filling.stop()
+    assert views.take(a="serving", c="joining") == (set(), set())
+    assert Views(0.0).take(a="serving", b="joining") == (set(), set()), "there is no time for it"
+
+
+def test_it_starts_anew_only_when_that_changes_what_is_to_be_copied() -> None:
+    views = Views()
+    views.take(a="serving", b="serving", c="joining")
+    first = views.task
+    views.take(a="serving", b="draining", c="joining")
+    assert (second := views.task) is not first, "b's blocks have other owners now"
+    views.take(a="serving", c="joining")
+    assert views.task is second, "it owned nothing any more"
+    views.take(a="serving", c="joining", d="joining")
+    assert (third := views.task) is not second
+    views.finish()
+    views.take(a="serving", c="serving", d="joining")
+    assert views.task is third, "all is copied to d already"
+    views.take(a="serving", c="serving", dX="joining")
+    assert views.task is not third, "d was started anew"
