@@ -348,6 +348,8 @@ class Core:
         if node is not None:
             self._adopt(node, link, welcome)
         self._leading.watch(link)
+        if link.retired:  # it left while it connected
+            self._retire([link])
         if before:
             self.stats.reconnects += 1
             log.info("%s: connected again", link)
@@ -400,6 +402,8 @@ class Core:
         self._stop_probing.set()
         if self._members is not None:
             self._members.close()
+        for link in [*self.links, *self._retired]:
+            link.interrupt()
         prober = self._prober
         if prober is not None and prober is not threading.current_thread():
             prober.join(PROBE_TIMEOUT_S + 0.5)

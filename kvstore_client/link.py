@@ -73,6 +73,7 @@ class Link:
         self.send_lock = threading.Lock()
         self.receive_lock = threading.Lock()
         self.connect_lock = threading.Lock()
+        self._connecting: socket.socket | None = None  # by who holds `connect_lock`: not greeted yet
 
     # ---- connecting ------------------------------------------------------------------------------------------
 
@@ -97,11 +98,20 @@ class Link:
             if isinstance(error, OSError):
                 raise ConnectionLost(f"{self}: {error.strerror or error}") from None
             raise
+        finally:
+            self._connecting = None
+
+    def interrupt(self) -> None:
+        """Have another thread's `connect` fail now."""
+        sock = self._connecting
+        if sock is not None:
+            with contextlib.suppress(OSError):  # it failed by itself
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _open(self, deadline: float) -> socket.socket:
         addresses = resolve(self.host, self.port, max(0.001, deadline - time.monotonic()))
         for left, (family, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            self._connecting = sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
                 sock.connect(address)

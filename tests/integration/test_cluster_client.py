@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from etcd import Etcd
+from fleet import Fleet, nodes_of
 from harness import (
     MakeNamespace,
     RawClient,
-    Server,
     StartServer,
     blocks_of,
     make_keys,
@@ -22,9 +20,7 @@ from harness import (
     wait_until,
 )
 
-from kvstore.cluster.etcd import EtcdDirectory
-from kvstore.cluster.members import Member, State
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.cluster.members import Member
 from kvstore.wire import ShardAddress
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace
 
@@ -34,73 +30,9 @@ KEYS = make_keys(COUNT)
 BLOCKS = blocks_of(KEYS, BLOCK)
 
 
-class Fleet:
-    """Servers, and their records in etcd."""
-
-    def __init__(self, url: str, start_server: StartServer) -> None:
-        parsed = parse_cluster_url(url)
-        assert isinstance(parsed, EtcdURL)
-        self.url = url
-        self.servers: dict[str, Server] = {}
-        self._start_server = start_server
-        self._directory = EtcdDirectory(parsed, 2.0)
-        self._leases: dict[str, int] = {}
-
-    def start(self, *nodes: str, shards: int = 1, state: State = "serving") -> None:
-        for node in nodes:
-            self.servers[node] = self._start_server("--shards", str(shards))
-            self.register(node, state)
-
-    def register(self, node: str, state: State, zone: str = "") -> None:
-        server = self.servers[node]
-        with KVStoreClient(server.endpoint, _namespace("register")) as client:
-            shards = [ShardAddress(link.name, link.host, link.port, link.weight) for link in client._core.links]
-        member = Member(node=node, state=state, shards=shards, zone=zone)
-        self.put(member)
-
-    def put(self, member: Member) -> None:
-        if member.node not in self._leases:
-            self._leases[member.node] = self._directory.grant(600)
-        assert self._directory.register(member, self._leases[member.node], replace=True)
-
-    def withdraw(self, node: str) -> None:
-        self._directory.withdraw(node, self._leases.pop(node))
-
-    def client(self, namespace: Namespace, **options: object) -> KVStoreClient:
-        return KVStoreClient(self.url, namespace, **options)  # type: ignore[arg-type]
-
-    def alone(self, node: str, namespace: Namespace) -> KVStoreClient:
-        """A client of this node only."""
-        return KVStoreClient(self.servers[node].endpoint, namespace)
-
-    def close(self) -> None:
-        self._directory.close()
-
-
-def _namespace(model: str) -> Namespace:
-    return Namespace(model=model, dtype="uint8", block_tokens=16, block_bytes=BLOCK)
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
-        yield etcd
-
-
-@pytest.fixture
-def fleet(etcd: Etcd, start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    fleet = Fleet(etcd.url(f"c{abs(hash(request.node.name)) % 10**9}"), start_server)
-    yield fleet
-    fleet.close()
-
-
 @pytest.fixture
 def namespace(new_namespace: MakeNamespace) -> Namespace:
     return new_namespace(BLOCK)
-
-
-def nodes_of(client: KVStoreClient) -> set[str]:
-    return {place.node for place in client._core.view.places}
 
 
 def holders(fleet: Fleet, namespace: Namespace) -> dict[str, np.ndarray]:

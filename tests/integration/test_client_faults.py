@@ -1,0 +1,431 @@
+"""What goes wrong between a client and its shards costs what it must and nothing else: not the blocks of other shards,
+not other calls, not the caller's time, and never a right byte."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from fleet import Cut, Fleet, InBackground, Relay, connections_to, impostor, link_to, nodes_of, owned_by
+from harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
+
+from kvstore.cluster.members import Member
+from kvstore.wire import ShardAddress
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout, requests, watching
+from kvstore_client.core import Core
+from kvstore_client.repairs import Repairs
+from kvstore_client.view import View
+
+BLOCK = 4096
+BIG = 1 << 20
+COUNT = 60
+KEYS = make_keys(COUNT)
+BLOCKS = blocks_of(KEYS, BLOCK)
+
+
+@pytest.fixture
+def namespace(new_namespace: MakeNamespace) -> Namespace:
+    return new_namespace(BLOCK)
+
+
+@pytest.fixture
+def big(new_namespace: MakeNamespace) -> Namespace:
+    return new_namespace(BIG)
+
+
+@pytest.fixture
+def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replica is asked first, always."""
+    monkeypatch.setattr(Core, "turn", 0)
+    monkeypatch.setattr(View, "_prefer_the_faster", lambda self, found: None)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    took_s = time.monotonic() - started
+    assert took_s < seconds, f"took {took_s:.2f} s: expected less than {seconds:g} s"
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(fleet: Fleet, big: Namespace) -> None:
+    fleet.start("a")
+    keys = make_keys(2)
+    old, new = blocks_of(keys, BIG, 1), blocks_of(keys, BIG, 2)
+    with fleet.alone("a", big) as writer:
+        writer.set(keys, old, deferred=False)
+
+        def replace() -> None:
+            assert writer.set(keys, new, force=True, deferred=False).forced == 2
+            relay.cut(0)
+
+        # The first connection ends in the second block, the next in the first block: of another version.
+        with Relay(fleet.servers["a"], Cut(BIG + 400_000, replace), Cut(500_000)) as relay:
+            fleet.register("a", "serving", port=relay.port)
+            with fleet.client(big, timeout_s=1.0, fail_open=True) as client:
+                out = np.zeros((2, BIG), dtype=np.uint8)
+                present = client.get_into(keys, out)
+                assert relay.connections >= 2
+                assert out[0].tobytes() not in (old[0], new[0]), "the row is of two versions"
+                assert not present.any()
+
+
+def test_a_torn_row_is_not_repaired(fleet: Fleet, big: Namespace, no_turns: None) -> None:
+    fleet.start("a", "b")
+    with fleet.alone("b", big) as writer:
+
+        def replace() -> None:
+            assert writer.set(keys, new, force=True, deferred=False).forced == 2
+            relay.cut(0)
+
+        with Relay(fleet.servers["b"], Cut(BIG + 400_000, replace), Cut(500_000)) as relay:
+            fleet.register("b", "serving", port=relay.port)
+            with fleet.client(big, timeout_s=2.0, fail_open=True, replicas=2) as client:
+                wait_until(lambda: nodes_of(client) == {"a", "b"})
+                keys = owned_by(client, "a", make_keys(40))[:2]
+                old, new = blocks_of(keys, BIG, 1), blocks_of(keys, BIG, 2)
+                writer.set(keys, old, deferred=False)
+                out = np.zeros((2, BIG), dtype=np.uint8)
+                present = client.get_into(keys, out)
+                assert relay.connections >= 2
+                assert not present.any()
+                wait_until(lambda: not client._repairs._running)
+                with fleet.alone("a", big) as alone:
+                    assert not alone.contains(keys).any()
+
+
+def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
+    fleet: Fleet, big: Namespace, in_background: InBackground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.start("a")
+    keys, others = make_keys(8), make_keys(8, first=100)
+    blocks = blocks_of(keys, BIG)
+    server = fleet.servers["a"]
+    with fleet.alone("a", big) as writer, Relay(server, Cut(700)) as relay:
+        writer.set(keys, blocks, deferred=False)
+        fleet.register("a", "serving", port=relay.port)
+        with fleet.client(big, timeout_s=5.0) as client:
+            link = link_to(client, "a")
+            reading = in_background(client.get_into, keys, np.empty((8, BIG), dtype=np.uint8))
+            wait_until(lambda: link.pending)
+            pieces = 0
+            checksum_into = requests.checksum_into
+
+            def lose_the_connection_at_the_third_piece(views: Any, sums: Any) -> None:
+                nonlocal pieces
+                pieces += 1
+                if pieces == 3:
+                    relay.cut(0)
+                    wait_until(lambda: link.connections == 2 and link.sock is not None, what="the reader connects")
+                checksum_into(views, sums)
+
+            monkeypatch.setattr(requests, "checksum_into", lose_the_connection_at_the_third_piece)
+            assert client.set(others, blocks, deferred=False).created == 8, "the whole message is sent again"
+            assert reading.result().all()
+            assert relay.connections == 2
+    assert "refused" not in server.log_text()
+
+
+# ---- one shard ---------------------------------------------------------------------------------------------------
+
+
+def test_connections_to_all_replicas_that_died_unnoticed_cost_a_set_nothing(
+    start_server: StartServer, namespace: Namespace
+) -> None:
+    servers = [start_server(), start_server()]
+    with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2, timeout_s=5.0) as client:
+        client.set(KEYS, BLOCKS)
+        for server in servers:
+            server.kill()
+            server.restart()
+        with within(1.0):
+            result = client.set(KEYS, BLOCKS, deferred=True)
+        assert (result.created, result.error) == (COUNT, 0)
+
+
+def test_a_shard_that_hangs_at_the_first_connection_costs_its_own_blocks(
+    fleet: Fleet, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, in_background: InBackground
+) -> None:
+    fleet.start("a", "b", "c")
+    monkeypatch.setattr(random, "shuffle", lambda places: places.sort(key=lambda place: place.node))
+    with fleet.servers["a"].stopped(), fleet.client(namespace, timeout_s=2.0, fail_open=True) as client:
+        for link in client._core.links:
+            link.broken = None  # not known to hang any more
+        lost = len(owned_by(client, "a", KEYS))
+        with fleet.alone("b", namespace) as b, fleet.alone("c", namespace) as c, within(2.3):
+            setting = in_background(client.set, KEYS, BLOCKS)
+            wait_until(lambda: b.contains(KEYS).sum() + c.contains(KEYS).sum() == COUNT - lost, 1.0)
+            assert not setting.done(), "the others do not wait for it"
+            result = setting.result()
+        assert (result.created, result.error) == (COUNT - lost, lost)
+        assert client.get(KEYS).hit == COUNT - lost
+        assert [place.node for place in client._core.view.places if place.link.broken] == ["a"]
+
+
+def test_a_shard_that_hangs_does_not_keep_a_client_from_starting(
+    fleet: Fleet, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.start("a", "b", "c")
+    monkeypatch.setattr(random, "shuffle", lambda places: places.sort(key=lambda place: place.node))
+    with fleet.servers["a"].stopped(), within(1.4), fleet.client(namespace, timeout_s=1.5) as client:
+        assert link_to(client, "b").sock is not None
+        assert link_to(client, "c").broken is None
+
+
+def test_a_call_of_little_time_after_a_pause_breaks_no_link(
+    start_server: StartServer, namespace: Namespace, in_background: InBackground
+) -> None:
+    server = start_server()
+    with KVStoreClient(server.endpoint, namespace, timeout_s=1.0) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        time.sleep(1.1)  # the pause: longer than the client's timeout
+        with server.stopped():
+            reading = in_background(client.get, KEYS)
+            wait_until(lambda: client._core.links[0].pending)
+            with pytest.raises(Timeout):
+                client.get_into(KEYS, np.empty((COUNT, BLOCK), dtype=np.uint8), timeout_s=0.05)
+        assert reading.result().hit == COUNT, "another thread's call on the same link"
+        assert (client.stats.failures, client.stats.reconnects) == (0, 0)
+
+
+def test_a_slow_replica_after_a_pause_is_not_taken_for_dead(start_server: StartServer, namespace: Namespace) -> None:
+    servers = [start_server(), start_server()]
+    with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2, timeout_s=1.0) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        time.sleep(1.1)
+        out = np.empty((COUNT, BLOCK), dtype=np.uint8)
+        with servers[0].stopped():
+            assert client.get_into(KEYS, out, timeout_s=0.2).all(), "the other replica has them"
+        assert client.stats.found_elsewhere > 0
+        assert client.stats.failures == 0
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_that_cannot_be_is_one_that_cannot_be_reached(namespace: Namespace, host: str) -> None:
+    endpoint = f"tcp://{host}:7070"
+    with pytest.raises(ConnectionLost, match=host):
+        KVStoreClient(endpoint, namespace)
+    with KVStoreClient(endpoint, namespace, fail_open=True) as client:
+        assert client.set(KEYS, BLOCKS).error == COUNT
+        assert not client.contains(KEYS).any()
+
+
+# ---- a replica ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cluster", "list"])
+def test_another_program_on_the_port_of_a_dead_replica_fails_no_call(
+    fleet: Fleet, namespace: Namespace, how: str
+) -> None:
+    fleet.start("a", "b")
+    servers = fleet.servers
+    nodes = fleet.url if how == "cluster" else [server.endpoint for server in servers.values()]
+    with KVStoreClient(nodes, namespace, replicas=2, timeout_s=3.0) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        servers["a"].kill()
+        with impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 64, servers["a"].port):
+            assert client.contains(KEYS).all()
+            assert list(client.get(KEYS).blocks) == BLOCKS
+            assert client.set(KEYS, BLOCKS).error == 0
+            assert client.match_prefix(KEYS) == COUNT
+
+
+def test_connecting_again_to_a_host_that_says_nothing_leaves_time_for_the_replica(
+    start_server: StartServer, namespace: Namespace
+) -> None:
+    a, b = start_server(), start_server()
+    with KVStoreClient([a.endpoint, b.endpoint], namespace, replicas=2, timeout_s=2.0) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        shards = a.shards()
+        psutil.Process(a.process.pid).suspend()  # it holds the port: connections are accepted
+        for shard in shards:
+            shard.kill()
+        wait_until(lambda: connections_to(a.port) == 0)
+        with within(1.8):
+            assert list(client.get(KEYS).blocks) == BLOCKS
+
+
+def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
+    start_server: StartServer, big: Namespace, in_background: InBackground, no_turns: None
+) -> None:
+    a, b = (start_server(memory="128MiB") for _ in range(2))
+    with KVStoreClient([a.endpoint, b.endpoint], big, replicas=2, timeout_s=10.0, fail_open=True) as client:
+        keys = owned_by(client, a.endpoint.removeprefix("tcp://"), make_keys(40))[:8]
+        client.set(keys, blocks_of(keys, BIG), deferred=False)
+        more = make_keys(24, first=1000)
+        with a.stopped():
+            uploading = in_background(client.set, more, blocks_of(more, BIG))
+            link = client._core.links[0]
+            wait_until(lambda: link.pending and link.send_lock.locked())
+            time.sleep(0.2)  # the sockets are full
+            out = np.empty((8, BIG), dtype=np.uint8)
+            with within(1.3):
+                assert client.get_into(keys, out, timeout_s=1.5).all()
+        assert uploading.result().error == 0
+
+
+# ---- time --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resolver_that_hangs_takes_no_longer_than_the_deadline(
+    start_server: StartServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server()
+    answer = threading.Event()
+    getaddrinfo = socket.getaddrinfo
+
+    def slow(host: str, *arguments: Any, **options: Any) -> Any:
+        if host != "slow-host":
+            return getaddrinfo(host, *arguments, **options)
+        answer.wait(3.0)
+        return getaddrinfo("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    with within(1.0):
+        client = KVStoreClient(f"tcp://slow-host:{server.port}", namespace, fail_open=True, timeout_s=0.2)
+    with client:
+        with within(1.0):
+            assert not client.contains(KEYS).any()
+        answer.set()
+        wait_until(lambda: client.set(KEYS, BLOCKS).error == 0, what="the name is known now")
+
+
+def test_close_does_not_wait_for_shards_that_hang(fleet: Fleet, namespace: Namespace) -> None:
+    with impostor() as port:
+        shards = [ShardAddress(f"hung/{number}", "127.0.0.1", port, 1.0) for number in range(8)]
+        fleet.put(Member(node="hung", state="serving", shards=shards))
+        client = fleet.client(namespace, timeout_s=0.5, fail_open=True)
+        assert not client.contains(KEYS).any()
+        wait_until(lambda: all(link.broken for link in client._core.links))
+        wait_until(lambda: all(link.connect_lock.locked() for link in client._core.links), what="all are probed")
+        with within(0.5):
+            client.close()
+
+
+# ---- change ------------------------------------------------------------------------------------------------------
+
+
+def test_a_delete_cancels_repairs(
+    start_server: StartServer, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch, no_turns: None
+) -> None:
+    namespace = new_namespace(65536)
+    keys = make_keys(400)
+    blocks = blocks_of(keys, 65536)
+    a, b = start_server(), start_server()
+    repair = Repairs._repair
+
+    def slowly(self: Repairs, batch: Any) -> None:
+        time.sleep(0.2)
+        repair(self, batch)
+
+    monkeypatch.setattr(Repairs, "_repair", slowly)
+    with KVStoreClient([a.endpoint, b.endpoint], namespace, replicas=2) as client:
+        client.set(keys, blocks, deferred=False)
+        with KVStoreClient(a.endpoint, namespace) as alone:
+            alone.delete(keys)
+        assert client.get(keys).hit == len(keys)
+        assert client._repairs._running
+        assert client.delete(keys) == len(keys)
+        assert not client.contains(keys).any()
+        wait_until(lambda: not client._repairs._running)
+        assert not client.contains(keys).any(), "what was deleted is back"
+
+
+def test_what_was_replaced_while_a_node_joined_is_not_back_when_it_is_gone(fleet: Fleet, namespace: Namespace) -> None:
+    old, new = blocks_of(KEYS, BLOCK, 1), blocks_of(KEYS, BLOCK, 2)
+    fleet.start("a")
+    with fleet.client(namespace) as client:
+        client.set(KEYS, old, deferred=False)
+        fleet.start("b", state="joining")
+        wait_until(lambda: nodes_of(client) == {"a", "b"})
+        assert client.set(KEYS, new, force=True, deferred=False).error == 0
+        assert list(client.get(KEYS).blocks) == new
+        fleet.withdraw("b")
+        wait_until(lambda: nodes_of(client) == {"a"})
+        left = list(client.get(KEYS).blocks)
+        assert all(block in (None, right) for block, right in zip(left, new, strict=True))
+        assert any(block is not None for block in left)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_client_that_is_dropped_without_close_goes_away(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a")
+    port = fleet.servers["a"].port
+    clients = [fleet.client(namespace) for _ in range(3)] + [fleet.alone("a", namespace) for _ in range(3)]
+    assert [int(client.contains(KEYS).sum()) for client in clients] == [0] * 6
+    assert connections_to(port) == 6
+    cores = [weakref.ref(client._core) for client in clients]
+    clients.clear()
+    gc.collect()
+    assert [core() for core in cores] == [None] * 6
+    assert connections_to(port) == 0
+    fleet.register("a", "draining")
+    wait_until(lambda: fleet.url not in watching._shared, what="nobody follows the cluster any more")
+
+
+def test_a_link_that_left_serves_the_call_that_uses_it_and_is_closed(
+    fleet: Fleet, namespace: Namespace, in_background: InBackground
+) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace, timeout_s=1.0) as client:
+        client.set(KEYS, BLOCKS, deferred=False)
+        link = link_to(client, "b")
+        keys = make_keys(COUNT, first=1000)
+        with fleet.servers["b"].stopped():
+            setting = in_background(client.set, keys, BLOCKS, deferred=False, timeout_s=8.0)
+            wait_until(lambda: link.pending)
+            fleet.withdraw("b")
+            wait_until(lambda: nodes_of(client) == {"a"})
+            time.sleep(1.3)  # longer than the client's timeout, shorter than the call's
+        result = setting.result()
+        assert (result.created, result.error) == (COUNT, 0), "each block is set once"
+        assert not client.contains(keys).all(), "by the shard that it was sent to"
+        wait_until(lambda: client.contains(keys).any() and link.sock is None, what="the link is closed")
+        with pytest.raises(ConnectionLost, match="left the cluster"):
+            client._core.ensure_up(link, time.monotonic() + 1.0)
+        assert link.sock is None
+
+
+def test_a_link_that_left_while_it_connected_is_closed(
+    fleet: Fleet, namespace: Namespace, in_background: InBackground
+) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace, timeout_s=1.0) as client:
+        wait_until(lambda: nodes_of(client) == {"a", "b"})
+        link = link_to(client, "b")
+        link.close()
+        with fleet.servers["b"].stopped():
+            setting = in_background(client.set, KEYS, BLOCKS, timeout_s=8.0)
+            wait_until(link.connect_lock.locked)
+            fleet.withdraw("b")
+            wait_until(lambda: nodes_of(client) == {"a"})
+        assert setting.result().error == 0
+        wait_until(lambda: client.contains(KEYS).any() and link.sock is None, what="the link is closed")
+        assert connections_to(fleet.servers["b"].port) == 0
+
+
+def test_changes_of_the_view_start_no_thread(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b")
+    with fleet.client(namespace, timeout_s=10.0) as client:
+        client.contains(KEYS)
+        before = threading.active_count()
+        for _ in range(8):
+            fleet.withdraw("b")
+            wait_until(lambda: nodes_of(client) == {"a"})
+            fleet.register("b", "serving")
+            wait_until(lambda: nodes_of(client) == {"a", "b"})
+            client.contains(KEYS)
+        assert threading.active_count() <= before
