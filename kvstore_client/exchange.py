@@ -60,11 +60,11 @@ class Exchange:
     def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
         """Send; operations of links that cannot be had fail. What is up comes first, the others connect meanwhile."""
         now = time.monotonic()
+        if patience_s is not None:
+            deadline = min(deadline, now + patience_s)
         by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
-        if patience_s is not None:
-            deadline = min(deadline, now + patience_s)
         if len(by_link) > 1:
             deadline -= min(MOST_ANSWER_S, ANSWER_SHARE * max(0.0, deadline - now))
         up = [link for link in by_link if link.sock is not None]
@@ -97,7 +97,10 @@ class Exchange:
         operations = [call.operation for call in calls]
 
         def ready() -> bool:
-            return (enough is not None and enough()) or all(operation.done for operation in operations)
+            for operation in operations:
+                if not operation.done:
+                    return enough is not None and enough()
+            return True
 
         core = self.core
         if patience_s is None:

@@ -18,7 +18,7 @@ from kvstore_client.core import Core
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError
 from kvstore_client.keys import KeyArray
 from kvstore_client.link import Link
-from kvstore_client.requests import Call
+from kvstore_client.requests import Call, take
 from kvstore_client.view import NOBODY, Numbers, View
 
 # However long the deadline: a shard that is silent for so long is not waited for while another can be asked.
@@ -37,19 +37,20 @@ class Rounds:
         self._replicas = replicas
         self._timeout_s = timeout_s
         self._error: KVStoreError | None = None
-        self._unanswered = np.zeros(len(packed), dtype=np.bool_)
+        self._unanswered: npt.NDArray[np.bool_] | None = None  # by position; None: no shard has failed
         self._missed: list[tuple[Link, Numbers]] = []  # by owners
         self._begin(positions)
 
     def _begin(self, positions: Numbers) -> None:
         self._view: View = self._core.view
         self._left = positions
-        self._unanswered[positions] = True
+        self._unanswered = None
         self._column = -1
         if self._view.links:
-            self._candidates = self._view.readers(self._packed[positions], self._replicas, self._core.turn)
+            self._candidates = self._view.readers(take(self._packed, positions), self._replicas, self._core.turn)
         else:
             self._candidates = np.empty((len(positions), 0), dtype=np.intp)
+            self._fail(positions)
         self._owners = min(self._replicas, self._view.nodes)
 
     @property
@@ -78,6 +79,8 @@ class Rounds:
 
     def _begin_again(self) -> bool:
         """Nobody is left to ask: only a new view can help those who got no answer."""
+        if self._unanswered is None:
+            return False
         unanswered = self._left[self._unanswered[self._left]]
         if not len(unanswered) or self._core.view is self._view or time.monotonic() >= self.deadline:
             return False
@@ -91,7 +94,8 @@ class Rounds:
         for call in calls:
             error = call.operation.error
             if error is None:
-                self._unanswered[call.positions] = False
+                if self._unanswered is not None:
+                    self._unanswered[call.positions] = False
                 if more and self._column < self._owners:
                     missed = call.positions[~present[call.positions]]
                     if len(missed):
@@ -99,9 +103,13 @@ class Rounds:
             elif more or isinstance(error, TRANSPORT_ERRORS):
                 if self._error is None or not isinstance(error, TRANSPORT_ERRORS):
                     self._error = error
+                if self._column == 0:  # else it was asked before, and that answer, or none, counts
+                    self._fail(call.positions)
                 self.failovers += call.count if more else 0
             else:
                 raise error
+        if not more and self._unanswered is None:
+            return
         found = present[self._left]
         if self._column > 0:
             self.found_elsewhere += int(found.sum())
@@ -109,10 +117,15 @@ class Rounds:
             self._left = self._left[~found]
             self._candidates = self._candidates[~found]
 
+    def _fail(self, positions: Numbers) -> None:
+        if self._unanswered is None:
+            self._unanswered = np.zeros(len(self._packed), dtype=np.bool_)
+        self._unanswered[positions] = True
+
     def check(self, fail_open: bool) -> None:
         """At the end: raise the error of blocks about which nobody gave an answer; unless `fail_open`, for a transport
         error."""
-        unanswered = int(self._unanswered[self._left].sum())
+        unanswered = int(self._unanswered[self._left].sum()) if self._unanswered is not None else 0
         if not unanswered:
             return
         error = self._error or self._core.no_shards()
@@ -122,6 +135,8 @@ class Rounds:
 
     def lacking(self) -> list[tuple[Link, Numbers]]:
         """Owners that were asked and do not have blocks that are still looked for, and the positions of those."""
+        if not self._missed:
+            return []
         left = np.zeros(len(self._packed), dtype=np.bool_)
         left[self._left] = True
         lacking = [(link, missed[left[missed]]) for link, missed in self._missed]

@@ -30,8 +30,11 @@ from kvstore_client.view import NOBODY, Numbers, View
 SET_BYTES: Final = 16 << 20  # payload of one SET: longer batches are several
 
 _UNKNOWN: Final = 255
-# What a block's replicas say, from what counts most to what counts least.
-_RANK: Final = (Outcome.FORCED, Outcome.EXISTED, Outcome.CREATED)
+# What a block's replicas say, from what counts least to what counts most; what ranks above a refusal is a copy.
+_OUTCOMES: Final = np.array([_UNKNOWN, Outcome.ERROR, Outcome.CREATED, Outcome.EXISTED, Outcome.FORCED], dtype=np.uint8)
+_REFUSED: Final = 1
+_RANKS: Final = np.zeros(256, dtype=np.uint8)
+_RANKS[_OUTCOMES[_REFUSED:]] = np.arange(_REFUSED, len(_OUTCOMES))
 
 
 class Writer:
@@ -169,27 +172,20 @@ class _Tally:
     def __init__(self, calls: Sequence[Call], count: int, needed: int) -> None:
         self._waiting = list(calls)
         self._needed = needed
-        self._said = {kind: np.zeros(count, dtype=np.uint8) for kind in Outcome}
-        self._failed = np.zeros(count, dtype=np.bool_)
+        self._copies = np.zeros(count, dtype=np.uint8)
+        self._said = np.zeros(count, dtype=np.uint8)  # the highest rank of what was said
+        self._failed: list[Numbers] = []
         self._error: KVStoreError | None = None
 
     def enough(self) -> bool:
         """Whether every block has as many copies as are needed, or cannot get them."""
         self._count()
-        return not self._waiting or all(self._stored[call.positions].all() for call in self._waiting)
-
-    @property
-    def _stored(self) -> npt.NDArray[np.bool_]:
-        stored: npt.NDArray[np.bool_] = sum(self._said[kind] for kind in _RANK) >= self._needed  # type: ignore[assignment]
-        return stored
+        return all((self._copies[call.positions] >= self._needed).all() for call in self._waiting)
 
     def _count(self) -> None:
         waiting = []
         for call in self._waiting:
-            if not call.operation.done:
-                waiting.append(call)
-                continue
-            if call.retry:  # it will be sent once more
+            if not call.operation.done or call.retry:  # it will be sent once more
                 waiting.append(call)
                 continue
             try:
@@ -199,22 +195,26 @@ class _Tally:
             except KVStoreError as error:
                 if self._error is None or not isinstance(error, TRANSPORT_ERRORS):
                     self._error = error
-                self._failed[call.positions] = True
+                self._failed.append(call.positions)
                 continue
-            for kind, said in self._said.items():
-                said[call.positions] += told == kind
+            ranks = _RANKS[told]
+            self._said[call.positions] = np.maximum(self._said[call.positions], ranks)
+            self._copies[call.positions] += ranks > _REFUSED
         self._waiting = waiting
 
     def result(self, positions: Numbers, outcomes: npt.NDArray[np.uint8]) -> tuple[Numbers, KVStoreError | None]:
         """Fill in the outcomes. -> the positions that shards failed to store."""
         self._count()
-        stored = self._stored
-        refused = self._said[Outcome.ERROR] > 0
-        outcomes[positions[refused[positions]]] = Outcome.ERROR
-        for kind in reversed(_RANK):
-            outcomes[positions[stored[positions] & (self._said[kind][positions] > 0)]] = kind
-        lacking = positions[~stored[positions]]
-        return lacking[self._failed[lacking]], self._error
+        stored = self._copies[positions] >= self._needed
+        said = self._said[positions]
+        outcomes[positions] = np.where(stored | (said <= _REFUSED), _OUTCOMES[said], _UNKNOWN)
+        if not self._failed:
+            return positions[:0], None
+        failed = np.concatenate(self._failed)
+        lacking = np.zeros(len(self._copies), dtype=np.bool_)
+        lacking[failed] = True
+        lacking[positions[stored]] = False
+        return np.flatnonzero(lacking), self._error
 
 
 def _outcomes(call: Call, reply: wire.SetReply) -> npt.NDArray[np.uint8]:
