@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -104,6 +105,14 @@ def test_a_name_that_another_shard_answers_to_is_not_used(
         assert 0 < result.error < COUNT
     with KVStoreClient(other.endpoint, namespace) as alone:
         assert not alone.contains(KEYS).any(), "blocks went to a shard that is not the one meant"
+
+
+def test_a_client_has_one_connection_a_shard(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b", shards=2)
+    with fleet.client(namespace) as client, ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(lambda _: stores_and_reads(client), range(16)):
+            pass
+        assert [shard.connections for shard in client.info().shards] == [1, 1, 1, 1]
 
 
 # ---- change ------------------------------------------------------------------------------------------------------
