@@ -265,9 +265,8 @@ class KVStoreClient:
             return 0
         _, unique = first_occurrences(packed)
         packed = packed[unique]
-        timeout_s = self._core.timeout_s
 
-        def contains() -> npt.NDArray[np.bool_]:
+        def contains(timeout_s: float) -> npt.NDArray[np.bool_]:
             return self._reader.contains(packed, False, 0.0, timeout_s, self.fail_open)
 
         return self._writer.delete(packed, contains, self.fail_open)

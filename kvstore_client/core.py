@@ -45,6 +45,7 @@ FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 2.0
 MOST_CONNECTING: Final = 16  # links a call connects at a time
+ENOUGH_TO_CONNECT_S: Final = 0.1  # a caller with less time than this has learned nothing about the shard
 TURN_S: Final = 1.0
 FIRST_NODES: Final = 3  # of a cluster, tried at the start for a first connection
 
@@ -301,12 +302,15 @@ class Core:
                 return link, error
             return link, None
 
+        quick = [connect(link) for link in links if link.broken is not None or link.retired]  # they fail at once
+        links = [link for link in links if link.broken is None and not link.retired]
         if len(links) < 2:
-            return iter([[connect(link)] for link in links])
+            return iter([quick + [connect(link) for link in links]])
         threads = ThreadPoolExecutor(min(len(links), MOST_CONNECTING), "kvstore-connect")
         connecting = {threads.submit(connect, link) for link in links}
 
         def results() -> Iterator[Sequence[tuple[Link, KVStoreError | None]]]:
+            yield quick
             left = connecting
             while left:
                 done, left = futures.wait(left, return_when=futures.FIRST_COMPLETED)
@@ -333,10 +337,14 @@ class Core:
                 return
             if link.broken is not None:
                 raise type(link.broken)(f"{link.broken} (retrying in the background)")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise Timeout(f"{link}: no connection by the deadline")
             try:
-                self._connect_again(link, max(0.001, deadline - time.monotonic()))
+                self._connect_again(link, left_s)
             except KVStoreError as error:
-                self.break_link(link, error)
+                if not isinstance(error, Timeout) or left_s >= ENOUGH_TO_CONNECT_S:
+                    self.break_link(link, error)
                 raise
         finally:
             link.connect_lock.release()
@@ -350,6 +358,10 @@ class Core:
         self._leading.watch(link)
         if link.retired:  # it left while it connected
             self._retire([link])
+        if self.closed:  # meanwhile
+            error = ConnectionLost("this client is closed")
+            link.drop(error)
+            raise error
         if before:
             self.stats.reconnects += 1
             log.info("%s: connected again", link)
@@ -371,11 +383,14 @@ class Core:
         pause = FIRST_PAUSE_S
         while not self._stop_probing.wait(pause * random.uniform(0.5, 1.5)):
             broken = [link for link in self.links if link.broken is not None]
-            if len(broken) == 1:
-                self._probe_one(broken[0])
-            elif broken:  # one that is back must not wait for those that are not
-                with ThreadPoolExecutor(min(len(broken), MOST_CONNECTING), "kvstore-probe") as threads:
-                    list(threads.map(self._probe_one, broken))
+            try:
+                if len(broken) == 1:
+                    self._probe_one(broken[0])
+                elif broken:  # one that is back must not wait for those that are not
+                    with ThreadPoolExecutor(min(len(broken), MOST_CONNECTING), "kvstore-probe") as threads:
+                        list(threads.map(self._probe_one, broken))
+            except Exception:  # a defect, or no thread to be had: links must not stay broken for that
+                log.exception("probing %d broken connections failed; trying again", len(broken))
             with self._prober_lock:
                 if all(link.broken is None for link in self.links):
                     self._prober = None
@@ -391,8 +406,6 @@ class Core:
                     self._connect_again(link, PROBE_TIMEOUT_S)
                 except KVStoreError as error:
                     link.broken = error
-                if self.closed:
-                    link.drop(ConnectionLost("this client is closed"))
 
     def close(self) -> None:
         """Disconnect. Calls in progress fail with `ConnectionLost`."""

@@ -102,7 +102,7 @@ class Exchange:
                     return enough is not None and enough()
             return True
 
-        core = self.core
+        core, began = self.core, time.monotonic()
         if patience_s is None:
             core.wait(ready, deadline)
         else:
@@ -111,7 +111,8 @@ class Exchange:
                 if now >= deadline or core.closed:
                     break
                 for call in calls:
-                    if not call.operation.done and call.link.silence_s(now) >= patience_s:
+                    silent_s = min(now - began, call.link.silence_s(now))
+                    if not call.operation.done and silent_s >= patience_s:
                         core.lost(call.link, call.operation)
         if enough is not None and enough():
             return

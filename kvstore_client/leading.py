@@ -47,7 +47,7 @@ class Leading:
         fd = sock.fileno() if sock is not None else -1
         if fd >= 0:  # else it was dropped this instant
             self._by_fd[fd] = link
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
                 self._epoll.register(fd, select.EPOLLIN)
 
     def wake(self) -> None:

@@ -61,6 +61,7 @@ class Link:
         self._frame = 0
         self._operation: Operation | None = None  # whose reply is being read
         self._following = 0  # payload bytes that are certain to come after the current message
+        self._doubted = 0.0  # when its present silence was first noticed
         self._pinged = 0.0
         self._delay_s = 0.0  # from a request's last byte to the first of its answer: a moving mean
         self._delay_known = 0.0  # when it was
@@ -215,14 +216,16 @@ class Link:
 
     def look_after(self, now: float) -> bool:
         """Ask a silent shard whether it lives. -> False: it was silent for so long that it does not."""
-        silence_s = self.silence_s(now)
-        if silence_s < PING_AFTER_S:
+        if self.silence_s(now) < PING_AFTER_S:
             return True
         self.receive(zmtp.GREETING_BYTES)  # nobody may have read what is there
-        silence_s = self.silence_s(now)
-        if silence_s >= DEAD_AFTER_S:
+        if self.silence_s(now) < PING_AFTER_S:
+            return True
+        if self._doubted < self.last_moved:  # nobody may have looked for a while: the shard has its chance from now on
+            self._doubted = now
+        if now - self._doubted >= DEAD_AFTER_S - PING_AFTER_S:
             return False
-        if silence_s >= PING_AFTER_S and self._pinged < self.last_moved and self.send_lock.acquire(blocking=False):
+        if self._pinged < self._doubted and self.send_lock.acquire(blocking=False):
             try:  # who holds the lock is in the middle of a message: its bytes tell as much as a PING
                 sock = self.sock
                 if sock is not None:

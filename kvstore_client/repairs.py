@@ -71,8 +71,13 @@ class Repairs:
             with self._lock:
                 self._queue.append(repair)
                 if not self._running:
+                    try:
+                        threading.Thread(target=self._run, name="kvstore-repair", daemon=True).start()
+                    except RuntimeError as error:  # no thread to be had, or the process ends
+                        log.warning("%d blocks are not repaired: %s", len(self._queue), error)
+                        self._queue.clear()
+                        return
                     self._running = True
-                    threading.Thread(target=self._run, name="kvstore-repair", daemon=True).start()
 
     def cancel(self, keys: KeyArray, timeout_s: float) -> None:
         """These blocks are about to be deleted or replaced: do not set them again. Waits for what is under way."""

@@ -45,8 +45,9 @@ def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
     with _lock:
         lookup = _pending.get((host, port))
         if lookup is None:
-            lookup = _pending[host, port] = _Lookup()
+            lookup = _Lookup()
             threading.Thread(target=_run, args=(lookup, host, port), name="kvstore-resolve", daemon=True).start()
+            _pending[host, port] = lookup
     lookup.done.wait(timeout_s)
     if lookup.addresses:
         return lookup.addresses

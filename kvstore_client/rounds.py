@@ -51,7 +51,7 @@ class Rounds:
         else:
             self._candidates = np.empty((len(positions), 0), dtype=np.intp)
             self._fail(positions)
-        self._owners = min(self._replicas, self._view.nodes)
+        self._owners = min(self._replicas, self._view.new_nodes)
 
     @property
     def patience_s(self) -> float | None:

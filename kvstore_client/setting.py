@@ -117,8 +117,8 @@ class Writer:
         self._exchange.run(calls, deadline, enough=tally.enough if deferred and replicas > 1 else None)
         return tally.result(positions, outcomes)
 
-    def delete(self, packed: KeyArray, contains: Callable[[], npt.NDArray[np.bool_]], fail_open: bool) -> int:
-        """Remove blocks from every shard that may have them. -> how many there were."""
+    def delete(self, packed: KeyArray, contains: Callable[[float], npt.NDArray[np.bool_]], fail_open: bool) -> int:
+        """Remove blocks from every shard that may have them. -> how many there were, by `contains(timeout_s)`."""
         timeout_s = self._core.timeout_s
         deadline = time.monotonic() + timeout_s
         self._repairs.cancel(packed, timeout_s / 2)
@@ -130,7 +130,7 @@ class Writer:
         readers = view.readers(packed, self._replicas)
         several = readers.shape[1] > 1
         # With several copies of a block, the replies do not tell how many blocks there were.
-        present = int(contains().sum()) if several else 0
+        present = int(contains(max(0.001, (deadline - time.monotonic()) / 2)).sum()) if several else 0
         calls = self._delete_from(view, packed, np.arange(len(packed)), readers, deadline)
         replies = [outcome(call, wire.DeleteReply, fail_open) for call in calls]
         return present if several else sum(reply.deleted for reply in replies if reply is not None)

@@ -65,9 +65,9 @@ class View:
         self.epoch = epoch
         self.places = places
         self.links: Sequence[Link] = [place.link for place in places]
-        self.nodes = len({place.node for place in places})
         new = [number for number, place in enumerate(places) if place.new]
         old = [number for number, place in enumerate(places) if place.old]
+        self.new_nodes = len({places[number].node for number in new or old})  # a block has at most as many owners
         # Whether a node joins or drains: blocks may be where they do not belong any more.
         self.changing = len(places) > 1 and new != old
         self._new = _Ring(places, new or old) if len(places) > 1 else None

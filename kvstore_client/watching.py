@@ -6,6 +6,7 @@ Thread-safe. A child process starts with none: its clients watch anew (`Core.aft
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -13,6 +14,8 @@ from collections.abc import Callable
 
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import Membership
+
+log = logging.getLogger("kvstore_client")
 
 OnChange = Callable[[Membership], None]
 
@@ -77,7 +80,10 @@ class _Shared:
         with _lock:
             watches = list(self.watches)
         for watch in watches:
-            watch.tell(membership)
+            try:
+                watch.tell(membership)
+            except Exception:  # a defect in one client must not hide the view from the others
+                log.exception("a client failed to take a new view of %s", watch.url)
 
 
 _lock = threading.Lock()
