@@ -8,10 +8,12 @@ registers the node, and withdraws it before the shards stop.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -125,7 +127,7 @@ class Supervisor:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._asked_to_stop = False
+        self._signals = 0  # that asked it to stop
         self._stopping = False
         self._restarts = 0
         self._selector = selectors.DefaultSelector()
@@ -151,6 +153,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until told to stop. -> the process's exit status."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it moves blocks over many connections
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         for child in self._children:
@@ -213,9 +217,17 @@ class Supervisor:
         except DirectoryError as error:
             raise StartError(f"cluster: {error}") from None
 
+    @property
+    def _asked_to_stop(self) -> bool:
+        return self._signals > 0
+
+    @property
+    def _drains_first(self) -> bool:
+        return self._registration is not None and self.config.drain_seconds > 0
+
     def _begin_to_leave(self) -> None:
         """Drain first, if that is wanted."""
-        if self._registration is None or not self.config.drain_seconds:
+        if self._registration is None or not self._drains_first:
             self._stopping = True
             return
         log.info("draining for at most %d s; a second signal ends that", self.config.drain_seconds)
@@ -246,23 +258,44 @@ class Supervisor:
         return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        """Asked once: leave, and drain first if that is wanted. Asked again: stop. While it stops: now."""
-        if self._stopping:
-            for child in self._children:
-                if child.process is not None:
-                    child.process.kill()
-        if self._asked_to_stop:
+        """Asked once: leave, and drain first if that is wanted. Asked again: stop, without a drain or in the midst of
+        one. Asked once more than that: now. A drain that ended by itself takes no step of these: shards that write
+        their memory to disk are not killed by who meant to end the drain."""
+        self._signals += 1
+        if self._signals > 1:
+            if self._stopping and self._signals > 1 + self._drains_first:
+                for child in self._children:
+                    if child.process is not None:
+                        child.process.kill()
             self._stopping = True
-        self._asked_to_stop = True
         os.write(self._wake_w, b"x")
 
     def _start(self, child: _Child) -> None:
-        ready_r, ready_w = os.pipe()
+        """Start a shard's process. Raises `OSError`, with nothing left of it."""
+        with contextlib.ExitStack() as undo:
+            ready_r, ready_w = os.pipe()
+            undo.callback(os.close, ready_r)
+            try:
+                process = self._spawn(child, ready_w)
+            finally:
+                os.close(ready_w)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            pid_fd = os.pidfd_open(process.pid)
+            undo.callback(os.close, pid_fd)
+            self._selector.register(pid_fd, selectors.EVENT_READ, child)
+            undo.callback(self._selector.unregister, pid_fd)
+            self._selector.register(ready_r, selectors.EVENT_READ, child)
+            undo.pop_all()
+        child.process, child.pid_fd, child.ready_fd = process, pid_fd, ready_r
+        child.started = time.monotonic()
+
+    def _spawn(self, child: _Child, ready_fd: int) -> subprocess.Popen[bytes]:
         config = ShardConfig(
             node=self.node,
             shard=child.number,
             listen_fd=child.listener.fileno(),
-            ready_fd=ready_w,
+            ready_fd=ready_fd,
             memory_bytes=self.config.shard_memory_bytes,
             segment_bytes=self.config.segment_bytes,
             shards=self._addresses,
@@ -277,21 +310,15 @@ class Supervisor:
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN_SHARD, _CODE],
             stdin=subprocess.PIPE,
-            pass_fds=(config.listen_fd, ready_w),
+            pass_fds=(config.listen_fd, ready_fd),
         )
-        os.close(ready_w)
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(config))
             process.stdin.close()
         except BrokenPipeError:
             log.error("shard %d died before it read its configuration", child.number)
-        child.process = process
-        child.ready_fd = ready_r
-        child.started = time.monotonic()
-        child.pid_fd = os.pidfd_open(process.pid)
-        self._selector.register(child.pid_fd, selectors.EVENT_READ, child)
-        self._selector.register(ready_r, selectors.EVENT_READ, child)
+        return process
 
     def _disk_config(self, shard: int) -> DiskConfig | None:
         if self._disk is None:
@@ -346,8 +373,17 @@ class Supervisor:
         now = time.monotonic()
         for child in self._children:
             if child.process is None and child.restart_at <= now and not self._stopping:
-                self._restarts += 1
-                self._start(child)
+                try:
+                    self._start(child)
+                    self._restarts += 1
+                except OSError as error:
+                    child.restart_at = now + MAX_RESTART_DELAY_S
+                    log.error(
+                        "shard %d cannot be started: %s; trying again in %.1f s",
+                        child.number,
+                        error,
+                        MAX_RESTART_DELAY_S,
+                    )
 
     def _bury(self, child: _Child) -> None:
         process = child.process

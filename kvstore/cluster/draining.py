@@ -1,6 +1,8 @@
 """A node drains: its hottest blocks move to their next owners, while it still answers for them.
 
-A thread of the supervisor, which goes on watching its shards meanwhile; the moving itself is `Mover`'s.
+A thread of the supervisor, which goes on watching its shards meanwhile; the moving itself is `Mover`'s. It is done in
+passes, each with the members of then, until one finds nothing more to move: a client may have set blocks here that did
+not know yet, and who took blocks may have died.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member
 from kvstore.cluster.moving import Mover, MoveReport
 from kvstore.cluster.planning import plan_leaving
+from kvstore.cluster.settled import Settled
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
 
-SETTLE_S: Final = 0.5  # for clients to set elsewhere: what they set here after that has been listed would stay here
+SETTLE_S: Final = 0.5  # before each pass, for clients to set elsewhere
+# So long it tries what fails, when nothing else is left: who died is out by then, and damaged blocks stay damaged.
+FAILING_S: Final = 10.0
 
 
 class Draining(threading.Thread):
     """One drain, from when it is asked for until the node has left.
 
-    Calls, on its thread: `announce`, which makes the node draining for all to see and returns the members as they are
-    then; and `leave`, when all is moved that could be, in time or at all.
+    Calls, on its thread: `announce`, which makes the node draining for all to see; `members`, those of then, before
+    each pass; and `leave`, when all is moved that could be, in time or at all.
     """
 
     def __init__(
@@ -36,7 +41,8 @@ class Draining(threading.Thread):
         node: str,
         shards: Sequence[ShardAddress],
         asked: Drain,
-        announce: Callable[[], Sequence[Member]],
+        announce: Callable[[], None],
+        members: Callable[[], Sequence[Member]],
         leave: Callable[[], None],
     ) -> None:
         super().__init__(name="kvstore-draining", daemon=True)
@@ -44,10 +50,13 @@ class Draining(threading.Thread):
         self._node = node
         self._shards = shards
         self._announce = announce
+        self._members = members
         self._leave = leave
         self._deadline = time.monotonic() + asked.seconds
         self._stopped = threading.Event()
         self._mover: Mover | None = None
+        self._settled = Settled()
+        self._before = asked  # the progress of the passes before this one
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -66,31 +75,51 @@ class Draining(threading.Thread):
                 self._mover.stop()
 
     def _move(self) -> None:
-        members = self._announce()
+        began = useful = time.monotonic()
+        self._announce()
         self.progress = msgspec.structs.replace(self.progress, state="moving")
-        self._stopped.wait(min(SETTLE_S, max(0.0, self._deadline - time.monotonic())))
-        with self._lock:
-            if self._stopped.is_set():
-                return
-            self._mover = Mover(self._shards, self._node, plan_leaving(self._node, members), self._count)
-        began = time.monotonic()
-        report = self._mover.run(self._deadline)
+        passes = 0
+        while not self._stopped.wait(min(SETTLE_S, max(0.0, self._deadline - time.monotonic()))):
+            report = self._pass()
+            passes += 1
+            now = time.monotonic()
+            if report.moved:
+                useful = now
+            nothing_left = not report.moved and not report.failed
+            if nothing_left or now >= self._deadline or now - useful > FAILING_S:
+                break
         log.info(
-            "node %s: drained: to_move=%d moved=%d present=%d failed=%d seconds=%.1f",
+            "node %s: drained: to_move=%d moved=%d present=%d failed=%d passes=%d seconds=%.1f",
             self._node,
-            report.total,
-            report.moved,
-            report.present,
-            report.failed,
+            self.progress.total,
+            self.progress.moved,
+            self.progress.present,
+            self.progress.failed,
+            passes,
             time.monotonic() - began,
         )
 
+    def _pass(self) -> MoveReport:
+        """Move what is here and not settled yet."""
+        self._before = self.progress
+        plan = plan_leaving(self._node, self._members())
+        with self._lock:
+            mover = self._mover = Mover(self._shards, self._node, plan, self._count, self._settled)
+            if self._stopped.is_set():
+                mover.stop()
+        report = mover.run(self._deadline)
+        if mover.over:  # perhaps before all was listed
+            self.progress = msgspec.structs.replace(self.progress, total=max(self.progress.total, self._before.total))
+        return report
+
     def _count(self, report: MoveReport) -> None:
+        """What failed before counts again: as whatever becomes of it now."""
+        moved, present = self._before.moved + report.moved, self._before.present + report.present
         self.progress = msgspec.structs.replace(
             self.progress,
-            total=report.total,
-            done=report.done,
-            moved=report.moved,
-            present=report.present,
+            total=self._before.moved + self._before.present + report.total,
+            done=moved + present + report.failed,
+            moved=moved,
+            present=present,
             failed=report.failed,
         )

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S: Final = 1.0  # for one endpoint
 LOOK_S: Final = 5.0  # without news the members are read anew: a link that is cut says nothing
 SPREAD_S: Final = 1.0
+LIST_SPREAD_NODE_S: Final = 0.001  # for each member
+LIST_SPREAD_S: Final = 0.5  # at most
 REFILL_S: Final = 3.0  # for nodes to register again in a directory that lost its data
 BACKOFF_S: Final = (0.1, 1.0)
 CLOSE_S: Final = 0.4
@@ -116,7 +118,9 @@ class Follower:
                 answered = True
                 self._found()
                 self._take(view)
-                self._directory.wait_for_change(view.epoch, self._look_s())
+                if self._directory.wait_for_change(view.epoch, self._look_s()):
+                    # Of one change all followers hear in the same instant: they do not all list the members then.
+                    self._closed.wait(random.uniform(0.0, min(LIST_SPREAD_S, len(view.members) * LIST_SPREAD_NODE_S)))
                 self._failures = 0
             except DirectoryError as error:
                 self._fail(str(error), answered)

@@ -24,8 +24,16 @@ import numpy as np
 from kvstore._cext import checksum_into
 from kvstore.asking import AskError, Asking, Keys, Refused
 from kvstore.cluster.planning import NOBODY, Gains, Plan, Ranks, Targets
+from kvstore.cluster.settled import Holder, Settled
 from kvstore.store import INDEX_OVERHEAD_BYTES
-from kvstore.wire import MAX_HOTTEST_BYTES, MAX_KEYS, MIN_KEY_BYTES, NamespaceInfo, ShardAddress, ShardInfo
+from kvstore.wire import (
+    MAX_HOTTEST_BYTES,
+    MAX_KEYS,
+    MIN_KEY_BYTES,
+    NamespaceInfo,
+    ShardAddress,
+    ShardInfo,
+)
 
 log = logging.getLogger("kvstore.moving")
 
@@ -35,6 +43,7 @@ CONNECT_S: Final = 3.0  # a shard that takes longer is left out; `stop` does not
 CALL_S: Final = 10.0  # a shard that takes longer is left out, too
 LIST_KEYS: Final = MAX_HOTTEST_BYTES // MIN_KEY_BYTES  # as many as fit an answer
 REST_RATIO: Final = 3.0  # who is gentle rests so many times as long as it worked: it works a quarter of the time
+GENTLE_THREADS: Final = 8  # of all senders together; where there are more, each rests longer: they fill the same nodes
 ROOM_LOOK_S: Final = 1.0  # so often a gentle mover asks a target for its room
 
 Block = tuple[memoryview, int]  # its bytes and their checksum
@@ -75,11 +84,16 @@ class Mover:
     """Carries out a plan for the blocks of `node`, one of its senders, whose shards are reached at `shards`.
 
     `shards` must not be empty. `progress` is called with what is done so far, from any of the mover's threads, one
-    at a time.
+    at a time. `settled`: copies that count as done before, not in its report; it adds those that it makes or finds.
     """
 
     def __init__(
-        self, shards: Sequence[ShardAddress], node: str, plan: Plan, progress: Callable[[MoveReport], None]
+        self,
+        shards: Sequence[ShardAddress],
+        node: str,
+        plan: Plan,
+        progress: Callable[[MoveReport], None],
+        settled: Settled | None = None,
     ) -> None:
         self.plan = plan
         self.deadline = 0.0
@@ -87,6 +101,8 @@ class Mover:
         self._progress = progress
         self._gains = Gains(node, plan) if plan.after else None  # nobody is left
         self.targets = self._gains.targets if self._gains is not None else []
+        self._settled = settled
+        self._instances = [member.instance for member in plan.after for _ in member.shards]
         self._stop = threading.Event()
         self._lock = threading.RLock()  # who is told of progress may call `stop`
         self._open: set[Asking] = set()
@@ -125,7 +141,9 @@ class Mover:
         return max(0.001, min(CALL_S, self.deadline - time.monotonic()))
 
     def connect(self, shard: ShardAddress) -> Asking:
-        """A connection that `stop` interrupts; to be given to `disconnect`. Raises `AskError`."""
+        """A connection that `stop` interrupts; to be given to `disconnect`. Raises `AskError`, also when it is over."""
+        if self.over:
+            raise AskError("it is over")
         asking = Asking((shard.host or "127.0.0.1", shard.port), min(CONNECT_S, self.call_s))
         asking.timeout_s = self.call_s
         with self._lock:
@@ -153,7 +171,9 @@ class Mover:
         """A piece of work that began then is done: whoever is gentle rests now. Ends when `stop` is called."""
         if self.plan.gentle:
             now = time.monotonic()
-            self._stop.wait(max(0.0, min(REST_RATIO * (now - began), self.deadline - now)))
+            threads = len(self.plan.senders) * len(self._shards)
+            rest_s = REST_RATIO * max(1.0, threads / GENTLE_THREADS) * (now - began)
+            self._stop.wait(max(0.0, min(rest_s, self.deadline - now)))
 
     def is_full(self, target: int) -> bool:
         """Whether a target is spared from now on."""
@@ -179,6 +199,21 @@ class Mover:
             self._left_out.add(left_out)
         if new and not self.over:
             log.warning("moving: shard %s is left out from now on: %s", self.targets[target].name, error)
+
+    def settle(self, target: int, canonical: bytes, keys: Keys) -> None:
+        """The target has these."""
+        if self._settled is not None and len(keys):
+            self._settled.add(self._holder(target, canonical), keys)
+
+    def _strike_out_settled(self, canonical: bytes, keys: Keys, targets: Targets) -> None:
+        if self._settled is not None:
+            for target in _distinct(targets):
+                gained = np.argwhere(targets == target)
+                there = self._settled.among(self._holder(target, canonical), keys[gained[:, 0]])
+                targets[tuple(gained[there].T)] = NOBODY
+
+    def _holder(self, target: int, canonical: bytes) -> Holder:
+        return self._instances[target], self.targets[target].name, canonical
 
     def _list(self, shard: ShardAddress) -> list[_Listed]:
         """What is to be moved from a shard: before anything is read from it, for that changes the recency."""
@@ -209,6 +244,7 @@ class Mover:
             if not len(some):
                 break
             targets, ranks = self._gains.of(some, namespace.replicas)
+            self._strike_out_settled(canonical, some, targets)
             wanted = (targets != NOBODY).any(axis=1)
             found.append((some[wanted], targets[wanted], ranks[wanted]))
             self.rest(began)
@@ -275,8 +311,10 @@ class _Carrier:
             self._mover.rest(began)
 
     def _strike_out(self, listed: _Listed, keys: Keys, targets: Targets) -> None:
-        """Nothing is sent to a shard that has it or is to be spared."""
+        """Nothing is sent to a shard that has it or is to be spared. Ends early when it is over."""
         for target in _distinct(targets):
+            if self._mover.over:
+                return
             if not self._mover.is_full(target):
                 self._strike_out_present(listed, keys, targets, target)
                 lacking = int((targets == target).sum())
@@ -319,6 +357,7 @@ class _Carrier:
                 mover.leave_out(target, listed.canonical, error)
             else:
                 targets[tuple(gained[present].T)] = NOBODY
+                mover.settle(target, listed.canonical, keys[gained[present][:, 0]])
                 mover.count(present=int(present.sum()))
                 return
         targets[tuple(gained.T)] = NOBODY
@@ -330,7 +369,7 @@ class _Carrier:
             self._strike_out(listed, keys, targets)
             wanted = (targets != NOBODY).any(axis=1)
             keys, targets = keys[wanted], targets[wanted]
-            if not len(keys):
+            if not len(keys) or self._mover.over:
                 return
         source = self._use(self._source, listed)
         blocks: list[Block | None] = [None] * len(keys)
@@ -351,7 +390,9 @@ class _Carrier:
         self._mover.count(failed=int((targets[~there] != NOBODY).sum()))
         for target in _distinct(targets):
             rows = np.flatnonzero(there & (targets == target).any(axis=1))
-            if len(rows) and not self._mover.over:
+            if self._mover.over:
+                return
+            if len(rows):
                 self._set(listed, target, keys[rows], [block for row in rows if (block := blocks[row])])
 
     def _set(self, listed: _Listed, target: int, keys: Keys, blocks: Sequence[Block]) -> None:
@@ -362,6 +403,8 @@ class _Carrier:
             except AskError as error:
                 self._mover.leave_out(target, listed.canonical, error)
             else:
+                if not reply.error:  # otherwise it does not say which: the next mover asks
+                    self._mover.settle(target, listed.canonical, keys)
                 self._mover.count(reply.created, reply.existed, reply.error)
                 valid_until, room_bytes = self._room.get(target, (0.0, 0))
                 self._room[target] = valid_until, room_bytes - reply.created * listed.block_bytes

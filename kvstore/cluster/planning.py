@@ -39,10 +39,11 @@ class Plan:
 
 
 def plan_leaving(node: str, members: Sequence[Member]) -> Plan:
-    """`node`, which is one of `members`, leaves: its time is short, and nobody else sends. Those that join may not have
-    been filled yet."""
+    """`node`, which is one of `members`, leaves: its time is short, and nobody else sends. What it has is to be with
+    all owners without it. Nothing is taken to be there already: while others join or drain, the members do not tell who
+    has what; who moves the blocks asks."""
     after = [member for member in members if member.is_new_owner and member.node != node]
-    before = [member for member in members if member.node == node or (member in after and member.is_old_owner)]
+    before = [member for member in members if member.node == node]
     return Plan(before, after, {node})
 
 
@@ -78,10 +79,11 @@ class Gains:
 
 
 def _placement(members: Sequence[Member]) -> Placement:
+    """As clients place: a node without a zone is in one of its own."""
     placed = [(shard, member) for member in members for shard in member.shards]
     return Placement(
         [shard.name for shard, _ in placed],
         [shard.weight for shard, _ in placed],
         [member.node for _, member in placed],
-        [member.zone for _, member in placed],
+        [member.zone or member.node for _, member in placed],
     )

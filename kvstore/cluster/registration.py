@@ -111,17 +111,22 @@ class Registration:
         self._drain_asked = False  # by an operator, who is told how far it is
         self._drain_said: Drain | None = None
         self._out = False
+        self._started = False
 
     def start(self, metrics: str) -> None:
         """Register, as soon as etcd can be asked. `metrics`: HOST:PORT where the node serves them, or nothing."""
         self._member = msgspec.structs.replace(self._member, metrics=metrics)
+        self._started = True
         self._filling.start()
         self._follower.start()
         self._thread.start()
         self._keeping.start()
 
     def drain(self, seconds: float) -> None:
-        """Begin to move blocks away, for `seconds` at most, and then withdraw."""
+        """Begin to move blocks away, for `seconds` at most, and then withdraw. Over at once without `start`."""
+        if not self._started:
+            self._drained()
+            return
         with self._lock:
             draining = self._draining or self._begin_drain(Drain(self._member.instance, seconds))
 
@@ -134,17 +139,19 @@ class Registration:
         threading.Thread(target=wait, name="kvstore-drained", daemon=True).start()
 
     def stop(self) -> None:
-        """Withdraw and let clients turn away. Takes some seconds at most, also without etcd."""
+        """Withdraw and let clients turn away. Takes some seconds at most, also without etcd; `start` need not have been
+        called."""
         self._stopped.set()
         self._wake.set()
         self._filling.stop()
         if self._draining is not None:
             self._draining.stop()
             self._draining.join(STOP_S)
-        self._thread.join(STOP_S)
-        if self._withdraw():
-            time.sleep(LEAVE_S)
-        self._filling.join(STOP_S)
+        if self._started:
+            self._thread.join(STOP_S)
+            if self._withdraw():
+                time.sleep(LEAVE_S)
+            self._filling.join(STOP_S)
         self._follower.close()
         self._directory.close()
         self._keeper.close()
@@ -344,12 +351,14 @@ class Registration:
 
     def _begin_drain(self, asked: Drain) -> Draining:
         self._filling.stop()
-        draining = Draining(self.node, self._shards, asked, self._announce_drain, self._leave_drained)
+        draining = Draining(
+            self.node, self._shards, asked, self._announce_drain, self._members_now, self._leave_drained
+        )
         self._draining = draining
         draining.start()
         return draining
 
-    def _announce_drain(self) -> Sequence[Member]:
+    def _announce_drain(self) -> None:
         with self._lock:
             try:
                 self._write("draining")
@@ -357,9 +366,12 @@ class Registration:
                 log.warning(
                     "node %s: cannot say that it drains (%s); it moves its blocks all the same", self.node, error
                 )
-            view = self._follower.current
-            others = [member for member in view.members if member.node != self.node] if view else []
-            return [*others, self._member]
+
+    def _members_now(self) -> Sequence[Member]:
+        """Those that are known, with this node's record as it is."""
+        view = self._follower.current
+        others = [member for member in view.members if member.node != self.node] if view else []
+        return [*others, self._member]
 
     def _leave_drained(self) -> None:
         assert self._draining is not None

@@ -77,7 +77,7 @@ class Cluster:
             [shard.name for shard, _ in placed],
             [shard.weight for shard, _ in placed],
             [member.node for _, member in placed],
-            [member.zone for _, member in placed],
+            [member.zone or member.node for _, member in placed],
         )
         holders = placement.replicas(np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1), replicas)
         is_its = np.array([member.node == node for _, member in placed])

@@ -30,7 +30,9 @@ from kvstore.asking import Asking
 from kvstore.cluster.etcd import Drain, EtcdDirectory
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import Member, Membership
+from kvstore.cluster.registration import Registration
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.wire import ShardAddress
 from kvstore_client import KVStoreClient, Namespace
 
 DEATH_S = 3.0  # within which a dead node is out of every view
@@ -396,6 +398,38 @@ def test_a_second_sigterm_ends_the_draining(cluster: Cluster) -> None:
     wait_until(lambda: "state=draining" in server.log_text())
     assert server.stop() == 0
     assert cluster.states() == {}
+
+
+def test_a_registration_that_was_not_started_can_be_stopped_and_drained() -> None:
+    url = parse_cluster_url("etcd://127.0.0.1:1/none")
+    assert isinstance(url, EtcdURL)
+    drained: list[bool] = []
+    member = Member("a", "joining", [ShardAddress("a/0", "127.0.0.1", 7070, 1.0)])
+    registration = Registration(
+        url, member, member.shards, lease_s=2, grace_s=1.0, drained=lambda: drained.append(True)
+    )
+    registration.drain(60)
+    assert drained, "nothing is to be waited for"
+    registration.stop()
+
+
+def test_a_signal_after_a_drain_that_ended_does_not_kill_the_shards(cluster: Cluster) -> None:
+    server = cluster.start("a", "--drain-seconds", "20")
+    cluster.wait_for(a="serving")
+    (shard,) = server.shards()
+    shard.suspend()  # as one that is busy with writing its memory to disk
+    try:
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: "has withdrawn" in server.log_text(), 15)
+        time.sleep(1.0)  # the supervisor waits for its shard
+        server.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert shard.is_running() and shard.status() == "stopped"
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+    finally:
+        if shard.is_running():
+            shard.resume()
 
 
 def test_a_shard_that_dies_while_its_node_drains_is_started_again(cluster: Cluster) -> None:

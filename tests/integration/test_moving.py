@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from harness import Server, StartServer, block_of, blocks_of, make_keys, make_na
 
 from kvstore._cext import checksum_into
 from kvstore.asking import Asking, Keys
+from kvstore.cluster.draining import Draining
+from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member, State
 from kvstore.cluster.moving import REST_RATIO, Mover, MoveReport
 from kvstore.cluster.placement import Placement
@@ -57,7 +59,7 @@ def owners(members: Sequence[Member], keys: Sequence[bytes], copies: int) -> lis
         [shard.name for shard, _ in placed],
         [shard.weight for shard, _ in placed],
         [member.node for _, member in placed],
-        [member.zone for _, member in placed],
+        [member.zone or member.node for _, member in placed],
     )
     replicas = placement.replicas(matrix(keys), copies)
     return [
@@ -156,6 +158,7 @@ def test_every_copy_is_kept(start_server: StartServer, zones: list[str]) -> None
     members = [member_of(server, zone=zone) for server, zone in zip(servers, zones, strict=True)]
     keys = make_keys(1200)
     fill(members, SMALL, keys, copies=2)
+    (_, mine), *_ = owners(members, keys, 2)
     report, _ = move(members[0], members[1:])
     gained = 0
     for shard, some in owners(members[1:], keys, 2):
@@ -163,7 +166,20 @@ def test_every_copy_is_kept(start_server: StartServer, zones: list[str]) -> None
         gained += len(some)
         assert namespace_on(shard, SMALL).replicas == 2  # a node that leaves later knows it, too
     gained -= sum(len(some) for _, some in owners(members, keys, 2)[1:])
-    assert report == MoveReport(gained, gained, 0, 0)
+    assert report == MoveReport(2 * len(mine), gained, 2 * len(mine) - gained, 0)
+
+
+def test_both_copies_are_made_while_who_has_the_other_drains_too(start_server: StartServer) -> None:
+    servers = [start_server() for _ in range(5)]
+    states: list[State] = ["serving", "draining", "joining", "serving", "serving"]
+    members = [member_of(server, state) for server, state in zip(servers, states, strict=True)]
+    keys = make_keys(800)
+    fill([members[0], members[1], members[3]], SMALL, keys, copies=2)  # before the others joined
+    (_, mine), *_ = owners([members[0], members[1], members[3]], keys, 2)
+    report, _ = move(members[0], members[1:])
+    assert report.total == 2 * len(mine) == report.moved + report.present and report.present < len(mine)
+    for shard, some in owners(members[2:], mine, 2):
+        assert set(held(shard, SMALL, mine)) >= set(some), "as acknowledged: on each of its next owners"
 
 
 def test_what_the_others_have_is_not_sent(start_server: StartServer) -> None:
@@ -188,11 +204,10 @@ def test_those_that_do_not_own_blocks_get_none(start_server: StartServer) -> Non
     keys = make_keys(1000)
     put(members[0].shards[0], SMALL, keys)
     report, _ = move(members[0], members[1:])
-    (_, mine), _ = owners(members[:2], keys, 1)  # what another owned all along is none of this node's business
     (serves, of_serving), (joins, of_joining) = owners(members[1:3], keys, 1)
-    assert held(serves, SMALL, keys) == sorted(set(of_serving) & set(mine))
-    assert held(joins, SMALL, keys) == sorted(set(of_joining) & set(mine)), "though it may be filled already"
-    assert report.moved == report.total == len(mine)
+    assert held(serves, SMALL, keys) == sorted(of_serving)
+    assert held(joins, SMALL, keys) == sorted(of_joining), "though it may be filled already"
+    assert report == MoveReport(len(keys), len(keys), 0, 0)
     assert held(members[3].shards[0], SMALL, keys) == []
 
 
@@ -201,14 +216,13 @@ def test_the_hottest_go_first(start_server: StartServer) -> None:
     small, large = make_keys(8000), make_keys(380, first=10_000)
     for namespace, keys in ((SMALL, small), (LARGE, large)):
         put(members[0].shards[0], namespace, keys)
-    mine = {name: owners(members, keys, 1)[0][1] for name, keys in (("small", small), ("large", large))}
-    for stop_after in (700, len(mine["small"]) + 30):
+    for stop_after in (700, len(small) + 30):
         report, _ = move(members[0], members[1:], stop_after=stop_after)
         assert stop_after <= report.moved + report.present < report.total and not report.failed
-        for name, namespace in (("small", SMALL), ("large", LARGE)):
-            there = {key for member in members[1:] for key in held(member.shards[0], namespace, mine[name])}
+        for namespace, keys in ((SMALL, small), (LARGE, large)):
+            there = {key for member in members[1:] for key in held(member.shards[0], namespace, keys)}
             batch = (4 << 20) // namespace.block_bytes  # the last may be there in part
-            assert there <= set(mine[name][: len(there) + batch]), f"not the hottest of {name}"
+            assert there <= set(keys[: len(there) + batch]), f"not the hottest of {namespace}"
     assert len(there) >= 30
 
 
@@ -310,10 +324,9 @@ def test_a_namespace_that_fits_no_more_does_not_hold_up_the_others(
     keys, blocks = make_keys(200), make_keys(10, first=1000)
     put(members[0].shards[0], huge, blocks)
     put(members[0].shards[0], SMALL, keys)
-    mine, refused = owners(members, keys, 1)[0][1], owners(members, blocks, 1)[0][1]
     report, _ = move(members[0], members[1:])
-    assert report == MoveReport(len(mine) + len(refused), len(mine), 0, len(refused))
-    assert held(members[1].shards[0], SMALL, mine) == sorted(mine)
+    assert report == MoveReport(len(keys) + len(blocks), len(keys), 0, len(blocks))
+    assert held(members[1].shards[0], SMALL, keys) == sorted(keys)
     assert len(caplog.records) == 1 and "--segment" in caplog.text
 
 
@@ -326,10 +339,9 @@ def test_blocks_that_are_on_disk_only_are_moved(start_server: StartServer, tmp_p
         members = [member_of(server), member_of(start_server(memory="128MiB"))]
         put(members[0].shards[0], namespace, keys)
         wait_until_written(client)
-        (_, mine), _ = owners(members, keys, 1)
         report, _ = move(members[0], members[1:])
-    assert report == MoveReport(len(mine), len(mine), 0, 0)
-    assert held(members[1].shards[0], namespace, mine) == sorted(mine)
+    assert report == MoveReport(len(keys), len(keys), 0, 0)
+    assert held(members[1].shards[0], namespace, keys) == sorted(keys)
 
 
 # ---- to nodes that join --------------------------------------------------------------------------------------------
@@ -413,9 +425,71 @@ def test_who_leaves_sends_to_full_shards_too(start_server: StartServer) -> None:
     members = [member_of(start_server(memory="128MiB")), member_of(start_server(*LRU, memory="16MiB"))]
     keys = make_keys(200)
     put(members[0].shards[0], LARGE, keys)
-    (_, mine), _ = owners(members, keys, 1)
-    assert len(mine) > 64
-    assert move(members[0], members[1:])[0] == MoveReport(len(mine), len(mine), 0, 0)
+    assert move(members[0], members[1:])[0] == MoveReport(len(keys), len(keys), 0, 0)
+
+
+# ---- pass after pass -----------------------------------------------------------------------------------------------
+
+
+def drain(leaving: Member, others: Callable[[], Sequence[Member]], seconds: float = MOVE_S) -> Drain:
+    """Drain a node. `others` is asked before each pass. -> how far it came."""
+    told: list[str] = []
+    draining = Draining(
+        leaving.node,
+        leaving.shards,
+        Drain("", seconds),
+        lambda: told.append("announced"),
+        lambda: [msgspec.structs.replace(leaving, state="draining"), *others()],
+        lambda: told.append("left"),
+    )
+    draining.start()
+    draining.join(seconds + 10)
+    assert not draining.is_alive() and told == ["announced", "left"]
+    return draining.progress
+
+
+def test_a_drain_looks_again_for_what_was_set_late_and_who_died(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = [start_server() for _ in range(3)]
+    members = [member_of(server) for server in servers]
+    keys, late = make_keys(600), make_keys(50, first=5000)
+    put(members[0].shards[0], SMALL, keys)
+    servers[2].kill()
+    passes: list[Sequence[Member]] = []
+
+    def others() -> Sequence[Member]:
+        if passes:  # a client that knew the old view
+            put(members[0].shards[0], SMALL, late)
+        passes.append(members[1:] if not passes else members[1:2])
+        return passes[-1]
+
+    with caplog.at_level(logging.WARNING):
+        progress = drain(members[0], others)
+    assert held(members[1].shards[0], SMALL, [*keys, *late]) == sorted([*keys, *late])
+    count = len(keys) + len(late)
+    assert (progress.total, progress.done, progress.moved) == (count, count, count)
+    assert (progress.present, progress.failed, len(passes)) == (0, 0, 3)
+
+
+def test_a_drain_sends_a_full_shard_every_block_once(start_server: StartServer) -> None:
+    members = [member_of(start_server(memory="128MiB")), member_of(start_server(*LRU, memory="16MiB"))]
+    keys = make_keys(200)
+    put(members[0].shards[0], LARGE, keys)
+    progress = drain(members[0], lambda: members[1:])
+    assert (progress.total, progress.moved, progress.present, progress.failed) == (200, 200, 0, 0)
+
+
+def test_a_drain_gives_up_what_fails_for_good_and_says_so(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.cluster.draining.FAILING_S", 0.5)
+    members = [member_of(start_server()) for _ in range(2)]
+    good, bad = make_keys(100), make_keys(20, first=1000)
+    put(members[0].shards[0], SMALL, good)
+    put(members[0].shards[0], SMALL, bad, damage=True)
+    progress = drain(members[0], lambda: members[1:])
+    assert (progress.total, progress.done, progress.moved, progress.failed) == (120, 120, 100, 20)
 
 
 def test_in_the_background_it_works_a_quarter_of_the_time_and_can_be_stopped(start_server: StartServer) -> None:

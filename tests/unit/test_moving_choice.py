@@ -14,7 +14,10 @@ from kvstore.cluster.members import Member, Membership, State
 from kvstore.cluster.moving import TURN_BYTES, _Listed, _turns
 from kvstore.cluster.placement import Placement
 from kvstore.cluster.planning import NOBODY, Gains, Plan, plan_joining, plan_leaving
+from kvstore.cluster.settled import Settled
 from kvstore.wire import ShardAddress
+from kvstore_client.link import Link
+from kvstore_client.view import Place, View
 
 
 def member(node: str, shards: int, zone: str) -> Member:
@@ -23,7 +26,7 @@ def member(node: str, shards: int, zone: str) -> Member:
 
 
 KEYS = np.random.default_rng(5).integers(0, 256, (300, 16), dtype=np.uint8)
-Nodes = st.lists(st.tuples(st.integers(1, 3), st.sampled_from("xyz")), min_size=2, max_size=6)
+Nodes = st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["", "x", "y", "node-1"])), min_size=2, max_size=6)
 
 
 def holders(members: Sequence[Member], copies: int) -> list[set[str]]:
@@ -33,7 +36,7 @@ def holders(members: Sequence[Member], copies: int) -> list[set[str]]:
         [shard.name for shard, _ in shards],
         [1.0] * len(shards),
         [node.node for _, node in shards],
-        [node.zone for _, node in shards],
+        [node.zone or node.node for _, node in shards],
     )
     return [{shards[number][0].name for number in row} for row in placement.replicas(KEYS, copies).tolist()]
 
@@ -47,17 +50,25 @@ def gaining(node: Member, plan: Plan, copies: int) -> tuple[list[set[str]], list
 
 @settings(deadline=None, max_examples=30)
 @given(Nodes, st.integers(1, 3))
-def test_who_leaves_gives_a_shard_what_it_holds_without_the_node_and_did_not_with_it(
+def test_who_leaves_gives_what_it_has_to_all_who_own_it_then_as_clients_place(
     nodes: list[tuple[int, str]], copies: int
 ) -> None:
     members = [member(f"node-{number}", *node) for number, node in enumerate(nodes)]
     plan = plan_leaving("node-0", members)
     assert not plan.gentle
     gained, ranks = gaining(members[0], plan, copies)
-    with_it, without = holders(members, copies), holders(members[1:], copies)
-    assert gained == [after - before for after, before in zip(without, with_it, strict=True)]
-    mine = {shard.name for shard in members[0].shards}
-    assert all(before & mine or not some for some, before in zip(gained, with_it, strict=True))
+    view = View(
+        [
+            Place(
+                Link(shard.name, shard.host, shard.port, lambda *_: None, lambda: None),
+                node.node,
+                node.zone or node.node,
+            )
+            for node in members[1:]
+            for shard in node.shards
+        ]
+    )
+    assert gained == [{view.links[number].name for number in row} for row in view.owners(KEYS, copies).tolist()]
     assert not any(ranks), "nobody else sends"
 
 
@@ -85,13 +96,23 @@ def test_who_joins_is_given_its_share_by_each_that_had_it_and_by_one_of_them_fir
         assert not any(gaining(node, plan, copies)[0]), "who joined had nothing before"
 
 
-def test_who_leaves_counts_on_nothing_at_those_that_join() -> None:
-    members = [member(f"node-{number}", 1, "") for number in range(3)]
-    members[2] = msgspec.structs.replace(members[2], state="joining")
-    plan = plan_leaving("node-0", [msgspec.structs.replace(members[0], state="draining"), *members[1:]])
-    gained, _ = gaining(members[0], plan, 1)
-    before, after = holders(members[:2], 1), holders(members[1:], 1)
-    assert gained == [new if old == {"node-0/0"} else set() for new, old in zip(after, before, strict=True)]
+def test_who_leaves_counts_on_nothing_at_those_that_join_or_drain() -> None:
+    states: list[State] = ["draining", "serving", "joining", "draining", "serving"]
+    members = [
+        msgspec.structs.replace(member(f"node-{number}", 1, ""), state=state) for number, state in enumerate(states)
+    ]
+    gained, _ = gaining(members[0], plan_leaving("node-0", members), 2)
+    assert gained == holders([members[1], members[2], members[4]], 2)
+
+
+def test_settled_copies_are_told_from_others() -> None:
+    settled = Settled()
+    holder, other = ("run", "a/0", b"namespace"), ("new run", "a/0", b"namespace")
+    assert not settled.among(holder, KEYS).any()
+    settled.add(holder, KEYS[200:])
+    settled.add(holder, KEYS[:50])
+    assert settled.among(holder, KEYS).tolist() == [number < 50 or number >= 200 for number in range(len(KEYS))]
+    assert not settled.among(other, KEYS).any() and not settled.among(holder, KEYS[:, :8].copy()).any()
 
 
 def test_those_that_drain_own_nothing_and_those_that_join_do() -> None:
