@@ -54,7 +54,7 @@ from harness import (
 from kvstore_client import KVStoreClient
 
 KiB, MiB = 1 << 10, 1 << 20
-SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "60"))
+SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "20"))
 MEMORY = 96 * MiB
 FRAMES = 100_000
 

@@ -366,7 +366,7 @@ def test_nothing_is_copied_for_longer_than_the_grace_lasts(cluster: Cluster, new
 def test_who_serves_is_filled_no_more(cluster: Cluster, new_namespace: MakeNamespace) -> None:
     (old,) = cluster.start_serving("a", memory="512MiB")
     put(cluster, new_namespace(BLOCK_BYTES), 6000)
-    cluster.start("b", "--grace-seconds", "3", memory="512MiB")
+    cluster.start("b", "--grace-seconds", "2", memory="512MiB")
     wait_until_filling(old)
     wait_until(lambda: cluster.members()["b"].state == "serving")
     wait_for_fills([old], "b")
