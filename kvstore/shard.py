@@ -432,11 +432,8 @@ class Shard:
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed
         existed = int((slots == BlockIndex.EXISTED).sum())
-        unready = None
         if existed:  # the chain's new tail must not outlive the head it hangs on
             namespace.contains(write.keys, self.now, True, self.store.ticks(request.count))
-            if not request.deferred:
-                unready = self._being_written(write)
         namespace.wake_parked()
         reply = wire.SetReply(
             id=request.id,
@@ -446,11 +443,8 @@ class Shard:
             forced=forced,
             duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
             error=int((slots == BlockIndex.NO_SPACE).sum()),
-            outcomes=_outcomes(slots, replaced, unready) if request.outcomes else b"",
+            outcomes=_outcomes(slots, replaced) if request.outcomes else b"",
         )
-        if unready is not None:
-            still = int(unready.sum())
-            reply = msgspec.structs.replace(reply, existed=reply.existed - still, error=reply.error + still)
         written = slots[slots >= 0]
         if self.disk is None or not len(written):
             peer.reply(reply)
@@ -462,16 +456,6 @@ class Shard:
             self._reply_for_good(peer, reply)
         else:
             peer.reply(reply)
-
-    def _being_written(self, write: Write) -> npt.NDArray[np.bool_]:
-        """Which blocks of a SET another client is writing: they may yet be taken away, and cannot be acknowledged."""
-        index, slots = write.namespace.memory.index, write.slots
-        unready: npt.NDArray[np.bool_] = slots == BlockIndex.EXISTED
-        keys = np.frombuffer(write.keys, dtype=np.uint8).reshape(len(slots), -1)[unready]
-        found = index.acquire(keys.reshape(-1), self.now, 0, False)
-        index.release(found)
-        unready[unready] = found == -2
-        return unready
 
     def stream_ended(self, stream: Stream) -> None:
         """Its memory is free again."""
@@ -512,13 +496,11 @@ class Shard:
         )
 
 
-def _outcomes(slots: Slots, replaced: npt.NDArray[np.bool_] | None, unready: npt.NDArray[np.bool_] | None) -> bytes:
+def _outcomes(slots: Slots, replaced: npt.NDArray[np.bool_] | None) -> bytes:
     """One `Outcome` a block."""
     outcomes = _OUTCOME_OF_VERDICT[-np.minimum(slots, 0)]
     if replaced is not None:
         outcomes[replaced] = Outcome.FORCED
-    if unready is not None:
-        outcomes[unready] = Outcome.ERROR
     return bytes(outcomes)
 
 

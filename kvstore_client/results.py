@@ -14,7 +14,7 @@ class SetResult(NamedTuple):
 
     `created` are new, `existed` were there (or being written by another client) and were left alone, `forced` were
     replaced, `duplicated` came twice in the batch, `error` were not stored: no room, or the server out of reach; or, if
-    the set is not deferred, not on all replicas, or still being written by another client.
+    the set is not deferred, not on all replicas.
     """
 
     total: int

@@ -84,24 +84,6 @@ def test_what_another_client_writes_existed_for_the_second(server: Server, new_n
         assert first.reply()[0][:4] == [SET_REPLY, 5, 1, 1]
 
 
-def test_a_block_that_another_client_still_writes_is_not_acknowledged_for_good(
-    server: Server, new_namespace: MakeNamespace
-) -> None:
-    namespace, keys = new_namespace(256), make_keys(3)
-    blocks = blocks_of(keys, 256)
-    with RawClient(server) as first, KVStoreClient(server.endpoint, namespace) as second:
-        second.set(keys[2:], blocks[2:])
-        first.hello(namespace.canonical())
-        first.send(pack(SET, 5, 10_000, 1, 16), keys[0], more=True)
-        while not second.contains(keys[:1])[0]:
-            pass
-        assert second.set(keys, blocks, deferred=False) == (3, 1, 1, 0, 0, 1)
-        assert second.set(keys, blocks, deferred=True) == (3, 0, 3, 0, 0, 0)
-        first.send(blocks[0], sums_of(blocks[:1]))
-        first.reply()
-        assert second.set(keys, blocks, deferred=False).existed == 3
-
-
 def test_a_block_there_is_no_room_for_is_named(start_server: StartServer) -> None:
     server = start_server(memory="4MiB", segment="4MiB")
     namespace = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=1 << 19)
