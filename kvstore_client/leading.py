@@ -18,7 +18,7 @@ from typing import Final
 
 from kvstore_client.link import Link
 
-# Then look whether somebody's reply is complete. With 1 MiB, two shards that share the cores took 1.1 times as long.
+# Then look whether somebody's reply is complete. Less is slower where shards share cores.
 READ_BUDGET_BYTES: Final = 4 << 20
 LOOK_ANYWAY_S: Final = 0.1
 

@@ -35,7 +35,6 @@ class Rounds:
         self._core = core
         self._packed = packed
         self._replicas = replicas
-        self._timeout_s = timeout_s
         self._error: KVStoreError | None = None
         self._unanswered: npt.NDArray[np.bool_] | None = None  # by position; None: no shard has failed
         self._missed: list[tuple[Link, Numbers]] = []  # by owners

@@ -44,7 +44,6 @@ class Writer:
         self._exchange = exchange
         self._repairs = repairs
         self._core = exchange.core
-        self._block_bytes = block_bytes
         self._replicas = replicas
         self._per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // block_bytes))
 
@@ -68,8 +67,7 @@ class Writer:
         error: KVStoreError | None = None
         while True:
             view = self._core.view
-            failed = self._set_under(view, packed, left, source, options, deferred, deadline, outcomes)
-            left, error = failed
+            left, error = self._set_under(view, packed, left, source, options, deferred, deadline, outcomes)
             if force:
                 self._delete_elsewhere(view, packed, unique, deadline)
             if not len(left) or self._core.view is view or time.monotonic() >= deadline:
@@ -101,7 +99,7 @@ class Writer:
         """Set under one view. -> the positions that were not stored because shards failed, and why."""
         if not view.links:
             return positions, self._core.no_shards()
-        owners = view.owners(packed[positions], self._replicas)
+        owners = view.owners(take(packed, positions), self._replicas)
         replicas = owners.shape[1]
 
         def message(call: Call) -> Message:

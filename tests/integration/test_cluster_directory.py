@@ -27,23 +27,10 @@ from kvstore.wire import ShardAddress
 TTL_S = 2
 
 
-@pytest.fixture(scope="module")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
-        yield etcd
-
-
 @pytest.fixture
-def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
-    """For tests that stop it."""
-    with Etcd(tmp_path / "etcd") as etcd:
-        yield etcd
-
-
-@pytest.fixture
-def url(shared_etcd: Etcd, request: pytest.FixtureRequest) -> str:
+def url(etcd: Etcd, request: pytest.FixtureRequest) -> str:
     """A cluster that no other test uses."""
-    return shared_etcd.url(f"t{abs(hash(request.node.name)) % 10**9}")
+    return etcd.url(f"t{abs(hash(request.node.name)) % 10**9}")
 
 
 @pytest.fixture

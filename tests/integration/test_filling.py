@@ -29,12 +29,6 @@ FILL_S = 30.0
 OVER = re.compile(r"filling (\S.*?) is over: to_copy=(\d+) copied=(\d+) present=(\d+) failed=(\d+) seconds=([\d.]+)")
 
 
-@pytest.fixture(scope="module")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
-        yield etcd
-
-
 class Cluster:
     """Nodes of a cluster that no other test uses."""
 
@@ -85,8 +79,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(shared_etcd: Etcd, start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    cluster = Cluster(shared_etcd.url(re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]), start_server)
+def cluster(etcd: Etcd, start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    cluster = Cluster(etcd.url(re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]), start_server)
     yield cluster
     cluster.directory.close()
 

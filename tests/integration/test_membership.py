@@ -38,19 +38,6 @@ from kvstore_client import KVStoreClient, Namespace
 DEATH_S = 3.0  # within which a dead node is out of every view
 
 
-@pytest.fixture(scope="module")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
-        yield etcd
-
-
-@pytest.fixture
-def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
-    """For tests that stop it."""
-    with Etcd(tmp_path / "etcd") as etcd:
-        yield etcd
-
-
 class Cluster:
     """A cluster that no other test uses: its nodes, and what etcd and a follower say of it."""
 
@@ -104,8 +91,8 @@ def open_cluster(start_server: StartServer, request: pytest.FixtureRequest) -> I
 
 
 @pytest.fixture
-def cluster(shared_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]) -> Cluster:
-    return open_cluster(shared_etcd)
+def cluster(etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]) -> Cluster:
+    return open_cluster(etcd)
 
 
 def metrics(server: Server) -> dict[tuple[str, str], float]:
@@ -302,10 +289,10 @@ def test_a_node_stops_in_good_time_without_etcd(own_etcd: Etcd, open_cluster: Ca
     assert time.monotonic() - began < 10
 
 
-def test_of_several_endpoints_one_is_enough(cluster: Cluster, shared_etcd: Etcd) -> None:
+def test_of_several_endpoints_one_is_enough(cluster: Cluster, etcd: Etcd) -> None:
     (dead,) = free_ports(1)
     name = cluster.url.rpartition("/")[2]
-    cluster.start("a", url=f"etcd://127.0.0.1:{dead},127.0.0.1:{shared_etcd.port}/{name}")
+    cluster.start("a", url=f"etcd://127.0.0.1:{dead},127.0.0.1:{etcd.port}/{name}")
     cluster.wait_for(a="serving")
     time.sleep(2.5)
     assert cluster.states() == {"a": "serving"}
