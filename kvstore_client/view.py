@@ -22,6 +22,8 @@ NOBODY: Final = -1
 # The one whose turn it is gives way to the other only when it is so much slower: each keeps what it is asked for.
 SLOWER: Final = 2.0
 SLOW_S: Final = 0.002
+# Of nodes that join at a time: how many may stand between a key's owner now and the one that has the block.
+MAX_FORMER: Final = 4
 
 Numbers = npt.NDArray[np.intp]
 
@@ -70,6 +72,8 @@ class View:
         self.new_nodes = len({places[number].node for number in new or old})  # a block has at most as many owners
         # Whether a node joins or drains: blocks may be where they do not belong any more.
         self.changing = len(places) > 1 and new != old
+        joining = len({places[number].node for number in new if not places[number].old})
+        self._former = min(max(1, joining), MAX_FORMER) if self.changing else 0
         self._new = _Ring(places, new or old) if len(places) > 1 else None
         self._old = _Ring(places, old) if self.changing and new and old else None
 
@@ -85,14 +89,15 @@ class View:
 
         `turn`: which replica is asked first, so that all are: one that is never read lets go of the wrong blocks.
         """
-        found = self.owners(keys, replicas + self.changing)
+        found = self.owners(keys, replicas + self._former)
         owners = min(replicas, found.shape[1])
         if owners > 1:
             found[:, :owners] = np.roll(found[:, :owners], -(turn % owners), axis=1)
             self._prefer_the_faster(found)
         if not self.changing:
             return found
-        # Who owned a block before the last of several nodes joined is the next in rank, but need not be an old owner.
+        # A node that joins owns what was set meanwhile, so who owned a block before others joined need not be an old
+        # owner: it is next in rank, behind as many as have joined since.
         found, old = found[:, :owners], found[:, owners:]
         if self._old is not None:
             old = np.concatenate([self._old.replicas(keys, replicas), old], axis=1)

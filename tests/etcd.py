@@ -44,8 +44,8 @@ class Etcd:
     def __init__(self, folder: Path, *, prefix: Sequence[str] = (), host: str = "127.0.0.1") -> None:
         if shutil.which("etcd") is None:
             if os.environ.get("CI") == "true":
-                raise AssertionError("no etcd: scripts/etcd.sh should have installed it")
-            pytest.skip("etcd is not installed: scripts/etcd.sh")
+                raise AssertionError("no etcd: scripts/programs.sh should have installed it")
+            pytest.skip("etcd is not installed: scripts/programs.sh installs it")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.host = host
