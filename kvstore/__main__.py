@@ -1,5 +1,5 @@
 """`python -m kvstore`: the server, as `kvstore-server`."""
 
-from kvstore.cli import server_main
+from kvstore.node.cli import server_main
 
 server_main()

@@ -21,19 +21,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore.zmtp import frame
-from kvstore_client.buffers import BlockSource, writable_rows
-from kvstore_client.core import Core
+from kvstore.wire.zmtp import frame
+from kvstore_client._calls.exchange import Exchange, outcome
+from kvstore_client._calls.reading import Reader
+from kvstore_client._calls.repairs import Repairs
+from kvstore_client._calls.requests import Call, chunks, first_occurrences, keyed_message, milliseconds
+from kvstore_client._calls.writing import Writer
+from kvstore_client._links.buffers import BlockSource, writable_rows
+from kvstore_client._links.core import Core
+from kvstore_client._links.operations import Operation
+from kvstore_client._links.sending import Message
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
-from kvstore_client.exchange import Exchange, outcome
 from kvstore_client.keys import Keys, Namespace, pack_keys
-from kvstore_client.operations import Operation
-from kvstore_client.reading import Reader
-from kvstore_client.repairs import Repairs
-from kvstore_client.requests import Call, chunks, first_occurrences, keyed_message, milliseconds
 from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
-from kvstore_client.sending import Message
-from kvstore_client.setting import Writer
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 

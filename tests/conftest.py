@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import MakeNamespace, Server, StartServer, make_namespace
 
 from kvstore_client import Namespace
+from tests.support.harness import MakeNamespace, Server, StartServer, make_namespace
 
 _numbers = itertools.count()
 

@@ -16,10 +16,10 @@ from typing import Final, Protocol
 from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys, Trace
 from kvstore import wire
 from kvstore._cext import BlockIndex
-from kvstore.config import ShardConfig
-from kvstore.peer import Peer
-from kvstore.shard import Shard
-from kvstore.stream import Stream
+from kvstore.shard.loop import Shard
+from kvstore.shard.peer import Peer
+from kvstore.shard.setup import ShardConfig
+from kvstore.shard.stream import Stream
 from kvstore_client import Namespace
 
 BLOCK_BYTES: Final = 64  # nothing is written to them

@@ -26,12 +26,12 @@ from benchmarks.remote_kv_cache.transfers import (
 )
 from kvstore import wire
 from kvstore.cluster.placement import Placement
-from kvstore_client.core import Core
-from kvstore_client.link import Link
-from kvstore_client.operations import Operation as Request
-from kvstore_client.requests import Call, keyed_message, milliseconds, take
-from kvstore_client.sending import Message
-from kvstore_client.view import Place, View
+from kvstore_client._calls.requests import Call, keyed_message, milliseconds, take
+from kvstore_client._links.core import Core
+from kvstore_client._links.link import Link
+from kvstore_client._links.operations import Operation as Request
+from kvstore_client._links.sending import Message
+from kvstore_client._links.view import Place, View
 
 SHARDS: Final = 64
 SHARDS_PER_NODE: Final = 4

@@ -17,7 +17,7 @@ from benchmarks.remote_kv_cache.harness import Benchmark, Operation, add_model_o
 from benchmarks.remote_kv_cache.shapes import BLOCK_TOKENS, Batch, Model, Rows, random_rows
 
 if TYPE_CHECKING:
-    from kvstore_client.vllm.layout import Copy
+    from kvstore_client.vllm.connector.layout import Copy
 
 SWAP_OUT: Final = "swap out"
 SWAP_IN: Final = "swap in"
@@ -34,7 +34,7 @@ class Swaps:
         """``blocks``: what the blocks hold, `(blocks, block_bytes)`; the layers of a block one after the other."""
         import torch
 
-        from kvstore_client.vllm.layout import BlockLayout
+        from kvstore_client.vllm.connector.layout import BlockLayout
 
         self._batch = batch
         self._blocks = blocks

@@ -22,10 +22,10 @@ from typing import Final
 
 import msgspec
 
-from kvstore.asking import AskError, Asking
 from kvstore.cluster.members import DirectoryError, Member, MemberError, Membership, State, check_member
 from kvstore.cluster.url import DnsURL
 from kvstore.wire import ShardAddress
+from kvstore.wire.asking import AskError, Asking
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from kvstore._cext import BlockIndex, read_blocks
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing
-from kvstore.store import NamespaceStore
-from kvstore.tier import Slots
+from kvstore.store.namespaces import NamespaceStore
+from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvstore._cext import BlockIndex
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.segments import DIRECT_BYTES, MIN_DIRECT_BYTES
-from kvstore.tier import NamespaceTier, Offsets, Slots, Space
+from kvstore.store.tier import NamespaceTier, Offsets, Slots, Space
 from kvstore.wire import namespace_id
 
 

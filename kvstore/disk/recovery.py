@@ -19,8 +19,8 @@ from kvstore.disk.fetching import WAIT, Fetching
 from kvstore.disk.messages import NamespaceFound, Recovered
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
-from kvstore.store import NamespaceStore
-from kvstore.tier import Slots
+from kvstore.store.namespaces import NamespaceStore
+from kvstore.store.tier import Slots
 from kvstore.wire import WireError
 
 log = logging.getLogger("kvstore.disk")

@@ -17,7 +17,7 @@ from kvstore._cext import BlockIndex, read_blocks
 from kvstore.disk.fetching import CORRUPT, Answers, Fetching
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
-from kvstore.tier import Slots
+from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
 

@@ -24,12 +24,12 @@ from kvstore.disk.recovery import Recovery, WarmStart
 from kvstore.disk.scrubbing import Scrubbing
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing
-from kvstore.store import Store
-from kvstore.tier import Slots
+from kvstore.store.namespaces import Store
+from kvstore.store.tier import Slots
 from kvstore.wire import DiskInfo
 
 if TYPE_CHECKING:
-    from kvstore.config import DiskConfig
+    from kvstore.disk.config import DiskConfig
 
 log = logging.getLogger("kvstore.disk")
 

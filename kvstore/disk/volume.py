@@ -19,23 +19,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import BlockIndex
+from kvstore.disk.config import DiskConfig
 from kvstore.disk.entries import Entries
 from kvstore.disk.format import INDEX, SEGMENTS, DiskFormatError, lock_shard
 from kvstore.disk.keeper import Keeper
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.segments import SegmentFiles
 from kvstore.disk.threads import Completions, Pool
-from kvstore.store import Store
-from kvstore.tier import Tier
-
-if TYPE_CHECKING:
-    from kvstore.config import DiskConfig
+from kvstore.store.namespaces import Store
+from kvstore.store.tier import Tier
 
 log = logging.getLogger("kvstore.disk")
 

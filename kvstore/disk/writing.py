@@ -25,8 +25,8 @@ import numpy.typing as npt
 from kvstore._cext import BlockIndex, write_blocks
 from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
-from kvstore.store import NamespaceStore
-from kvstore.tier import Slots
+from kvstore.store.namespaces import NamespaceStore
+from kvstore.store.tier import Slots
 
 WRITE_JOB_BYTES: Final = 4 << 20
 MAX_IN_FLIGHT_BYTES: Final = 32 << 20

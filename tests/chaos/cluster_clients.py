@@ -12,9 +12,10 @@ from types import TracebackType
 
 import msgspec
 import numpy as np
-from cluster import CLIENTS, Cluster
-from cluster_load import Call, Check, Miss, Options, Ready, Summary, keys_of
-from harness import environment, wait_until
+
+from tests.chaos.cluster_load import Call, Check, Miss, Options, Ready, Summary, keys_of
+from tests.support.cluster import CLIENTS, Cluster
+from tests.support.harness import environment, wait_until
 
 READY_S = 60.0
 CHECK_S = 60.0

@@ -16,18 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from harness import block_of, blocks_of, make_keys, make_namespace
-
 from kvstore_client import KVStoreClient, KVStoreError
+from tests.support.harness import block_of, blocks_of, make_keys, make_namespace
 
 T = TypeVar("T")
 

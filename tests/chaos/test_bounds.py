@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from harness import (
+
+from kvstore_client import KVStoreClient
+from tests.support.harness import (
     CANCEL,
     CONTAINS,
     CREDIT,
@@ -50,8 +52,6 @@ from harness import (
     wait_until,
     zmtp_frame,
 )
-
-from kvstore_client import KVStoreClient
 
 KiB, MiB = 1 << 10, 1 << 20
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "20"))

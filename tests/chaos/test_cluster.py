@@ -14,13 +14,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from cluster import Cluster, owner_nodes
-from cluster_clients import Clients, Excuse, key_array
-from cluster_load import Call, Miss
-from harness import make_keys
-from network import need, unavailable
 
 from kvstore.cluster.members import Member, Membership
+from tests.chaos.cluster_clients import Clients, Excuse, key_array
+from tests.chaos.cluster_load import Call, Miss
+from tests.support.cluster import Cluster, owner_nodes
+from tests.support.harness import make_keys
+from tests.support.network import need, unavailable
 
 NODES = ("n1", "n2", "n3", "n4")
 RECOVERY_S = 3.0
@@ -191,7 +191,7 @@ def owners_of_many(membership: Membership) -> np.ndarray:
 
 def stored_blocks(cluster: Copies, node: str) -> int:
     """How many blocks a node has."""
-    from kvstore.asking import Asking
+    from kvstore.wire.asking import Asking
 
     with Asking((cluster.network.address(node), 7070), 5.0) as asking:
         return sum(namespace.blocks for namespace in asking.info().namespaces)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from harness import wait_until
-from network import Network, need, unavailable
+
+from tests.support.harness import wait_until
+from tests.support.network import Network, need, unavailable
 
 PORT = 5000
 MiB = 1 << 20

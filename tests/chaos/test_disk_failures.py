@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk import (
+
+from kvstore_client import Namespace
+from tests.support.disk import (
     KiB,
     MiB,
     allocated_bytes,
@@ -30,7 +32,7 @@ from disk import (
     wait_until_on,
     wait_until_written,
 )
-from harness import (
+from tests.support.harness import (
     MakeNamespace,
     MemoryWatch,
     Server,
@@ -43,8 +45,6 @@ from harness import (
     server_command,
     wait_until,
 )
-
-from kvstore_client import Namespace
 
 BLOCK = 64 * KiB
 LRU = ("--policy", "lru")  # what was set a moment ago is there, however hard others use the small memory

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import (
+
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout
+from tests.support.harness import (
     MakeNamespace,
     RawClient,
     StartServer,
@@ -24,8 +26,6 @@ from harness import (
     shard_info,
     wait_until,
 )
-
-from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout
 
 KiB, MiB = 1 << 10, 1 << 20
 BLOCK = 64 * KiB

@@ -31,9 +31,8 @@ import numpy as np
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from disk import (
+from kvstore_client import KVStoreClient, KVStoreError, Namespace
+from tests.support.disk import (
     KiB,
     MiB,
     allocated_bytes,
@@ -48,7 +47,7 @@ from disk import (
     wait_until_on,
     wait_until_written,
 )
-from harness import (
+from tests.support.harness import (
     STOP_S,
     MakeNamespace,
     MemoryWatch,
@@ -61,8 +60,6 @@ from harness import (
     make_namespace,
     wait_until,
 )
-
-from kvstore_client import KVStoreClient, KVStoreError, Namespace
 
 ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "5"))
 FLIPS = int(os.environ.get("KVSTORE_FLIP_TRIALS", "40"))

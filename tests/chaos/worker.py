@@ -9,15 +9,11 @@ import json
 import random
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from harness import block_of, make_keys, make_namespace
-
 from kvstore_client import KVStoreClient
+from tests.support.harness import block_of, make_keys, make_namespace
 
 BLOCK_BYTES = 64 << 10
 KEYS = 2000

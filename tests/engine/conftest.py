@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Engine, Expected, StartEngine, save_model
-from harness import Server
-from slow_link import SlowLink
+
+from tests.engine.engines import Engine, Expected, StartEngine, save_model
+from tests.engine.slow_link import SlowLink
+from tests.support.harness import Server
 
 HERE = Path(__file__).parent
 MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]

@@ -12,14 +12,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import driver
 import psutil
 import pytest
-from driver import Answer, Ask
-from harness import Server, rss_bytes, wait_until
 
 from kvstore.wire import NamespaceInfo
 from kvstore_client import KVStoreClient, Namespace
+from tests.engine import driver
+from tests.engine.driver import Answer, Ask
+from tests.support.harness import Server, rss_bytes, wait_until
 
 START_S = 120.0
 ANSWER_S = 60.0

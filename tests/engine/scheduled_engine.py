@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scheduled_ranks import BLOCK_TOKENS, Rank, Step, Work
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
@@ -28,11 +27,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstore_client.guard import Counters
-from kvstore_client.lookup import Lookup
-from kvstore_client.vllm.host_tier import HostTier
-from kvstore_client.vllm.plan import StepPlan
-from kvstore_client.vllm.scheduler import SchedulerHalf
+from kvstore_client.engine.guard import Counters
+from kvstore_client.engine.lookup import Lookup
+from kvstore_client.vllm.connector.host_tier import HostTier
+from kvstore_client.vllm.connector.plan import StepPlan
+from kvstore_client.vllm.connector.scheduler import SchedulerHalf
+from tests.engine.scheduled_ranks import BLOCK_TOKENS, Rank, Step, Work
 
 MAX_MODEL_LEN = 1024
 

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore_client.vllm.plan import Load, Saves, StepPlan, WorkerReport
+from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
 
 BLOCK_TOKENS = 32
 

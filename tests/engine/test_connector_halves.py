@@ -16,9 +16,10 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
-    from scheduled_engine import ScheduledEngine
-    from scheduled_ranks import BLOCK_TOKENS
     from vllm.v1.request import Request, RequestStatus
+
+    from tests.engine.scheduled_engine import ScheduledEngine
+    from tests.engine.scheduled_ranks import BLOCK_TOKENS
 
 StartEngine: TypeAlias = Callable[..., ScheduledEngine]
 PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest

@@ -27,9 +27,10 @@ from hypothesis.stateful import (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
-    from scheduled_engine import ScheduledEngine
-    from scheduled_ranks import BLOCK_TOKENS
     from vllm.v1.request import Request, RequestStatus
+
+    from tests.engine.scheduled_engine import ScheduledEngine
+    from tests.engine.scheduled_ranks import BLOCK_TOKENS
 
 RANKS = 2
 MOST_BLOCKS = 7  # of a prompt

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore_client.vllm.config import ConnectorConfig, parse_config, parse_options
+from kvstore_client.vllm.connector.config import ConnectorConfig, parse_config, parse_options
 
 ENDPOINT = "tcp://127.0.0.1:7070"
 

@@ -15,7 +15,7 @@ import prometheus_client
 import pytest
 
 import kvstore_client
-from kvstore_client import transfer
+from kvstore_client.engine import transfer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-    from kvstore_client.vllm.stats import COUNTERS, GAUGES, PromMetrics, TrafficLog, TransferStats
+    from kvstore_client.vllm.connector.stats import COUNTERS, GAUGES, PromMetrics, TrafficLog, TransferStats
 
 TRANSFER_CONFIG = KVTransferConfig(
     kv_connector="KVStoreConnector",

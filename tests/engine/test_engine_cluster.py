@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import owner_nodes
-from driver import Answer, Ask
-from engines import BLOCK, BLOCK_BYTES, Expected, StartEngine, full_blocks, prompt, until_it_hits
-from etcd import Etcd
-from harness import ANSWER_S, Server, wait_until
 
-from kvstore.asking import Asking
 from kvstore.cluster.etcd import EtcdDirectory
 from kvstore.cluster.members import Membership
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.wire.asking import Asking
+from tests.engine.driver import Answer, Ask
+from tests.engine.engines import BLOCK, BLOCK_BYTES, Expected, StartEngine, full_blocks, prompt, until_it_hits
+from tests.support.cluster import owner_nodes
+from tests.support.etcd import Etcd
+from tests.support.harness import ANSWER_S, Server, wait_until
 
 NODES = ("n1", "n2", "n3")
 SERVE_S = 20.0

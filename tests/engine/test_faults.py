@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from driver import Answer, Ask
-from engines import (
+
+from kvstore_client import KVStoreClient, Namespace
+from tests.engine.driver import Answer, Ask
+from tests.engine.engines import (
     BLOCK,
     BLOCK_BYTES,
     Engine,
@@ -26,10 +28,8 @@ from engines import (
     stored_blocks,
     until_it_hits,
 )
-from harness import RawClient, Server, StartServer, block_of, set_frames, wait_until
-from slow_link import SlowLink
-
-from kvstore_client import KVStoreClient, Namespace
+from tests.engine.slow_link import SlowLink
+from tests.support.harness import RawClient, Server, StartServer, block_of, set_frames, wait_until
 
 MiB = 1 << 20
 LOOKUP_TIMEOUT_S = 0.5

@@ -37,8 +37,8 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
-    from kvstore_client.vllm import identity
-    from kvstore_client.vllm.identity import (
+    from kvstore_client.vllm.shared import identity
+    from kvstore_client.vllm.shared.identity import (
         check_engine,
         check_same_hash,
         config_digest,

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from harness import wait_until
+
+from tests.support.harness import wait_until
 
 if TYPE_CHECKING:
     import torch
 
-    from kvstore_client.vllm.layout import BlockLayout, Rows
+    from kvstore_client.vllm.connector.layout import BlockLayout, Rows
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 12, 6, 2, 4, 8
 AXES = dict(zip("LBHNC", (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT), strict=True))
@@ -38,7 +39,7 @@ def caches(order: str, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def block_layout(tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS) -> BlockLayout:
-    from kvstore_client.vllm.layout import BlockLayout  # with torch: only when these tests run
+    from kvstore_client.vllm.connector.layout import BlockLayout  # with torch: only when these tests run
 
     return BlockLayout(tensors, num_blocks)
 
@@ -201,7 +202,7 @@ def test_caches_on_other_devices_are_refused() -> None:
 
 
 def test_the_installed_vllm_has_the_parts_that_a_device_needs() -> None:
-    from kvstore_client.vllm.compat import batched_copy, host_register
+    from kvstore_client.vllm.shared.compat import batched_copy, host_register
 
     def needed(function: object) -> list[str]:
         parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from engines import BLOCK, Expected, StartEngine, full_blocks, prompt
-from harness import Server
+from tests.engine.engines import BLOCK, Expected, StartEngine, full_blocks, prompt
+from tests.support.harness import Server
 
 
 def test_a_second_engine_loads_what_the_first_saved(

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from driver import Ask
-from engines import BLOCK_BYTES, Expected, StartEngine, namespaces, prompt, until_it_hits
-from harness import OVERHEAD_BYTES, Server, StartServer, rss_bytes, wait_until
-from slow_link import SlowLink
+
+from tests.engine.driver import Ask
+from tests.engine.engines import BLOCK_BYTES, Expected, StartEngine, namespaces, prompt, until_it_hits
+from tests.engine.slow_link import SlowLink
+from tests.support.harness import OVERHEAD_BYTES, Server, StartServer, rss_bytes, wait_until
 
 MiB = 1 << 20
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "20"))

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import RawClient, Server, block_of, set_frames, wait_until
 
 from kvstore_client import KVStoreClient
+from tests.support.harness import RawClient, Server, block_of, set_frames, wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the engine's parts about each other
     pytest.importorskip("vllm")
-    from tier_engine import CHUNK_BYTES, SLOWEST_CALL_S, TieredEngine, offload_keys
     from vllm.v1.kv_offload.base import ReqContext
 
-    from kvstore_client.vllm.tier import KVStoreTier
+    from kvstore_client.vllm.tier.tier import KVStoreTier
+    from tests.engine.tier_engine import CHUNK_BYTES, SLOWEST_CALL_S, TieredEngine, offload_keys
 
 TIMEOUT_S = 1.5
 LOOKUP_TIMEOUT_S = 0.5

@@ -11,10 +11,9 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the engine's parts about each other
     pytest.importorskip("vllm")
-    from tier_engine import TieredEngine
-
-    from kvstore_client.vllm.tier import TierConfig
-    from kvstore_client.vllm.tier_identity import engine_configs
+    from kvstore_client.vllm.tier.identity import engine_configs
+    from kvstore_client.vllm.tier.tier import TierConfig
+    from tests.engine.tier_engine import TieredEngine
 
 
 @pytest.mark.parametrize(

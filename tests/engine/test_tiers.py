@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import (
+
+from tests.engine.engines import (
     BLOCK,
     BLOCK_BYTES,
     Ask,
@@ -22,8 +23,8 @@ from engines import (
     stored_blocks,
     until_it_hits,
 )
-from harness import Server, wait_until
-from slow_link import SlowLink
+from tests.engine.slow_link import SlowLink
+from tests.support.harness import Server, wait_until
 
 SEPARATE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine's core in a process of its own
 TINY_TIER = 8 * BLOCK_BYTES  # the smallest there is

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import block_of, make_keys, wait_until
 from vllm.config import KVTransferConfig, LoRAConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -21,7 +20,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 
 from kvstore_client import KVStoreClient
-from kvstore_client.vllm.tier import KVStoreTier
+from kvstore_client.vllm.tier.tier import KVStoreTier
+from tests.support.harness import block_of, make_keys, wait_until
 
 BLOCK_TOKENS = 32
 LAYERS = 8

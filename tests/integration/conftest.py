@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from etcd import Etcd
-from fleet import Fleet, InBackground
-from harness import StartServer
+
+from tests.support.etcd import Etcd
+from tests.support.fleet import Fleet, InBackground
+from tests.support.harness import StartServer
 
 
 @pytest.fixture(scope="module")

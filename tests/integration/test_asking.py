@@ -12,7 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from harness import (
+
+from kvstore._cext import checksum, checksum_into
+from kvstore.wire import ShardAddress
+from kvstore.wire.asking import AskError, Asking, Keys, Refused
+from kvstore_client import KVStoreClient
+from tests.support.harness import (
     CONTAINS,
     CONTAINS_REPLY,
     ERROR,
@@ -35,11 +40,6 @@ from harness import (
     ready_command,
     zmtp_frame,
 )
-
-from kvstore._cext import checksum, checksum_into
-from kvstore.asking import AskError, Asking, Keys, Refused
-from kvstore.wire import ShardAddress
-from kvstore_client import KVStoreClient
 
 HOTTEST, HOTTEST_REPLY = 13, 75
 TIMEOUT_S = 5.0

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from harness import (
+
+from kvstore.wire import ErrorCode
+from kvstore_client import BlockSizeMismatch, KeySizeMismatch, KVStoreClient, ProtocolError
+from tests.support.harness import (
     CONTAINS,
     DELETE,
     ERROR,
@@ -46,9 +49,6 @@ from harness import (
     wait_until,
     zmtp_frame,
 )
-
-from kvstore.wire import ErrorCode
-from kvstore_client import BlockSizeMismatch, KeySizeMismatch, KVStoreClient, ProtocolError
 
 KiB, MiB = 1 << 10, 1 << 20
 BLOCK = 4 * KiB

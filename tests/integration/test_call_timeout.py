@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 from kvstore import wire
 from kvstore_client import AsyncKVStoreClient, KVStoreClient, Timeout
 from kvstore_client.results import SetResult
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 BLOCK_BYTES = 4096
 SHORT_S = 0.2

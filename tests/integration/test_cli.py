@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Server, StartServer, blocks_of, environment, make_keys, make_namespace, wait_until
 
 from kvstore_client import KVStoreClient
+from tests.support.harness import Server, StartServer, blocks_of, environment, make_keys, make_namespace, wait_until
 
 NAMESPACE = '{"model":"cli","dtype":"uint8","block_tokens":16,"block_bytes":4096}'
 KEY = "00112233445566778899aabbccddeeff"
@@ -19,7 +19,7 @@ OTHER_KEY = "ff" * 16
 
 def kvstore(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", *arguments],
+        [sys.executable, "-m", "kvstore_cli", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -41,7 +41,7 @@ def test_a_server_runs_its_own_code_whatever_the_working_directory_holds(tmp_pat
     decoy = tmp_path / "kvstore"
     decoy.mkdir()
     (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')")
-    script = "import sys; sys.path.remove(''); from kvstore.cli import server_main; server_main()"
+    script = "import sys; sys.path.remove(''); from kvstore.node.cli import server_main; server_main()"
     process = subprocess.Popen(
         [sys.executable, "-c", script, "--port", "0", "--memory", "64MiB"],
         stdout=subprocess.PIPE,

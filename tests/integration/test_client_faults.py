@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fleet import Cut, Fleet, InBackground, Relay, connections_to, impostor, link_to, nodes_of, owned_by
-from harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 
 from kvstore.cluster.members import Member
 from kvstore.wire import ShardAddress
-from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout, requests, watching
-from kvstore_client.core import Core
-from kvstore_client.repairs import Repairs
-from kvstore_client.view import View
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout
+from kvstore_client._calls import requests
+from kvstore_client._calls.repairs import Repairs
+from kvstore_client._links import watching
+from kvstore_client._links.core import Core
+from kvstore_client._links.view import View
+from tests.support.fleet import Cut, Fleet, InBackground, Relay, connections_to, impostor, link_to, nodes_of, owned_by
+from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 
 BLOCK = 4096
 BIG = 1 << 20

@@ -12,7 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from harness import (
+
+from kvstore_client import (
+    AsyncKVStoreClient,
+    BlockSizeMismatch,
+    ConnectionLost,
+    KVStoreClient,
+    Namespace,
+    OutOfMemory,
+    SetResult,
+)
+from tests.support.harness import (
     CONTAINS,
     GET,
     MakeNamespace,
@@ -27,16 +37,6 @@ from harness import (
     set_frames,
     shard_info,
     wait_until,
-)
-
-from kvstore_client import (
-    AsyncKVStoreClient,
-    BlockSizeMismatch,
-    ConnectionLost,
-    KVStoreClient,
-    Namespace,
-    OutOfMemory,
-    SetResult,
 )
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from etcd import Etcd
-from harness import Server, StartServer, blocks_of, environment, make_keys, make_namespace, wait_until
 
 from kvstore.cluster.etcd import EtcdDirectory
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.etcd import Etcd
+from tests.support.harness import Server, StartServer, blocks_of, environment, make_keys, make_namespace, wait_until
 
 BLOCK = 4096
 COUNT = 200
@@ -34,7 +34,7 @@ TURN_S = 15.0  # for a command that watches to show what it is to show
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "kvstore.cli", *arguments]
+    return [sys.executable, "-m", "kvstore_cli", *arguments]
 
 
 def kvstore(*arguments: str, status: int = 0, columns: int = 80) -> subprocess.CompletedProcess[str]:

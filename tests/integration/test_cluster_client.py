@@ -9,8 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fleet import Fleet, nodes_of
-from harness import (
+
+from kvstore.cluster.members import Member
+from kvstore.wire import ShardAddress
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace
+from tests.support.fleet import Fleet, nodes_of
+from tests.support.harness import (
     MakeNamespace,
     RawClient,
     StartServer,
@@ -20,10 +24,6 @@ from harness import (
     sums_of,
     wait_until,
 )
-
-from kvstore.cluster.members import Member
-from kvstore.wire import ShardAddress
-from kvstore_client import ConnectionLost, KVStoreClient, Namespace
 
 BLOCK = 4096
 COUNT = 200

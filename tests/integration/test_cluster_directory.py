@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from etcd import Etcd, free_ports
-from harness import wait_until
 
 from kvstore.cluster.etcd import Drain, EtcdDirectory
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import DirectoryError, Member, Membership, State, encode_member
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore.wire import ShardAddress
+from tests.support.etcd import Etcd, free_ports
+from tests.support.harness import wait_until
 
 TTL_S = 2
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import Server, StartServer, wait_until
 
 from kvstore.cluster import dns
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import DirectoryError, Membership
+from tests.support.harness import Server, StartServer, wait_until
 
 NAME = "kvstore.test"
 

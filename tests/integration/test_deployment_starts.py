@@ -1,5 +1,6 @@
 """docker/ as it is, started without an engine: real servers and a real etcd, each in a container of the tests' own
-(tests/containers.py), with exactly the flags and variables of the files. Only sizes of memory and disk are smaller.
+(tests/support/containers.py), with exactly the flags and variables of the files. Only sizes of memory and disk are
+smaller.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from containers import Container, no_containers
-from deployment import Node, compose, compose_nodes, dashboard, expressions, kubernetes, pod, stage, stateful_set
-from harness import ROOT, START_S, wait_until
-from network import Network, need
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.cluster.members import Member, decode_member
+from tests.support.containers import Container, no_containers
+from tests.support.deployment import (
+    Node,
+    compose,
+    compose_nodes,
+    dashboard,
+    expressions,
+    kubernetes,
+    pod,
+    stage,
+    stateful_set,
+)
+from tests.support.harness import ROOT, START_S, wait_until
+from tests.support.network import Network, need
 
 SMALLER = {"memory": "256MiB", "disk_size": "256MiB"}
 STOP_S = 60.0  # with nothing to move and little to write; what the files allow is far more

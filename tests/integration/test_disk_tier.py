@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from disk import (
+
+from kvstore_client import KeySizeMismatch, KVStoreClient, Namespace
+from tests.support.disk import (
     KiB,
     MiB,
     allocated_bytes,
@@ -33,7 +35,7 @@ from disk import (
     wait_until_on,
     wait_until_written,
 )
-from harness import (
+from tests.support.harness import (
     GET,
     OVERHEAD_BYTES,
     START_S,
@@ -55,8 +57,6 @@ from harness import (
     sums_of,
     wait_until,
 )
-
-from kvstore_client import KeySizeMismatch, KVStoreClient, Namespace
 
 BLOCK = 64 * KiB
 SCRUB, SCRUB_REPLY = 12, 74

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-from harness import StartServer
 
 from benchmarks.eviction import __main__ as program
 from benchmarks.eviction.baselines import Optimum
@@ -13,6 +12,7 @@ from benchmarks.eviction.live import AGREEMENT, LiveError, replay_live
 from benchmarks.eviction.simulator import POLICIES, replay
 from benchmarks.eviction.synthetic import make_trace
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.harness import StartServer
 
 TRACE = make_trace("agents-and-conversations").first(2000)
 NAMESPACE = Namespace(model="another", dtype="uint8", block_tokens=1, block_bytes=4096)

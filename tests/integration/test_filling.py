@@ -11,18 +11,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from etcd import Etcd
-from harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.asking import Asking
 from kvstore.cluster.etcd import EtcdDirectory
-from kvstore.cluster.filling import SETTLE_S
 from kvstore.cluster.members import Member
 from kvstore.cluster.placement import Placement
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.moving.filling import SETTLE_S
 from kvstore.wire import MAX_KEYS
+from kvstore.wire.asking import Asking
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.etcd import Etcd
+from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 
 BLOCK_BYTES = 64 << 10
 FILL_S = 30.0

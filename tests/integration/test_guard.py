@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 from kvstore_client import KVStoreClient, Namespace
-from kvstore_client.guard import Counters, StoreGuard
+from kvstore_client.engine.guard import Counters, StoreGuard
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 NOBODY = "tcp://127.0.0.1:1"
 TIMEOUT_S = 1.0

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from disk import disk_flags, fill, wait_until_on, wait_until_written
-from harness import (
+
+from kvstore import wire
+from kvstore.wire import ErrorCode
+from kvstore_client import KVStoreClient, Namespace
+from tests.support.disk import disk_flags, fill, wait_until_on, wait_until_written
+from tests.support.harness import (
     ERROR,
     MakeNamespace,
     RawClient,
@@ -18,10 +22,6 @@ from harness import (
     pack,
     wait_until,
 )
-
-from kvstore import wire
-from kvstore.wire import ErrorCode
-from kvstore_client import KVStoreClient, Namespace
 
 HOTTEST, HOTTEST_REPLY = 13, 75
 LRU = ("--policy", "lru")

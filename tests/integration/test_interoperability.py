@@ -18,7 +18,11 @@ import msgspec
 import pytest
 import xxhash
 import zmq
-from harness import (
+
+from kvstore import wire
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace, ProtocolError
+from kvstore_client._links.link import Link
+from tests.support.harness import (
     CONTAINS,
     CONTAINS_REPLY,
     DELETE,
@@ -44,10 +48,6 @@ from harness import (
     pack,
     sums_of,
 )
-
-from kvstore import wire
-from kvstore_client import ConnectionLost, KVStoreClient, Namespace, ProtocolError
-from kvstore_client.link import Link
 
 ANSWER_MS = 10_000
 

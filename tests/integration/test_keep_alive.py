@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from disk import disk_flags, disk_info, fill, keeper_of, open_client, wait_until_on
-from harness import (
+
+from tests.support.disk import disk_flags, disk_info, fill, keeper_of, open_client, wait_until_on
+from tests.support.harness import (
     DELETE,
     DELETE_REPLY,
     PING,

@@ -25,12 +25,12 @@ import numpy as np
 import psutil
 import pytest
 import xxhash
-from harness import ROOT, alive, environment, make_keys, wait_until
 
 from kvstore.disk.entries import ENTRY
 from kvstore.disk.format import lock_shard
 from kvstore.disk.keeper import MAX_NAMESPACES, Keeper, TooManyNamespaces, read_index
 from kvstore.disk.messages import Committed, Event, KeeperFailed, NamespaceFound, Recovered, RecoveryDone
+from tests.support.harness import ROOT, alive, environment, make_keys, wait_until
 
 MAP_BYTES = 256 << 20
 DEADLINE_S = 20.0

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import pytest
-from harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
 
 from kvstore_client import KVStoreClient, Namespace
-from kvstore_client import lookup as lookup_module
-from kvstore_client.guard import Counters, StoreGuard
-from kvstore_client.lookup import Lookup, PrefixLookups
+from kvstore_client.engine import lookup as lookup_module
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.lookup import Lookup, PrefixLookups
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
 
 TIMEOUT_S = 1.0
 SLACK_S = 1.0  # what a busy machine may add to a deadline

@@ -12,8 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from etcd import Etcd, free_ports
-from harness import (
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.cluster.etcd import Drain, EtcdDirectory
+from kvstore.cluster.following import Follower
+from kvstore.cluster.members import Member, Membership
+from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.node.registration import Registration
+from kvstore.wire import ShardAddress
+from kvstore.wire.asking import Asking
+from kvstore_client import KVStoreClient, Namespace
+from tests.support.etcd import Etcd, free_ports
+from tests.support.harness import (
     ROOT,
     MakeNamespace,
     Server,
@@ -24,16 +34,6 @@ from harness import (
     server_command,
     wait_until,
 )
-from prometheus_client.parser import text_string_to_metric_families
-
-from kvstore.asking import Asking
-from kvstore.cluster.etcd import Drain, EtcdDirectory
-from kvstore.cluster.following import Follower
-from kvstore.cluster.members import Member, Membership
-from kvstore.cluster.registration import Registration
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
-from kvstore.wire import ShardAddress
-from kvstore_client import KVStoreClient, Namespace
 
 DEATH_S = 3.0  # within which a dead node is out of every view
 

@@ -6,10 +6,10 @@ import re
 import urllib.request
 from pathlib import Path
 
-from harness import ROOT, MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_client import KVStoreClient
+from tests.support.harness import ROOT, MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:

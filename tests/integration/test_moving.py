@@ -13,19 +13,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from disk import disk_flags, open_client, wait_until_on, wait_until_written
-from harness import Server, StartServer, block_of, blocks_of, make_keys, make_namespace, wait_until
 
 from kvstore._cext import checksum_into
-from kvstore.asking import Asking, Keys
-from kvstore.cluster.draining import Draining
 from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member, State
-from kvstore.cluster.moving import REST_RATIO, Mover, MoveReport
 from kvstore.cluster.placement import Placement
-from kvstore.cluster.planning import Plan, plan_joining, plan_leaving
+from kvstore.moving.draining import Draining
+from kvstore.moving.mover import REST_RATIO, Mover, MoveReport
+from kvstore.moving.planning import Plan, plan_joining, plan_leaving
 from kvstore.wire import NamespaceInfo, ShardAddress
+from kvstore.wire.asking import Asking, Keys
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.disk import disk_flags, open_client, wait_until_on, wait_until_written
+from tests.support.harness import Server, StartServer, block_of, blocks_of, make_keys, make_namespace, wait_until
 
 ASK_S = 10.0
 MOVE_S = 30.0

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from disk import disk_flags, open_client, wait_until_on, wait_until_written
-from harness import (
+
+from kvstore import wire
+from kvstore.wire import ErrorCode, Outcome
+from kvstore_client import KVStoreClient, Namespace
+from tests.support.disk import disk_flags, open_client, wait_until_on, wait_until_written
+from tests.support.harness import (
     ERROR,
     INFO,
     SET,
@@ -21,10 +25,6 @@ from harness import (
     pack,
     sums_of,
 )
-
-from kvstore import wire
-from kvstore.wire import ErrorCode, Outcome
-from kvstore_client import KVStoreClient, Namespace
 
 CREATED, EXISTED, FORCED, DUPLICATED, ERRED = Outcome
 

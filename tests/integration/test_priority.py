@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import MakeNamespace, Server, StartServer, blocks_of, make_keys
 
 from kvstore_client import AsyncKVStoreClient, KVStoreClient
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys
 
 BLOCK_BYTES = 65536
 

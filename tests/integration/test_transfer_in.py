@@ -10,7 +10,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pytest
-from harness import (
+
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client.engine import transfer as transfer_module
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.transfer import TransferIn
+from tests.support.harness import (
     MakeNamespace,
     RawClient,
     Server,
@@ -22,11 +27,6 @@ from harness import (
     set_frames,
     wait_until,
 )
-
-from kvstore_client import KVStoreClient, Namespace
-from kvstore_client import transfer as transfer_module
-from kvstore_client.guard import Counters, StoreGuard
-from kvstore_client.transfer import TransferIn
 
 TIMEOUT_S = 1.0
 SLACK_S = 1.0  # what a busy machine may add to a deadline

@@ -11,12 +11,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pytest
-from harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 
 from kvstore_client import KVStoreClient, Namespace
-from kvstore_client import transfer as transfer_module
-from kvstore_client.guard import Counters, StoreGuard
-from kvstore_client.transfer import Outcome, TransferOut
+from kvstore_client.engine import transfer as transfer_module
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.transfer import Outcome, TransferOut
+from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 
 TIMEOUT_S = 1.0
 SLACK_S = 1.0  # what a busy machine may add to a deadline

@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Server, block_of, blocks_of, environment, make_keys, make_namespace, shard_info, wait_until
 
 from kvstore.disk.format import read_directory, segment_path
 from kvstore_client import KVStoreClient
+from tests.support.harness import (
+    Server,
+    block_of,
+    blocks_of,
+    environment,
+    make_keys,
+    make_namespace,
+    shard_info,
+    wait_until,
+)
 
 BLOCK_BYTES = 4096
 COUNT = 200
@@ -27,7 +36,7 @@ DISK = ("--memory", "64MiB", "--segment", "4MiB", "--disk-size", "64MiB")
 
 def verify(*arguments: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", "verify", *map(str, arguments)],
+        [sys.executable, "-m", "kvstore_cli", "verify", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,

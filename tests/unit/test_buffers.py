@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import BlockSizeMismatch
-from kvstore_client.buffers import BlockSource, as_rows, writable_rows
+from kvstore_client._links.buffers import BlockSource, as_rows, writable_rows
 
 BLOCK = 64
 

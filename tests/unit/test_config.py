@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.cluster.url import EtcdURL
-from kvstore.config import ConfigError, NamespaceRule, ServerConfig, load
+from kvstore.node.config import ConfigError, NamespaceRule, ServerConfig, load
 
 CLUSTER = "etcd://a:2379/n"
 

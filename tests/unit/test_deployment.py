@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import (
+
+from kvstore import __version__
+from kvstore.node import supervisor as server
+from kvstore.node.config import tomllib
+from kvstore.sizes import parse_size
+from tests.support.deployment import (
     DOCKER,
     PROBES,
     Node,
@@ -27,11 +32,7 @@ from deployment import (
     stage,
     stateful_set,
 )
-from harness import OVERHEAD_BYTES, ROOT
-
-from kvstore import __version__, server
-from kvstore.config import tomllib
-from kvstore.sizes import parse_size
+from tests.support.harness import OVERHEAD_BYTES, ROOT
 
 USER_ID = 10001
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from harness import environment, make_keys
 
 from kvstore.disk import format as disk_format
 from kvstore.disk.entries import (
@@ -28,6 +27,7 @@ from kvstore.disk.entries import (
 )
 from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_directory, read_directory, segment_path
 from kvstore.wire import namespace_id
+from tests.support.harness import environment, make_keys
 
 SEGMENT_BYTES = 1 << 20
 

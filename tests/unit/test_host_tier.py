@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from harness import environment, make_keys
 
 from kvstore._cext import BlockIndex
-from kvstore_client.vllm.host_tier import HostTier
+from kvstore_client.vllm.connector.host_tier import HostTier
+from tests.support.harness import environment, make_keys
 
 
 def put(tier: HostTier, keys: Sequence[bytes]) -> list[int]:
@@ -28,7 +28,8 @@ def present(tier: HostTier, keys: Sequence[bytes]) -> list[bool]:
 def test_the_package_and_its_index_need_no_engine() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
-        "import kvstore_client.vllm.host_tier, kvstore_client.guard, kvstore_client.lookup, kvstore_client.transfer"
+        "import kvstore_client.vllm.connector.host_tier, kvstore_client.engine.guard, kvstore_client.engine.lookup, "
+        "kvstore_client.engine.transfer"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
 

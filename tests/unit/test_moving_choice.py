@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 from hypothesis import given, settings
 
-from kvstore.cluster.filling import Filling, _Task
 from kvstore.cluster.members import Member, Membership, State
-from kvstore.cluster.moving import TURN_BYTES, _Listed, _turns
 from kvstore.cluster.placement import Placement
-from kvstore.cluster.planning import NOBODY, Gains, Plan, plan_joining, plan_leaving
-from kvstore.cluster.settled import Settled
+from kvstore.moving.filling import Filling, _Task
+from kvstore.moving.mover import TURN_BYTES, _Listed, _turns
+from kvstore.moving.planning import NOBODY, Gains, Plan, plan_joining, plan_leaving
+from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
-from kvstore_client.link import Link
-from kvstore_client.view import Place, View
+from kvstore_client._links.link import Link
+from kvstore_client._links.view import Place, View
 
 
 def member(node: str, shards: int, zone: str) -> Member:

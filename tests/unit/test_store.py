@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from harness import make_keys
 
-from kvstore import store as store_module
 from kvstore import wire
 from kvstore._cext import BlockIndex
-from kvstore.memory.arena import Arena
-from kvstore.store import MAX_NAMESPACES, NamespaceStore, Store
+from kvstore.store import namespaces as store_module
+from kvstore.store.arena import Arena
+from kvstore.store.namespaces import MAX_NAMESPACES, NamespaceStore, Store
 from kvstore.wire import ErrorCode, WireError
 from kvstore_client import Namespace
+from tests.support.harness import make_keys
 
 SEGMENT = 1 << 20
 BLOCK = 1 << 18  # four a segment

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from kvstore_client.link import Link
-from kvstore_client.view import MAX_FORMER, Place, View
+from kvstore_client._links.link import Link
+from kvstore_client._links.view import MAX_FORMER, Place, View
 
 KEYS = np.random.default_rng(5).integers(0, 256, (512, 16), dtype=np.uint8)
 

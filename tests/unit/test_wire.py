@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from hypothesis import example, given
 
-from kvstore import wire, zmtp
+from kvstore import wire
 from kvstore._cext import checksum
-from kvstore.wire import ErrorCode, WireError
+from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore_client import Namespace
 
 VECTORS = Path(__file__).with_name("wire")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from kvstore import zmtp
-from kvstore.zmtp import Receiver, ZMTPError
+from kvstore.wire import zmtp
+from kvstore.wire.zmtp import Receiver, ZMTPError
 
 BUDGET = 1 << 30
 

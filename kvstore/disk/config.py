@@ -1,0 +1,20 @@
+"""What an operator sets for a shard's disk tier."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+DISK_WRITES: Final = ("all", "reused", "evicted")
+
+
+class DiskConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a shard of its disk tier."""
+
+    directory: str
+    limit_bytes: int
+    segment_bytes: int
+    write: str
+    scrub_bytes_per_s: int
+    warm_start: bool

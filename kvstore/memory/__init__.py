@@ -1,1 +1,0 @@
-"""The memory tier of a shard: arena, namespaces, eviction."""

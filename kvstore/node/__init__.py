@@ -1,0 +1,1 @@
+"""`kvstore-server`: the supervisor, its settings, its place in a cluster."""

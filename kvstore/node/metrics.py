@@ -1,0 +1,208 @@
+"""Prometheus metrics of a node: each scrape asks every shard for its state, so nothing is counted twice or late.
+
+Served by the supervisor on a thread of its own; a shard that does not answer is `kvstore_shard_up 0` and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
+from kvstore.wire.asking import AskError, Asking
+
+if TYPE_CHECKING:
+    from kvstore.node.registration import ClusterStatus
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One metric: its name, what it means, and where its value is."""
+
+    name: str
+    help: str
+    counter: bool = False
+
+
+_SHARD: Final[dict[str, _Family]] = {
+    "uptime_s": _Family("kvstore_uptime_seconds", "Seconds since the shard process started."),
+    "memory_limit_bytes": _Family("kvstore_memory_limit_bytes", "Block memory the shard may use."),
+    "memory_used_bytes": _Family("kvstore_memory_used_bytes", "Segments that belong to a namespace, in bytes."),
+    "rss_bytes": _Family("kvstore_resident_bytes", "Resident memory of the shard process."),
+    "index_bytes": _Family("kvstore_index_bytes", "Memory of the indexes of both tiers."),
+    "connections": _Family("kvstore_connections", "Open client connections."),
+    "streams": _Family("kvstore_streams", "GETs in progress."),
+    "sets": _Family("kvstore_set_requests", "SET requests.", True),
+    "gets": _Family("kvstore_get_requests", "GET requests.", True),
+    "lookups": _Family("kvstore_lookup_requests", "CONTAINS and MATCH_PREFIX requests.", True),
+    "bytes_in": _Family("kvstore_received_bytes", "Bytes received from clients.", True),
+    "bytes_out": _Family("kvstore_sent_bytes", "Bytes sent to clients.", True),
+    "errors": _Family("kvstore_errors", "Requests refused and connections closed for a fault of the client.", True),
+}
+_NAMESPACE: Final[dict[str, _Family]] = {
+    "blocks": _Family("kvstore_blocks", "Blocks that can be read."),
+    "memory_bytes": _Family("kvstore_namespace_memory_bytes", "Segments of the namespace, in bytes."),
+    "pinned": _Family("kvstore_pinned_blocks", "Blocks kept from eviction by a pin."),
+    "hits": _Family("kvstore_hit_blocks", "Blocks asked for by GET and sent.", True),
+    "misses": _Family("kvstore_missed_blocks", "Blocks asked for by GET and not there.", True),
+    "created": _Family("kvstore_created_blocks", "Blocks stored.", True),
+    "evicted": _Family("kvstore_evicted_blocks", "Blocks evicted from memory to make room.", True),
+    "disk_blocks": _Family("kvstore_namespace_disk_blocks", "Blocks on disk."),
+    "disk_bytes": _Family("kvstore_namespace_disk_bytes", "Segments on disk of the namespace, in bytes."),
+    "disk_evicted": _Family("kvstore_namespace_disk_evicted_blocks", "Blocks evicted from disk to make room.", True),
+}
+_DISK: Final[dict[str, _Family]] = {
+    "limit_bytes": _Family("kvstore_disk_limit_bytes", "What the shard may take on disk."),
+    "used_bytes": _Family("kvstore_disk_used_bytes", "What the shard's segment files take on disk."),
+    "blocks": _Family("kvstore_disk_blocks", "Blocks on disk."),
+    "evicted": _Family("kvstore_disk_evicted_blocks", "Blocks evicted from disk to make room.", True),
+    "dirty_blocks": _Family("kvstore_disk_dirty_blocks", "Blocks in memory that wait to be written."),
+    "dirty_bytes": _Family("kvstore_disk_dirty_bytes", "Bytes in memory that wait to be written."),
+    "behind": _Family("kvstore_disk_behind", "1 while clients that set wait for the disk to catch up."),
+    "written_blocks": _Family("kvstore_disk_written_blocks", "Blocks written from memory to disk.", True),
+    "written_bytes": _Family("kvstore_disk_written_bytes", "Bytes written from memory to disk.", True),
+    "skipped_blocks": _Family("kvstore_disk_skipped_blocks", "Blocks not written: no room on disk.", True),
+    "fetched_blocks": _Family("kvstore_disk_fetched_blocks", "Blocks read from disk into memory.", True),
+    "fetched_bytes": _Family("kvstore_disk_fetched_bytes", "Bytes read from disk into memory.", True),
+    "corrupt_blocks": _Family("kvstore_disk_corrupt_blocks", "Blocks found damaged on disk, and dropped.", True),
+    "recovered_blocks": _Family("kvstore_disk_recovered_blocks", "Blocks found on disk at the start."),
+    "lost_blocks": _Family("kvstore_disk_lost_blocks", "Blocks not found again at the start: damage, expiry, no file."),
+    "recovery_s": _Family("kvstore_disk_recovery_seconds", "Seconds from the start until they could be read."),
+    "warming": _Family("kvstore_disk_warming", "1 while the hottest blocks are being brought to memory."),
+    "scrub_passes": _Family("kvstore_disk_scrub_passes", "Complete passes of the scrubber.", True),
+    "scrubbed_blocks": _Family("kvstore_disk_scrubbed_blocks", "Blocks the scrubber checked.", True),
+    "scrubbed_bytes": _Family("kvstore_disk_scrubbed_bytes", "Bytes the scrubber checked.", True),
+    "scrub_corrupt_blocks": _Family("kvstore_disk_scrub_corrupt_blocks", "Damaged blocks the scrubber found.", True),
+}
+
+
+class NodeCollector(Collector):
+    """Asks the shards at `addresses` whenever it is scraped. `restarts`: how often shards were restarted so far.
+    `cluster`: the node's membership, if it has one."""
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        restarts: Callable[[], int],
+        cluster: Callable[[], ClusterStatus] | None = None,
+    ) -> None:
+        self._addresses = addresses
+        self._restarts = restarts
+        self._cluster = cluster
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics, now."""
+        up = GaugeMetricFamily("kvstore_shard_up", "1 when the shard answers.", labels=["shard"])
+        shards: list[ShardInfo] = []
+        for number, address in enumerate(self._addresses):
+            try:
+                with Asking(address, ASK_TIMEOUT_S) as asking:
+                    shards.append(asking.info())
+                up.add_metric([str(number)], 1)
+            except AskError as error:
+                log.warning("metrics: shard %d does not answer: %s", number, error)
+                up.add_metric([str(number)], 0)
+        yield up
+        restarts = CounterMetricFamily("kvstore_shard_restarts", "Shards that died and were started again.")
+        restarts.add_metric([], self._restarts())
+        yield restarts
+        if self._cluster is not None:
+            yield from _cluster_metrics(self._cluster())
+        yield from _families(_SHARD, ["shard"], [((str(shard.shard),), shard) for shard in shards])
+        disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
+        yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
+        yield _in_state(
+            "kvstore_disk_recovering", "1 until it is known what an earlier run left on disk.", "recovering", disks
+        )
+        yield from _families(_DISK, ["shard"], [((shard,), disk) for shard, disk in disks])
+        of_namespaces = [
+            ((str(shard.shard), namespace.id, _model(namespace)), namespace)
+            for shard in shards
+            for namespace in shard.namespaces
+        ]
+        yield from _families(_NAMESPACE, ["shard", "namespace", "model"], of_namespaces)
+
+
+def _cluster_metrics(status: ClusterStatus) -> Iterable[Metric]:
+    for name, help_, value in (
+        ("registered", "1 while the node's record is in the directory, as far as the node knows.", status.registered),
+        ("epoch", "The directory's revision of the node's view.", status.epoch),
+        ("directory_up", "1 while the directory can be asked.", status.directory_up),
+    ):
+        yield GaugeMetricFamily(f"kvstore_cluster_{name}", help_, value=float(value))
+    for name, help_, value in (
+        ("directory_errors", "Questions to the directory that failed.", status.directory_errors),
+        ("changes", "Changes of the node's view of the members.", status.changes),
+    ):
+        yield CounterMetricFamily(f"kvstore_cluster_{name}", help_, value=float(value))
+    state = GaugeMetricFamily("kvstore_cluster_state", "1 for the state that the node is in.", labels=["state"])
+    members = GaugeMetricFamily("kvstore_cluster_members", "Members in the node's view.", labels=["state"])
+    for each in ("joining", "serving", "draining", "out"):
+        state.add_metric([each], status.state == each)
+        if each != "out":
+            members.add_metric([each], status.members.get(each, 0))
+    yield state
+    yield members
+    drained = GaugeMetricFamily("kvstore_drain_blocks", "Copies of blocks that a drain is to make.", labels=["what"])
+    if status.drain is not None:
+        drain = status.drain
+        drained.add_metric(["to_move"], drain.total - drain.done)
+        for what in ("moved", "present", "failed"):
+            drained.add_metric([what], getattr(drain, what))
+    yield drained
+    filled = GaugeMetricFamily(
+        "kvstore_fill_blocks", "Copies of blocks that the last fill of nodes that joined is to make.", labels=["what"]
+    )
+    if status.fill is not None:
+        fill = status.fill
+        for what, blocks in (
+            ("to_copy", fill.total - fill.done),
+            ("copied", fill.moved),
+            ("present", fill.present),
+            ("failed", fill.failed),
+        ):
+            filled.add_metric([what], blocks)
+    yield filled
+
+
+def _in_state(name: str, help_: str, state: str, disks: Sequence[tuple[str, DiskInfo]]) -> Metric:
+    metric = GaugeMetricFamily(name, help_, labels=["shard"])
+    for shard, disk in disks:
+        metric.add_metric([shard], disk.state == state)
+    return metric
+
+
+def _families(
+    families: dict[str, _Family], labels: list[str], rows: Sequence[tuple[tuple[str, ...], object]]
+) -> Iterable[Metric]:
+    for field, family in families.items():
+        kind = CounterMetricFamily if family.counter else GaugeMetricFamily
+        metric = kind(family.name, family.help, labels=labels)
+        for values, row in rows:
+            metric.add_metric(values, getattr(row, field))
+        yield metric
+
+
+def _model(namespace: NamespaceInfo) -> str:
+    return str(msgspec.json.decode(namespace.namespace).get("model", ""))
+
+
+def serve(host: str, port: int, collector: NodeCollector) -> int:
+    """Serve metrics over HTTP on a thread. -> the port. Raises `OSError`."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    server, _ = start_http_server(port, host, registry)
+    bound: int = server.server_port
+    log.info("metrics at http://%s:%d/metrics", host, bound)
+    return bound

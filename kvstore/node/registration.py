@@ -1,0 +1,396 @@
+"""A node's membership: its record in etcd, for as long as the node lives and wants to be a member.
+
+A thread of the supervisor keeps the lease alive every quarter of its time, and does nothing else, so that a slow answer
+to anything else does not cost the lease. Another looks every second whether the record is still the node's own and
+whether an operator asked it to drain. A node's life as a member:
+
+* *joining* for its grace period, *serving* at once if it is the only member: there is nothing to fill from;
+* *serving*, until it is told to leave: it withdraws, or *drains* first, moving its hottest blocks to their next owners;
+* a lease that ended (the supervisor was stopped or cut off for longer) or a record that is gone (etcd lost its data) is
+  no end: the node joins anew, since its keys may have been set elsewhere meanwhile.
+
+Meanwhile it copies to other nodes that join what they own from then on (`kvstore.cluster.filling`).
+
+While etcd cannot be asked, the node goes on as it was. Two processes with one id: the record belongs to who was first;
+the other stays out, says so, and takes its place when it is gone. Only a node that has just started may take a record
+over, if that names an address where now itself listens: then it is of an earlier run.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvstore.cluster.etcd import Drain, EtcdDirectory
+from kvstore.cluster.following import Follower
+from kvstore.cluster.members import DirectoryError, Member, Membership, State
+from kvstore.cluster.url import EtcdURL
+from kvstore.moving.draining import Draining
+from kvstore.moving.filling import Filling
+from kvstore.moving.mover import MoveReport
+from kvstore.wire import ShardAddress
+
+log = logging.getLogger("kvstore.cluster")
+
+REQUEST_TIMEOUT_S: Final = 2.0
+LOOK_S: Final = 1.0
+CONFLICT_LOG_S: Final = 10.0
+LEAVE_S: Final = 0.5  # for clients to turn away, before connections close
+RETRY_S: Final = (0.1, 0.5)
+STOP_S: Final = 3.0  # for the thread to end
+SAY_TRIES: Final = 20
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """A node's membership, for its metrics."""
+
+    registered: bool
+    state: str  # of the node; "out": it is no member, and will not be until it is started again
+    epoch: int  # of the last view
+    members: Mapping[str, int]  # in the last view, by state
+    directory_up: bool
+    directory_errors: int
+    changes: int  # of view
+    drain: Drain | None = None
+    fill: MoveReport | None = None  # of nodes that joined: the present one, or the last
+
+
+class Registration:
+    """The membership of one node. Any thread may call it.
+
+    `member`: the node's record, whatever its state. `shards`: the same shards as they are reached from this process.
+    `drained` is called, on a thread of its own, when what `drain` began is over and the node is out of the cluster.
+    Raises `DirectoryError` without etcd3gw.
+    """
+
+    def __init__(
+        self,
+        url: EtcdURL,
+        member: Member,
+        shards: Sequence[ShardAddress],
+        *,
+        lease_s: int,
+        grace_s: float,
+        drained: Callable[[], None],
+    ) -> None:
+        self.url = url
+        self.node = member.node
+        self._member = member
+        self._shards = shards
+        self._lease_s = lease_s
+        self._grace_s = grace_s
+        self._drained = drained
+        self._directory = EtcdDirectory(url, REQUEST_TIMEOUT_S)
+        # An endpoint that is silent must not cost the lease: another is asked within it.
+        self._keeper = EtcdDirectory(url, max(0.5, lease_s / 4))
+        self._follower = Follower(str(url), self._on_view, name=self.node)
+        self._lock = threading.Lock()  # one at a time writes the record
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-registration", daemon=True)
+        self._keeping = threading.Thread(target=self._keep_lease, name="kvstore-lease", daemon=True)
+        self._lease: int | None = None  # under which the record is
+        self._ended: int | None = None  # a lease that is no more
+        self._may_take_over = True
+        self._joined = 0.0
+        self._was_in = False
+        self._conflict_said_at: float | None = None
+        self._errors = 0
+        self._lost = ""
+        self._filling = Filling(member, shards, grace_s)
+        self._draining: Draining | None = None
+        self._drain_asked = False  # by an operator, who is told how far it is
+        self._drain_said: Drain | None = None
+        self._out = False
+        self._started = False
+
+    def start(self, metrics: str) -> None:
+        """Register, as soon as etcd can be asked. `metrics`: HOST:PORT where the node serves them, or nothing."""
+        self._member = msgspec.structs.replace(self._member, metrics=metrics)
+        self._started = True
+        self._filling.start()
+        self._follower.start()
+        self._thread.start()
+        self._keeping.start()
+
+    def drain(self, seconds: float) -> None:
+        """Begin to move blocks away, for `seconds` at most, and then withdraw. Over at once without `start`."""
+        if not self._started:
+            self._drained()
+            return
+        with self._lock:
+            draining = self._draining or self._begin_drain(Drain(self._member.instance, seconds))
+
+        def wait() -> None:
+            draining.join(seconds)
+            draining.stop()
+            draining.join()
+            self._drained()
+
+        threading.Thread(target=wait, name="kvstore-drained", daemon=True).start()
+
+    def stop(self) -> None:
+        """Withdraw and let clients turn away. Takes some seconds at most, also without etcd; `start` need not have been
+        called."""
+        self._stopped.set()
+        self._wake.set()
+        self._filling.stop()
+        if self._draining is not None:
+            self._draining.stop()
+            self._draining.join(STOP_S)
+        if self._started:
+            self._thread.join(STOP_S)
+            if self._withdraw():
+                time.sleep(LEAVE_S)
+            self._filling.join(STOP_S)
+        self._follower.close()
+        self._directory.close()
+        self._keeper.close()
+
+    def status(self) -> ClusterStatus:
+        """What the metrics tell."""
+        view = self._follower.current
+        draining = self._draining
+        return ClusterStatus(
+            registered=self._lease is not None,
+            state="out" if self._out else self._member.state,
+            epoch=view.epoch if view else 0,
+            members=Counter(member.state for member in view.members) if view else {},
+            directory_up=not self._lost and not self._follower.lost,
+            directory_errors=self._errors + self._follower.errors,
+            changes=self._follower.changes,
+            drain=draining.progress if draining else None,
+            fill=self._filling.progress,
+        )
+
+    # ---- the threads -----------------------------------------------------------------------------------------------
+
+    def _keep_lease(self) -> None:
+        pause_s = self._lease_s / 4
+        while not self._stopped.wait(pause_s):
+            lease = self._lease
+            pause_s = self._lease_s / 4
+            try:
+                if lease is not None and not self._keeper.keep_alive(lease):
+                    self._ended = lease
+                    self._wake.set()
+            except DirectoryError as error:
+                log.debug("node %s: its lease is not kept alive: %s", self.node, error)
+                self._errors += 1
+                pause_s = random.uniform(*RETRY_S)
+            except Exception:
+                log.exception("node %s: keeping its lease alive failed; trying again", self.node)
+
+    def _on_view(self, view: Membership) -> None:
+        self._wake.set()
+        self._filling.take(view)
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            try:
+                with self._lock:
+                    self._step()
+                if self._lost:
+                    log.warning("node %s: etcd can be asked again", self.node)
+                failures, self._lost = 0, ""
+                pause_s = LOOK_S
+            except DirectoryError as error:
+                self._errors += 1
+                failures += 1
+                if failures > 1 and not self._lost:
+                    log.warning("node %s: etcd cannot be asked: %s; it goes on serving", self.node, error)
+                    self._lost = str(error)
+                pause_s = min(RETRY_S[1], RETRY_S[0] * 2.0 ** min(failures, 8)) * random.uniform(0.5, 1.0)
+            except Exception:
+                log.exception("node %s: keeping its membership failed; trying again", self.node)
+                pause_s = RETRY_S[1]
+            self._wake.wait(pause_s)
+            self._wake.clear()
+
+    def _step(self) -> None:
+        if self._out or self._stopped.is_set():
+            return
+        if self._lease is not None and self._lease == self._ended:
+            log.warning("node %s: its lease has ended; joining again", self.node)
+            self._lease = None
+        if self._lease is None:
+            self._join()
+            return
+        if not self._check_record():
+            return
+        self._check_drain()
+        if self._draining is not None and self._member.state != "draining":
+            self._write("draining")  # etcd could not be asked when the drain began
+        elif self._member.state == "joining" and self._is_filled():
+            self._write("serving")
+
+    def _join(self) -> None:
+        """Register under a new lease, unless another process is this node."""
+        found = self._directory.read_member(self.node)
+        mine = found is not None and (
+            found.instance == self._member.instance  # an answer of etcd was lost
+            or (self._may_take_over and not _addresses(found).isdisjoint(_addresses(self._member)))
+        )
+        if found is not None and not mine:
+            self._stay_out(found)
+            return
+        state: State = "joining"
+        if self._draining is not None:
+            state = "draining"
+        elif not any(member.node != self.node for member in self._directory.membership().members):
+            state = "serving"
+        member = msgspec.structs.replace(self._member, state=state)
+        lease = self._directory.grant(self._lease_s)
+        if not self._directory.register(member, lease, replace=mine):
+            self._stay_out(None)
+            return
+        self._lease, self._member = lease, member
+        self._may_take_over = False
+        self._conflict_said_at = None
+        self._joined = time.monotonic()
+        log.info(
+            "node %s %s cluster %s: state=%s shards=%d zone=%s address=%s",
+            self.node,
+            "is again in" if self._was_in else "is in",
+            self.url,
+            state,
+            len(member.shards),
+            member.zone,
+            member.shards[0].host,
+        )
+        self._was_in = True
+
+    def _check_record(self) -> bool:
+        """Whether the record is still this node's."""
+        found = self._directory.read_member(self.node)
+        if found is not None and found.instance == self._member.instance:
+            return True
+        self._lease = None
+        if found is None:
+            log.warning("node %s: its record is gone; joining again", self.node)
+            self._wake.set()
+        else:
+            self._stay_out(found)
+        return False
+
+    def _stay_out(self, found: Member | None) -> None:
+        """Say so after the time in which the lease of an earlier run would end, and every now and then."""
+        self._may_take_over = False
+        now = time.monotonic()
+        if self._conflict_said_at is None:
+            log.info("node %s: there is a record of its id; it waits for that to go", self.node)
+            self._conflict_said_at = now + self._lease_s + 1.0 - CONFLICT_LOG_S
+        if now - self._conflict_said_at < CONFLICT_LOG_S:
+            return
+        self._conflict_said_at = now
+        where = f"at {found.shards[0].host}:{found.shards[0].port}" if found else "or a record that is none"
+        log.error(
+            "node %s: another process has its id (%s), in cluster %s: this one stays out until that is gone; "
+            "give each node its own --node-id",
+            self.node,
+            where,
+            self.url,
+        )
+
+    def _is_filled(self) -> bool:
+        """Whether it joined long enough ago. Not when nobody serves any more: who left moved its blocks to others that
+        join, and only while they do are their places before asked for."""
+        return time.monotonic() - self._joined >= self._grace_s
+
+    def _write(self, state: State) -> None:
+        """Change the state, in the record too."""
+        member = msgspec.structs.replace(self._member, state=state)
+        if self._lease is not None and self._directory.register(member, self._lease):
+            log.info("node %s: state=%s (was %s)", self.node, state, self._member.state)
+            self._member = member
+
+    def _withdraw(self) -> bool:
+        """Leave the cluster for good. False: it was no member."""
+        with self._lock:
+            self._out = True
+            lease, self._lease = self._lease, None
+            if lease is None:
+                return False
+            try:
+                (self._keeper if self._lost else self._directory).withdraw(self.node, lease)
+            except DirectoryError as error:
+                log.warning("node %s: cannot withdraw (%s): its lease will end", self.node, error)
+            else:
+                log.info("node %s: has withdrawn from cluster %s", self.node, self.url)
+            return True
+
+    # ---- draining --------------------------------------------------------------------------------------------------
+
+    def _check_drain(self) -> None:
+        """Look whether an operator asks for a drain, and say how far it is."""
+        if self._draining is not None:
+            progress = self._draining.progress
+            if self._drain_asked and progress != self._drain_said:
+                self._directory.write_drain(self.node, progress)
+                self._drain_said = progress
+            return
+        asked = self._directory.read_drain(self.node)
+        if asked is None:
+            return
+        if asked.instance != self._member.instance:
+            self._directory.end_drain(self.node)  # of an earlier run
+        elif asked.state == "asked":
+            log.info("node %s: is asked to drain for at most %g s", self.node, asked.seconds)
+            self._drain_asked = True
+            self._begin_drain(asked)
+
+    def _begin_drain(self, asked: Drain) -> Draining:
+        self._filling.stop()
+        draining = Draining(
+            self.node, self._shards, asked, self._announce_drain, self._members_now, self._leave_drained
+        )
+        self._draining = draining
+        draining.start()
+        return draining
+
+    def _announce_drain(self) -> None:
+        with self._lock:
+            try:
+                self._write("draining")
+            except DirectoryError as error:
+                log.warning(
+                    "node %s: cannot say that it drains (%s); it moves its blocks all the same", self.node, error
+                )
+
+    def _members_now(self) -> Sequence[Member]:
+        """Those that are known, with this node's record as it is."""
+        view = self._follower.current
+        others = [member for member in view.members if member.node != self.node] if view else []
+        return [*others, self._member]
+
+    def _leave_drained(self) -> None:
+        assert self._draining is not None
+        was_in = self._withdraw()
+        if self._drain_asked:
+            self._say_drained(msgspec.structs.replace(self._draining.progress, state="done"))
+        if was_in:
+            time.sleep(LEAVE_S)
+
+    def _say_drained(self, progress: Drain) -> None:
+        for _ in range(SAY_TRIES):
+            try:
+                self._directory.write_drain(self.node, progress)
+                return
+            except DirectoryError as error:
+                log.warning("node %s: has drained and left, and cannot say so: %s", self.node, error)
+                if self._stopped.wait(RETRY_S[1]):
+                    return
+
+
+def _addresses(member: Member) -> set[tuple[str, int]]:
+    return {(shard.host, shard.port) for shard in member.shards}

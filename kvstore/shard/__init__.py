@@ -1,0 +1,1 @@
+"""One shard's process: the loop, its connections, what requests mean."""

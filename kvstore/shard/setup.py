@@ -1,0 +1,28 @@
+"""What a node tells each of its shards at the start."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.disk.config import DiskConfig
+from kvstore.store.rules import NamespaceRule
+from kvstore.wire import ShardAddress
+
+
+class ShardConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a shard."""
+
+    node: str
+    shard: int
+    listen_fd: int
+    ready_fd: int
+    memory_bytes: int
+    segment_bytes: int
+    shards: list[ShardAddress]
+    epoch: int
+    log_level: str
+    drain_s: float
+    policy: str
+    rules: list[NamespaceRule]
+    disk: DiskConfig | None
+    zone: str = ""

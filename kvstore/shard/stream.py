@@ -1,0 +1,256 @@
+"""A GET in progress: the parts of its reply, made one at a time as the connection can take them.
+
+Nothing is held for a whole request: a group of a few parts is made ready at a time, and each part references its slots
+until the kernel has taken its bytes, so a reader that stops reading holds one group. A part says how many bytes of
+its group are still to come: they are certain, and the reader sleeps until they are there. A key that another client
+is writing is waited for, until it is there, gone, or the deadline passes. What is not there when its turn comes is a
+miss.
+
+Credit: a reader that asked for it is sent no more payload than it granted, so that other replies on its connection
+never queue behind blocks nobody takes. The deadline of such a stream starts anew with every grant: a slow consumer
+is no failure, a vanished one is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.disk.tier import DiskTier
+from kvstore.store.namespaces import NamespaceStore, Store
+from kvstore.store.tier import Slots
+from kvstore.wire import GROUP_BYTES, Get, Part, encode
+from kvstore.wire.zmtp import frame, frame_head
+
+READ_AHEAD_BYTES: Final = 32 << 20  # what a GET has the disk read before its turn comes
+
+Positions = npt.NDArray[np.uint32]
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """Bytes to send, and what to do once the kernel has them (or never will)."""
+
+    views: list[bytes | memoryview]
+    release: Callable[[], None] | None = None
+
+
+class Stream:
+    """The reply to one GET."""
+
+    __slots__ = (
+        "_ahead",
+        "_count",
+        "_disk",
+        "_fetched",
+        "_group",
+        "_hit",
+        "_key_bytes",
+        "_keys",
+        "_limit_s",
+        "_miss",
+        "_next",
+        "_resume",
+        "_store",
+        "_used",
+        "_waiting",
+        "credit",
+        "deadline",
+        "done",
+        "id",
+        "namespace",
+    )
+
+    def __init__(
+        self,
+        store: Store,
+        disk: DiskTier | None,
+        namespace: NamespaceStore | None,
+        request: Get,
+        keys: bytes,
+        now: float,
+        resume: Callable[[Stream], None],
+    ) -> None:
+        self.id = request.id
+        self.namespace = namespace
+        self.credit = request.credit if request.credit > 0 else None
+        self.done = False
+        self._store = store
+        self._disk = disk
+        self._resume = resume  # called when there may be something to send again
+        self._keys = memoryview(keys)
+        self._key_bytes = request.key_bytes
+        self._count = request.count
+        self._next = 0
+        self._ahead = 0  # blocks before this one were looked for on disk
+        self._fetched = False  # something came from disk
+        self._used = request.refresh  # whether it counts as a use of the blocks
+        self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
+        self._group: deque[tuple[Positions, Slots]] = deque()  # of the parts made ready
+        self._hit = self._miss = 0
+        self._limit_s = request.deadline_ms / 1000
+        self.deadline = now + self._limit_s
+        if namespace is None:
+            self._next, self._miss = self._count, self._count
+        else:  # the chain is touched as one, whatever order its parts leave in
+            namespace.contains(keys, now, self._used, store.ticks(self._count))
+
+    @property
+    def nbytes(self) -> int:
+        """What this stream keeps in the server's memory, at most."""
+        return len(self._keys) + self._count * self._waiting.itemsize
+
+    def grant(self, credit: int, now: float) -> None:
+        """The reader took something."""
+        if self.credit is not None:
+            self.credit += credit
+            self.deadline = now + self._limit_s
+
+    def wake(self) -> None:
+        """A block that was being written is there, or is not coming."""
+        self._resume(self)
+
+    def give_up_waiting(self) -> None:
+        """The deadline passed: what is still being written is a miss."""
+        self._miss += len(self._waiting) + self._count - self._next
+        del self._waiting[:]
+        self._next = self._ahead = self._count
+
+    def next_part(self, now: float) -> Outgoing | None:
+        """The next part, or None: nothing can be sent now (no credit, or all that is left is being written)."""
+        namespace = self.namespace
+        if namespace is None:
+            return self._end()
+        if not self._group and not self._make_group(namespace, now):
+            return None
+        return self._part(namespace, *self._group.popleft(), now)
+
+    def _make_group(self, namespace: NamespaceStore, now: float) -> bool:
+        """Make the next parts ready; False: nothing can be sent now."""
+        block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
+        room = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
+        if self.credit is not None:
+            room = min(room, self.credit // block_bytes)
+            if room < 1 and (self._next < self._count or self._waiting):
+                self._read_ahead(namespace, now)
+                return False
+        while True:
+            self._read_ahead(namespace, now)
+            positions, slots = self._acquire(namespace, room, now)
+            if len(positions) or self._waiting or self._next == self._count:
+                break  # otherwise all that was looked for is gone: look further
+        if self._next < self._count or self._waiting:
+            if not len(positions):
+                namespace.parked.add(self)
+                return False
+        else:
+            namespace.parked.discard(self)
+        if self.credit is not None:
+            self.credit -= len(positions) * block_bytes
+        for at in range(0, max(1, len(positions)), per_frame):
+            self._group.append((positions[at : at + per_frame], slots[at : at + per_frame]))
+        return True
+
+    def close(self) -> None:
+        """The stream is over, sent to its end or not: what was made ready and not sent is let go."""
+        for _, slots in self._group:
+            assert self.namespace is not None
+            self.namespace.memory.index.release(slots)
+        self._group.clear()
+
+    def _read_ahead(self, namespace: NamespaceStore, now: float) -> None:
+        """Have the disk read what comes next, so that it is in memory when its turn comes."""
+        if namespace.disk is None or namespace.disk.empty:
+            self._ahead = self._count
+        if self._ahead == self._count:
+            return
+        window = max(1, min(READ_AHEAD_BYTES, self._store.limit_bytes // 4) // namespace.block_bytes)
+        end = min(self._count, self._next - len(self._waiting) + window)
+        if end - self._ahead < min(self._count - self._ahead, max(1, window // 4)):
+            return  # many at a time
+        keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[self._ahead : end]
+        self._ahead = end
+        present = namespace.memory.index.contains(keys.reshape(-1), now, False, 0)
+        absent = np.frombuffer(present, dtype=np.uint8) == 0
+        if absent.any():
+            self._fetch(namespace, keys[absent], now)
+
+    def _fetch(self, namespace: NamespaceStore, keys: npt.NDArray[np.uint8], now: float) -> npt.NDArray[np.bool_]:
+        """Have blocks that are not in memory read from disk. -> which of them are worth waiting for."""
+        assert self._disk is not None
+        expected = self._disk.fetching.fetch(namespace, keys.tobytes(), now) < -1
+        self._fetched = self._fetched or bool(expected.any())
+        return expected
+
+    def _acquire(self, namespace: NamespaceStore, room: int, now: float) -> tuple[Positions, Slots]:
+        """Reference up to `room` blocks that are there, waiting ones first."""
+        found: list[tuple[Positions, Slots]] = []
+        if self._waiting:
+            waiting, self._waiting = np.array(self._waiting, dtype=np.uint32), array("I")
+            positions, slots = self._find(namespace, waiting, now)
+            if len(positions) > room:  # one look at all of them is cheaper than several at some
+                namespace.memory.index.release(slots[room:])
+                self._waiting.extend(positions[room:].tolist())
+            found.append((positions[:room], slots[:room]))
+            room -= len(found[0][0])
+        while self._next < self._ahead and room > 0:
+            first = self._next
+            self._next = min(self._ahead, first + room)
+            found.append(self._find(namespace, np.arange(first, self._next, dtype=np.uint32), now))
+            room -= len(found[-1][0])
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int32)
+        positions, slots = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return positions, slots
+
+    def _find(self, namespace: NamespaceStore, positions: Positions, now: float) -> tuple[Positions, Slots]:
+        """Reference those that are in memory; the others are waited for or counted as misses."""
+        keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[positions]
+        slots = namespace.memory.index.acquire(keys.reshape(-1), now, 0, False)
+        there = slots >= 0
+        if there.all():
+            return positions, slots
+        expected = slots == -2
+        absent = slots == -1
+        if absent.any() and namespace.disk is not None and not namespace.disk.empty:
+            expected[absent] = self._fetch(namespace, keys[absent], now)
+        self._waiting.extend(positions[expected].tolist())
+        self._miss += int((~there & ~expected).sum())
+        return positions[there], slots[there]
+
+    def _part(self, namespace: NamespaceStore, positions: Positions, slots: Slots, now: float) -> Outgoing:
+        block_bytes = namespace.block_bytes
+        self._hit += len(positions)
+        self.done = last = not self._group and self._next == self._count and not self._waiting
+        sums = namespace.memory.index.checksums(slots).tobytes()
+        following = sum(len(later) for later, _ in self._group) * block_bytes
+        header = encode(Part(self.id, positions.astype("<u4").tobytes(), sums, last, self._hit, self._miss, following))
+        if last and self._used:
+            namespace.hits += self._hit
+            namespace.misses += self._miss
+            if self._fetched:  # block by block they became the most recent; as a chain, its tail goes first
+                keys = bytes(self._keys)
+                namespace.memory.index.contains(keys, now, True, self._store.ticks(self._count))
+        if not len(positions):
+            return Outgoing([frame(header, False)])
+        if self._disk is not None and self._used:
+            self._disk.writing.was_read(namespace, slots, now)
+        head = frame(header, True) + frame_head(len(positions) * block_bytes, False)
+        views: list[bytes | memoryview] = [head, *namespace.views(slots)]
+        return Outgoing(views, lambda: self._release(namespace, slots))
+
+    @staticmethod
+    def _release(namespace: NamespaceStore, slots: Slots) -> None:
+        namespace.memory.index.release(slots)
+
+    def _end(self) -> Outgoing:
+        self.done = True
+        return Outgoing([frame(encode(Part(self.id, b"", b"", True, self._hit, self._miss)), False)])

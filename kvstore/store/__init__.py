@@ -1,0 +1,1 @@
+"""Block memory: the arena, namespaces over it, and who gives way."""

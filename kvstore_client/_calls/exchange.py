@@ -1,0 +1,134 @@
+"""Requests of a call, sent to all their shards at once and awaited together.
+
+No shard waits for another: what is up is sent to while the rest connects, a full socket leaves the turn to the next,
+and a shard that stays silent costs its own requests only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from kvstore import wire
+from kvstore_client._calls.requests import Call
+from kvstore_client._links.core import Core, protocol_error
+from kvstore_client._links.link import Link
+from kvstore_client._links.sending import Sending, send_all
+from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
+
+_T = TypeVar("_T", bound=wire.Reply)
+
+# Of a call's time, kept for reading what the fast shards answer after a slow one took no more requests.
+ANSWER_SHARE: Final = 0.1
+MOST_ANSWER_S: Final = 0.2
+_LOOK_S: Final = 0.05
+_READ_BYTES: Final = 64 << 20
+
+
+class Exchange:
+    """Runs calls over a client's links. Thread-safe."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def run(
+        self,
+        calls: Sequence[Call],
+        deadline: float,
+        patience_s: float | None = None,
+        enough: Callable[[], bool] | None = None,
+    ) -> None:
+        """Send all, wait for all, or until `enough()`; at `deadline`, whatever happens, every operation is done.
+
+        `patience_s`: a request to a shard that is silent for so long is given up, because another can be asked.
+        Operations that `enough` left undone stay owed; their answers are read and forgotten.
+        """
+        self.send(calls, deadline, patience_s)
+        self.wait(calls, deadline, patience_s, enough)
+        again = [call for call in calls if call.retry]
+        if again and not (enough is not None and enough()):
+            self.send_again(again, deadline, patience_s)
+            self.wait(again, deadline, patience_s, enough)
+
+    def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
+        """Send calls whose connection had died unnoticed once more."""
+        for call in calls:
+            call.renew(self.core.next_id())
+        self.send(calls, deadline, patience_s)
+
+    def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
+        """Send; operations of links that cannot be had fail. What is up comes first, the others connect meanwhile."""
+        now = time.monotonic()
+        if patience_s is not None:
+            deadline = min(deadline, now + patience_s)
+        by_link: dict[Link, list[Call]] = {}
+        for call in calls:
+            by_link.setdefault(call.link, []).append(call)
+        if len(by_link) > 1:
+            deadline -= min(MOST_ANSWER_S, ANSWER_SHARE * max(0.0, deadline - now))
+        up = [link for link in by_link if link.sock is not None]
+        down = [link for link in by_link if link not in up]
+        connecting = self.core.connect_links(down, deadline) if down else ()
+        self._send(by_link, up, deadline)
+        for done in connecting:
+            for link, error in done:
+                if error is not None:
+                    for call in by_link[link]:
+                        call.operation.fail(error)
+            self._send(by_link, [link for link, error in done if error is None], deadline)
+
+    def _send(self, by_link: dict[Link, list[Call]], links: Sequence[Link], deadline: float) -> None:
+        for link in links:
+            for call in by_link[link]:
+                call.connection = link.connections
+        sendings = [Sending(link, by_link[link]) for link in links]
+        for sending in send_all(sendings, deadline, self.core.look_after):
+            self.core.break_link(sending.link, Timeout(f"{sending.link}: it takes no requests"))
+
+    def wait(
+        self,
+        calls: Sequence[Call],
+        deadline: float,
+        patience_s: float | None,
+        enough: Callable[[], bool] | None = None,
+    ) -> None:
+        """Until all answers are there; those that do not come in time fail."""
+        operations = [call.operation for call in calls]
+
+        def ready() -> bool:
+            for operation in operations:
+                if not operation.done:
+                    return enough is not None and enough()
+            return True
+
+        core, began = self.core, time.monotonic()
+        if patience_s is None:
+            core.wait(ready, deadline)
+        else:
+            while not core.wait(ready, min(deadline, time.monotonic() + min(_LOOK_S, patience_s / 2))):
+                now = time.monotonic()
+                if now >= deadline or core.closed:
+                    break
+                for call in calls:
+                    silent_s = min(now - began, call.link.silence_s(now))
+                    if not call.operation.done and silent_s >= patience_s:
+                        core.lost(call.link, call.operation)
+        if enough is not None and enough():
+            return
+        for call in calls:
+            if not call.operation.done:
+                call.link.receive(_READ_BYTES)  # what came while something else took the time
+            if not call.operation.done:
+                core.lost(call.link, call.operation)
+
+
+def outcome(call: Call, expected: type[_T], fail_open: bool) -> _T | None:
+    """The reply; None for a transport failure under `fail_open`; raises otherwise."""
+    operation = call.operation
+    if operation.error is None and isinstance(operation.reply, expected):
+        return operation.reply
+    error: KVStoreError = operation.error or protocol_error(call.link, operation.reply)
+    if fail_open and isinstance(error, TRANSPORT_ERRORS):
+        return None
+    raise error

@@ -1,0 +1,233 @@
+"""Looking for blocks: `contains`, `get_into` and `stream_get` over as many shards and rounds as it takes.
+
+Copies: slot -> kernel -> destination; a block found somewhere else than at its owner is copied once more, for its
+repair. Blocks whose bytes are wrong count as not found where they came from: they are dropped there, and looked for
+at the next shard that may have them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore_client._calls.exchange import Exchange
+from kvstore_client._calls.repairs import Repairs
+from kvstore_client._calls.requests import Call, chunks, keyed_message, milliseconds, take
+from kvstore_client._calls.rounds import Rounds
+from kvstore_client._links.core import protocol_error
+from kvstore_client._links.link import Link
+from kvstore_client._links.operations import BlockTarget, GetOperation, IntoTarget, Operation, QueueTarget
+from kvstore_client._links.sending import Message
+from kvstore_client._links.view import Numbers
+from kvstore_client.errors import TRANSPORT_ERRORS
+from kvstore_client.keys import KeyArray
+
+STREAM_CREDIT_BYTES: Final = 8 << 20
+DISCARD_TIMEOUT_S: Final = 0.2  # for having a damaged block removed: the reader does not wait longer for that
+
+Present = npt.NDArray[np.bool_]
+
+log = logging.getLogger("kvstore_client")
+
+
+class Reader:
+    """Finds blocks of one namespace. Thread-safe."""
+
+    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int, verify: bool, repairs: Repairs) -> None:
+        self._exchange = exchange
+        self._core = exchange.core
+        self._block_bytes = block_bytes
+        self._replicas = replicas
+        self._verify = verify
+        self._repairs = repairs
+
+    def contains(self, packed: KeyArray, refresh: bool, pin_s: float, timeout_s: float, fail_open: bool) -> Present:
+        """One bool a key."""
+        present = np.zeros(len(packed), dtype=np.bool_)
+        deadline_ms = milliseconds(timeout_s)
+
+        def message(call: Call) -> Message:
+            keys = take(packed, call.positions)
+            request = wire.Contains(call.operation.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
+            return keyed_message(request, keys)
+
+        rounds = Rounds(self._core, packed, np.arange(len(packed)), self._replicas, timeout_s)
+        while groups := rounds.next():
+            calls = [
+                Call(link, Operation(self._core.next_id()), some, message)
+                for link, positions in groups
+                for some in chunks(positions, wire.MAX_KEYS)
+            ]
+            self._exchange.run(calls, rounds.deadline, rounds.patience_s)
+            for call in calls:
+                reply = call.operation.reply
+                if call.operation.error is not None:
+                    continue
+                if not isinstance(reply, wire.ContainsReply) or len(reply.present) != call.count:
+                    call.operation.error = protocol_error(call.link, reply)
+                else:
+                    present[call.positions] = np.frombuffer(reply.present, dtype=np.bool_)
+            rounds.settle(calls, present)
+        self._end(rounds, fail_open)
+        return present
+
+    def get_into(
+        self,
+        packed: KeyArray,
+        unique: Numbers,
+        rows: npt.NDArray[np.uint8],
+        slots: Sequence[int] | None,
+        timeout_s: float,
+        fail_open: bool,
+    ) -> Present:
+        """Blocks at positions `unique` into their rows. -> one bool a position."""
+        target = IntoTarget(rows, slots, len(packed), self._verify)
+        message = self._get_message(packed, timeout_s, credit=0)
+        rounds = Rounds(self._core, packed, unique, self._replicas, timeout_s)
+        while groups := rounds.next():
+            lacking = rounds.lacking()
+            calls = self._get_calls(groups, target, message)
+            self._exchange.run(calls, rounds.deadline, rounds.patience_s)
+            self._settle(rounds, calls, target.present, packed, target)
+            for link, positions in lacking:
+                found = positions[target.present[positions]]
+                self._repairs.put(link, packed[found], map(target.row, found.tolist()))
+        self._end(rounds, fail_open)
+        return target.present
+
+    def stream(
+        self, packed: KeyArray, unique: Numbers, fail_open: bool
+    ) -> Generator[tuple[int, memoryview], None, None]:
+        """Blocks at positions `unique`, as they arrive, in any order."""
+        core = self._core
+        present = np.zeros(len(packed), dtype=np.bool_)
+        target = QueueTarget(self._block_bytes, self._verify)
+        credit = max(STREAM_CREDIT_BYTES, 2 * self._block_bytes)
+        message = self._get_message(packed, core.timeout_s, credit)
+        rounds = Rounds(core, packed, unique, self._replicas, core.timeout_s)
+        while groups := rounds.next():
+            lacking: dict[int, list[Link]] = {}
+            for link, positions in rounds.lacking():
+                for position in positions.tolist():
+                    lacking.setdefault(position, []).append(link)
+            calls = self._get_calls(groups, target, message)
+            try:
+                for position, block in self._arriving(calls, target, credit, rounds):
+                    present[position] = True
+                    for link in lacking.get(position, ()):
+                        self._repairs.put(link, packed[position : position + 1], [block])
+                    yield position, block
+                    del block
+            finally:
+                for call in calls:
+                    if not call.operation.done:
+                        call.link.abandon(call.operation)
+                        call.link.post(wire.encode(wire.Cancel(call.operation.id)), DISCARD_TIMEOUT_S)
+            self._settle(rounds, calls, present, packed, target)
+        self._end(rounds, fail_open)
+
+    def _arriving(
+        self, calls: Sequence[Call], target: QueueTarget, credit: int, rounds: Rounds
+    ) -> Generator[tuple[int, memoryview], None, None]:
+        """One round of a stream. Each block may take the client's timeout, from when the last one was done with."""
+        core, exchange, patience_s = self._core, self._exchange, rounds.patience_s
+        granted = [0] * len(calls)
+        hits = 0
+        exchange.send(calls, rounds.deadline, patience_s)
+
+        def something() -> bool:
+            return bool(target.ready) or all(call.operation.done for call in calls)
+
+        while True:
+            exchange.wait(calls, rounds.deadline, patience_s, something)
+            if not target.ready:
+                again = [call for call in calls if call.retry and not hits]
+                if not again:
+                    return
+                exchange.send_again(again, rounds.deadline, patience_s)
+            while target.ready:
+                position, block = target.ready.popleft()
+                if block is None:
+                    continue
+                hits += 1
+                yield position, block
+                del block
+                rounds.deadline = time.monotonic() + core.timeout_s
+            for number, call in enumerate(calls):
+                assert isinstance(call.operation, GetOperation)
+                taken = call.operation.arrived * self._block_bytes
+                if not call.operation.done and taken - granted[number] >= credit // 2:
+                    grant = wire.Credit(call.operation.id, taken - granted[number])
+                    call.link.post(wire.encode(grant), core.timeout_s)
+                    granted[number] = taken
+
+    # ---- what they share -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _get_message(packed: KeyArray, timeout_s: float, credit: int) -> Callable[[Call], Message]:
+        deadline_ms = milliseconds(timeout_s)
+
+        def message(call: Call) -> Message:
+            keys = take(packed, call.positions)
+            return keyed_message(wire.Get(call.operation.id, deadline_ms, len(keys), keys.shape[1], credit), keys)
+
+        return message
+
+    def _get_calls(
+        self,
+        groups: Sequence[tuple[Link, Numbers]],
+        target: IntoTarget | QueueTarget,
+        message: Callable[[Call], Message],
+    ) -> list[Call]:
+        return [
+            Call(link, GetOperation(self._core.next_id(), some, target), some, message)
+            for link, positions in groups
+            for some in chunks(positions, wire.MAX_KEYS)
+        ]
+
+    def _settle(
+        self, rounds: Rounds, calls: Sequence[Call], present: Present, packed: KeyArray, target: BlockTarget
+    ) -> None:
+        for call in calls:
+            assert isinstance(call.operation, GetOperation)
+            self._core.stats.bytes_in += call.operation.hit * self._block_bytes
+        if target.bad:
+            bad, target.bad = target.bad, []
+            self._core.stats.checksum_errors += len(bad)
+            self._discard(packed, bad, calls, rounds.deadline)
+        rounds.settle(calls, present)
+
+    def _discard(self, packed: KeyArray, bad: list[int], calls: Sequence[Call], deadline: float) -> None:
+        """Have blocks with wrong bytes removed where they came from; the next reader finds them, too, if that fails."""
+        timeout_s = min(DISCARD_TIMEOUT_S, max(0.001, deadline - time.monotonic()))
+        deadline_ms = milliseconds(timeout_s)
+
+        def message(call: Call) -> Message:
+            keys = packed[call.positions]
+            return keyed_message(wire.Delete(call.operation.id, deadline_ms, len(keys), keys.shape[1]), keys)
+
+        wrong = np.array(bad, dtype=np.intp)
+        discards = [
+            Call(call.link, Operation(self._core.next_id()), some, message)
+            for call in calls
+            if len(some := np.intersect1d(call.positions, wrong))
+        ]
+        self._exchange.run(discards, time.monotonic() + timeout_s)
+        for call in discards:
+            error = call.operation.error
+            if isinstance(error, TRANSPORT_ERRORS):
+                log.warning("%d blocks with wrong bytes stay on %s: %s", call.count, call.link, error)
+            elif error is not None:
+                raise error
+
+    def _end(self, rounds: Rounds, fail_open: bool) -> None:
+        stats = self._core.stats
+        stats.found_elsewhere += rounds.found_elsewhere
+        stats.failovers += rounds.failovers
+        rounds.check(fail_open)

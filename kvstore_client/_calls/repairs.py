@@ -1,0 +1,126 @@
+"""Blocks that their owner did not have and another shard had: set where they belong, in the background.
+
+So a node that joined fills from the nodes that had its share, a replica that lost a block gets it again, and nobody
+waits for it. The blocks are copied when they are found (the reader's memory is the reader's), into a queue of bounded
+size: what does not fit is not repaired now but when it is next found. Only blocks whose checksum was verified are
+repaired: a new checksum must not make wrong bytes right.
+
+A thread lives while there is something to repair. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvstore import wire
+from kvstore_client._calls.exchange import Exchange, outcome
+from kvstore_client._calls.requests import Call, milliseconds, set_message
+from kvstore_client._links.buffers import BlockSource
+from kvstore_client._links.link import Link
+from kvstore_client._links.operations import Operation
+from kvstore_client._links.sending import Message
+from kvstore_client.errors import KVStoreError
+from kvstore_client.keys import KeyArray
+
+MAX_QUEUED_BYTES: Final = 64 << 20
+BATCH_BYTES: Final = 4 << 20  # so small that repairs do not hold up a connection for long
+
+log = logging.getLogger("kvstore_client")
+
+
+class _Repair(NamedTuple):
+    link: Link
+    key: bytes
+    block: bytes
+
+
+class Repairs:
+    """The repairs of one client."""
+
+    def __init__(self, exchange: Exchange, block_bytes: int, enabled: bool) -> None:
+        self._exchange = exchange
+        self._block_bytes = block_bytes
+        self._enabled = enabled
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; in a child process the thread does not exist."""
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._queue: deque[_Repair] = deque()
+        self._under_way: Sequence[_Repair] = ()
+        self._running = False
+
+    def put(self, link: Link, keys: KeyArray, blocks: Iterable[memoryview]) -> None:
+        """Have `blocks` set on `link`'s shard; copies them. Never blocks."""
+        if not self._enabled or link.broken is not None:
+            return
+        room = MAX_QUEUED_BYTES // self._block_bytes
+        for number, block in enumerate(blocks):
+            if len(self._queue) + len(self._under_way) >= room:
+                self._exchange.core.stats.repairs_dropped += len(keys) - number
+                return
+            repair = _Repair(link, keys[number].tobytes(), bytes(block))
+            with self._lock:
+                self._queue.append(repair)
+                if not self._running:
+                    try:
+                        threading.Thread(target=self._run, name="kvstore-repair", daemon=True).start()
+                    except RuntimeError as error:  # no thread to be had, or the process ends
+                        log.warning("%d blocks are not repaired: %s", len(self._queue), error)
+                        self._queue.clear()
+                        return
+                    self._running = True
+
+    def cancel(self, keys: KeyArray, timeout_s: float) -> None:
+        """These blocks are about to be deleted or replaced: do not set them again. Waits for what is under way."""
+        if not self._running:
+            return
+        names = {key.tobytes() for key in keys}
+        with self._idle:
+            self._queue = deque(repair for repair in self._queue if repair.key not in names)
+            self._idle.wait_for(lambda: not any(repair.key in names for repair in self._under_way), timeout_s)
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            try:
+                self._repair(batch)
+            except KVStoreError as error:  # found again, repaired again
+                log.info("%d blocks were not repaired on %s: %s", len(batch), batch[0].link, error)
+            except Exception:  # a defect of ours must not end all repairs
+                log.exception("%d blocks were not repaired on %s", len(batch), batch[0].link)
+
+    def _next_batch(self) -> list[_Repair]:
+        """Blocks for one shard; none: the thread is to end."""
+        batch: list[_Repair] = []
+        per_batch = max(1, BATCH_BYTES // self._block_bytes)
+        with self._lock:
+            if self._exchange.core.closed:
+                self._queue.clear()
+            while self._queue and len(batch) < per_batch and (not batch or self._queue[0].link is batch[0].link):
+                batch.append(self._queue.popleft())
+            self._under_way = batch
+            self._running = bool(batch)
+            self._idle.notify_all()
+        return batch
+
+    def _repair(self, batch: Sequence[_Repair]) -> None:
+        core = self._exchange.core
+        keys = np.frombuffer(b"".join(repair.key for repair in batch), dtype=np.uint8).reshape(len(batch), -1)
+        source = BlockSource([repair.block for repair in batch], self._block_bytes)
+
+        def message(call: Call) -> Message:
+            request = wire.Set(call.operation.id, milliseconds(core.timeout_s), len(keys), keys.shape[1])
+            return set_message(request, keys, call.positions, source)
+
+        call = Call(batch[0].link, Operation(core.next_id()), np.arange(len(keys)), message)
+        self._exchange.run([call], time.monotonic() + core.timeout_s)
+        reply = outcome(call, wire.SetReply, fail_open=False)
+        core.stats.repaired += reply.created if reply is not None else 0

@@ -1,0 +1,109 @@
+"""Requests of a call: for which of its keys, to which shard, and the bytes of their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore._cext import checksum_into
+from kvstore.wire.zmtp import frame, frame_head
+from kvstore_client._links.buffers import BlockSource
+from kvstore_client._links.link import Link
+from kvstore_client._links.operations import GetOperation, Operation
+from kvstore_client._links.sending import Message
+from kvstore_client.errors import ConnectionLost
+from kvstore_client.keys import KeyArray
+
+
+class Call:
+    """An operation, where it goes, for which of the caller's positions, and what is sent. A `sending.Request`."""
+
+    __slots__ = ("_make_message", "connection", "link", "operation", "positions", "renewed")
+
+    def __init__(
+        self,
+        link: Link,
+        operation: Operation,
+        positions: npt.NDArray[np.intp],
+        make_message: Callable[[Call], Message],
+    ) -> None:
+        self.link = link
+        self.operation = operation
+        self.positions = positions
+        self.connection = 0  # which of the link's connections it was sent on; 0: none yet
+        self.renewed = False
+        self._make_message = make_message
+
+    def message(self) -> Message:
+        return self._make_message(self)
+
+    @property
+    def count(self) -> int:
+        return len(self.positions)
+
+    @property
+    def retry(self) -> bool:
+        """It failed because the connection had died unnoticed: worth one more try, on a new one."""
+        lost = isinstance(self.operation.error, ConnectionLost)
+        return lost and not self.renewed and self.link.broken is None and self.connection > 0
+
+    def renew(self, request_id: int) -> None:
+        """Make it a request that was not sent yet."""
+        self.renewed = True
+        old = self.operation
+        if isinstance(old, GetOperation):
+            self.operation = GetOperation(request_id, old.positions, old.target)
+        else:
+            self.operation = Operation(request_id)
+
+
+def milliseconds(seconds: float) -> int:
+    """A deadline as the wire wants it."""
+    return max(1, int(seconds * 1000))
+
+
+def chunks(positions: npt.NDArray[np.intp], size: int) -> list[npt.NDArray[np.intp]]:
+    return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+
+def take(packed: KeyArray, positions: npt.NDArray[np.intp]) -> KeyArray:
+    if len(positions) == len(packed):
+        return packed
+    return packed[positions]
+
+
+def first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """For each key the position of its first occurrence, and the positions that are a first occurrence."""
+    count = len(packed)
+    everything = np.arange(count)
+    data, size = packed.tobytes(), packed.shape[1]
+    names = [data[at : at + size] for at in range(0, len(data), size)]
+    if len(set(names)) == count:
+        return everything, everything
+    seen: dict[bytes, int] = {}
+    first = np.array([seen.setdefault(name, position) for position, name in enumerate(names)], dtype=np.intp)
+    return first, np.flatnonzero(first == everything)
+
+
+def keyed_message(request: wire.Request, keys: KeyArray) -> Message:
+    data = keys.tobytes()
+    yield [frame(wire.encode(request), True) + frame_head(len(data), False) + data]
+
+
+def set_message(request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource) -> Message:
+    """Header and keys, the payload frame by frame, each hashed just before it is sent, the checksums."""
+    block_bytes = source.block_bytes
+    numbers = positions.tolist()
+    data = keys.tobytes()
+    head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
+    per_frame = wire.frame_blocks(block_bytes)
+    sums = np.empty(len(numbers), dtype="<u8")
+    for start in range(0, len(numbers), per_frame):
+        some = numbers[start : start + per_frame]
+        checksum_into([source.view(number) for number in some], sums[start : start + len(some)])
+        yield [head + frame_head(len(some) * block_bytes, True), *source.views(some)]
+        head = b""
+    yield [frame(sums.tobytes(), False)]

@@ -1,0 +1,142 @@
+"""Who is asked for which blocks, round by round: the shard that should have a block, then those that may.
+
+Each round asks every block's next candidate; what it misses, or cannot be asked for, goes on to the next round, all
+within one deadline. While all is well there is one round. `lacking` names the owners that do not have what a later
+round looks for, so that it can be set there once it is found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client._calls.requests import Call, take
+from kvstore_client._links.core import Core
+from kvstore_client._links.link import Link
+from kvstore_client._links.view import NOBODY, Numbers, View
+from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError
+from kvstore_client.keys import KeyArray
+
+# However long the deadline: a shard that is silent for so long is not waited for while another can be asked.
+MOST_PATIENCE_S: Final = 1.0
+
+
+class Rounds:
+    """The rounds of one call that looks for blocks. `positions`: those of `packed` that are looked for."""
+
+    def __init__(self, core: Core, packed: KeyArray, positions: Numbers, replicas: int, timeout_s: float) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self.failovers = 0  # blocks looked for elsewhere because a shard failed
+        self.found_elsewhere = 0  # blocks found after the first round
+        self._core = core
+        self._packed = packed
+        self._replicas = replicas
+        self._error: KVStoreError | None = None
+        self._unanswered: npt.NDArray[np.bool_] | None = None  # by position; None: no shard has failed
+        self._missed: list[tuple[Link, Numbers]] = []  # by owners
+        self._begin(positions)
+
+    def _begin(self, positions: Numbers) -> None:
+        self._view: View = self._core.view
+        self._left = positions
+        self._unanswered = None
+        self._column = -1
+        if self._view.links:
+            self._candidates = self._view.readers(take(self._packed, positions), self._replicas, self._core.turn)
+        else:
+            self._candidates = np.empty((len(positions), 0), dtype=np.intp)
+            self._fail(positions)
+        self._owners = min(self._replicas, self._view.new_nodes)
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long a silent shard is waited for in this round; None: until the deadline."""
+        later: int = self._candidates.shape[1] - self._column - 1
+        if not later:
+            return None
+        return min(MOST_PATIENCE_S, max(0.0, self.deadline - time.monotonic()) / (later + 1))
+
+    def next(self) -> Sequence[tuple[Link, Numbers]]:
+        """The shards to ask now, each with the positions it is asked for; empty when there is nobody left to ask."""
+        while len(self._left):
+            self._column += 1
+            if self._column >= self._candidates.shape[1]:
+                if not self._begin_again():
+                    return ()
+                continue
+            numbers = self._candidates[:, self._column]
+            if self._column == 0:
+                return self._view.split(numbers, self._left)
+            asked = numbers != NOBODY
+            if asked.any() and time.monotonic() < self.deadline:
+                return self._view.split(numbers[asked], self._left[asked])
+        return ()
+
+    def _begin_again(self) -> bool:
+        """Nobody is left to ask: only a new view can help those who got no answer."""
+        if self._unanswered is None:
+            return False
+        unanswered = self._left[self._unanswered[self._left]]
+        if not len(unanswered) or self._core.view is self._view or time.monotonic() >= self.deadline:
+            return False
+        self._begin(unanswered)
+        return True
+
+    def settle(self, calls: Sequence[Call], present: npt.NDArray[np.bool_]) -> None:
+        """A round is over. `present[position]`: whether the block was found by now. Raises a refusal, or a breach of
+        the protocol, at once where nobody else can be asked."""
+        more = self._candidates.shape[1] > 1
+        for call in calls:
+            error = call.operation.error
+            if error is None:
+                if self._unanswered is not None:
+                    self._unanswered[call.positions] = False
+                if more and self._column < self._owners:
+                    missed = call.positions[~present[call.positions]]
+                    if len(missed):
+                        self._missed.append((call.link, missed))
+            elif more or isinstance(error, TRANSPORT_ERRORS):
+                if self._error is None or not isinstance(error, TRANSPORT_ERRORS):
+                    self._error = error
+                if self._column == 0:  # else it was asked before, and that answer, or none, counts
+                    self._fail(call.positions)
+                self.failovers += call.count if more else 0
+            else:
+                raise error
+        if not more and self._unanswered is None:
+            return
+        found = present[self._left]
+        if self._column > 0:
+            self.found_elsewhere += int(found.sum())
+        if found.any():
+            self._left = self._left[~found]
+            self._candidates = self._candidates[~found]
+
+    def _fail(self, positions: Numbers) -> None:
+        if self._unanswered is None:
+            self._unanswered = np.zeros(len(self._packed), dtype=np.bool_)
+        self._unanswered[positions] = True
+
+    def check(self, fail_open: bool) -> None:
+        """At the end: raise the error of blocks about which nobody gave an answer; unless `fail_open`, for a transport
+        error."""
+        unanswered = int(self._unanswered[self._left].sum()) if self._unanswered is not None else 0
+        if not unanswered:
+            return
+        error = self._error or self._core.no_shards()
+        self._core.stats.unanswered += unanswered
+        if not (fail_open and isinstance(error, TRANSPORT_ERRORS)):
+            raise error
+
+    def lacking(self) -> list[tuple[Link, Numbers]]:
+        """Owners that were asked and do not have blocks that are still looked for, and the positions of those."""
+        if not self._missed:
+            return []
+        left = np.zeros(len(self._packed), dtype=np.bool_)
+        left[self._left] = True
+        lacking = [(link, missed[left[missed]]) for link, missed in self._missed]
+        return [(link, positions) for link, positions in lacking if len(positions)]

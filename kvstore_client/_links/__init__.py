@@ -1,0 +1,1 @@
+"""Connections to shards, and which shards there are."""

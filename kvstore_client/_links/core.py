@@ -1,0 +1,457 @@
+"""What both clients stand on: links to all shards, and what happens when one breaks or leaves.
+
+No thread runs while all is well: a caller sends its requests itself, and whoever waits first reads for all
+(`kvstore_client.leading`).
+
+A link that breaks is retried at once, on the caller's time, only if connecting succeeds immediately; otherwise it is
+*broken*: calls fail (or miss) at once, and a background thread, which lives only as long as something is broken,
+tries to connect with growing, jittered pauses. A shard that owes an answer and is silent for too long breaks its link.
+
+Nodes are a fixed list, whose shards are learned from their WELCOME, or the members of a cluster, which the thread of
+a `Watch` brings. A view is replaced as a whole; links that left it are closed when no call can be using them any more.
+Thread-safe; `after_fork` makes it usable in a child process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvstore import __version__, wire
+from kvstore.cluster.members import DirectoryError, Membership
+from kvstore.cluster.url import is_cluster_url, parse_cluster_url
+from kvstore.wire import MAX_REPLICAS
+from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
+from kvstore_client._links.link import DEAD_AFTER_S, Link
+from kvstore_client._links.operations import Operation
+from kvstore_client._links.view import Place, View
+from kvstore_client._links.watching import Watch
+from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, ProtocolError, Timeout
+from kvstore_client.results import ClientStats
+
+log = logging.getLogger("kvstore_client")
+
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 1.0
+PROBE_TIMEOUT_S: Final = 2.0
+MOST_CONNECTING: Final = 16  # links a call connects at a time
+ENOUGH_TO_CONNECT_S: Final = 0.1  # a caller with less time than this has learned nothing about the shard
+TURN_S: Final = 1.0
+FIRST_NODES: Final = 3  # of a cluster, tried at the start for a first connection
+
+
+@dataclass
+class Node:
+    """A server as the user named it; its shards are learned from it."""
+
+    host: str
+    port: int
+    zone: str = ""
+    links: list[Link] = field(default_factory=list)
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of ``tcp://HOST:PORT``; `ValueError` otherwise."""
+    parts = urlsplit(endpoint if isinstance(endpoint, str) else "")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or not port or parts.path or parts.query:
+        raise ValueError(
+            f"endpoint {endpoint!r}: expected tcp://HOST:PORT, a list of those, etcd://HOST:PORT/NAME or dns://HOST:PORT"
+        )
+    return parts.hostname, port
+
+
+class Core:
+    """The links of one client."""
+
+    def __init__(self, endpoint: str | Sequence[str], namespace: bytes, timeout_s: float, replicas: int) -> None:
+        endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
+        if not endpoints:
+            raise ValueError("no endpoint: expected tcp://HOST:PORT or a list of them")
+        self.stats = ClientStats()
+        self.timeout_s = timeout_s
+        self.closed = False
+        self.view = View([])
+        self._namespace = namespace
+        self._replicas = replicas
+        self._nodes: list[Node] = []
+        self._cluster = ""  # the URL of the cluster; empty: a list of nodes
+        self._members: Watch | None = None
+        if len(endpoints) == 1 and is_cluster_url(endpoints[0]):
+            self._cluster = endpoints[0]
+            parse_cluster_url(self._cluster)
+        else:
+            self._nodes = [Node(*parse_endpoint(each)) for each in endpoints]
+        self._ids = itertools.count(1)
+        self._phase = random.uniform(0.0, MAX_REPLICAS)  # clients do not turn to the same replica at once
+        self._new_process_state()
+
+    def _new_process_state(self) -> None:
+        self._pid = os.getpid()
+        self._leading = Leading(lambda: [*self.links, *self._retired], self.look_after)
+        self.wait = self._leading.wait
+        self._map_lock = threading.Lock()
+        self._prober: threading.Thread | None = None
+        self._prober_lock = threading.Lock()
+        self._stop_probing = threading.Event()
+        self._retired: dict[Link, float] = {}  # links that left the view, and from when on no call needs them
+        self._looked_after = 0.0
+
+    def after_fork(self) -> None:
+        """In a child process: forget what is shared with the parent, without a word on its connections."""
+        if self.closed:
+            return
+        self._leading.forget()
+        for link in [*self.links, *self._retired]:
+            link.reset_locks()
+            link.close()
+            link.pending = {}
+            link.broken = None
+        self._new_process_state()
+        if self._members is not None:
+            self._members = Watch(self._cluster, self._follow)
+
+    def _wake(self) -> None:
+        self._leading.wake()
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The links of the present view."""
+        return self.view.links
+
+    @property
+    def turn(self) -> int:
+        """Which replica is asked first now: the same for a look-up and the read that follows it."""
+        return int(time.monotonic() / TURN_S + self._phase)
+
+    @property
+    def directory_lost(self) -> str:
+        """Why the cluster's directory cannot be asked; empty: it can, or there is none."""
+        return self._members.lost if self._members is not None else ""
+
+    def no_shards(self) -> KVStoreError:
+        """The error of a call that has nobody to ask."""
+        if self.closed:
+            return ConnectionLost("this client is closed")
+        if self._cluster:
+            return ConnectionLost(f"{self._cluster}: no node of the cluster is known")
+        return ConnectionLost("no shard is known")
+
+    def next_id(self) -> int:
+        """A request id no other request of this client has."""
+        return next(self._ids)
+
+    def hello(self, request_id: int) -> bytes:
+        """The HELLO of this client."""
+        client = f"kvstore-client/{__version__} pid={os.getpid()}"
+        hello = wire.Hello(request_id, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self._replicas)
+        return wire.encode(hello)
+
+    # ---- connections -----------------------------------------------------------------------------------------
+
+    def connect(self, fail_open: bool) -> None:
+        """Reach every node of a list, or a node of a cluster. Unless `fail_open`, raises when that is not possible;
+        refusals are always raised."""
+        try:
+            if self._cluster:
+                self._connect_cluster()
+            else:
+                self._connect_nodes(fail_open)
+        except TRANSPORT_ERRORS as error:
+            if not fail_open:
+                self.close()
+                raise
+            log.warning("%s; all blocks are misses until then", error)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect_nodes(self, fail_open: bool) -> None:
+        for node in self._nodes:
+            link = Link(f"{node.host}:{node.port}", node.host, node.port, self.hello, self._wake)
+            try:
+                self._adopt(node, link, link.connect(self.timeout_s))
+                self._leading.watch(link)
+            except TRANSPORT_ERRORS as error:
+                if not fail_open:
+                    raise
+                node.links = [link]
+                self._remap()
+                self.break_link(link, error)
+
+    def _connect_cluster(self) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self._members = Watch(self._cluster, self._follow)
+        except DirectoryError as error:  # what it takes to follow one is not installed
+            raise ValueError(str(error)) from None
+        try:
+            self._members.wait(self.timeout_s)
+        except DirectoryError as error:
+            raise ConnectionLost(str(error)) from None
+        places = list(self.view.places)
+        if not places:
+            raise self.no_shards()
+        random.shuffle(places)
+        one_a_node = list({place.node: place.link for place in places}.values())
+        first = one_a_node[:FIRST_NODES]
+        for left, link in zip(range(len(first), 0, -1), first, strict=True):
+            try:
+                now = time.monotonic()
+                return self.ensure_up(link, now + (deadline - now) / left)
+            except TRANSPORT_ERRORS:
+                if left == 1:
+                    raise
+
+    def _adopt(self, node: Node, first: Link, welcome: wire.Welcome) -> None:
+        """The node told its shards: have a link for each."""
+        with self._map_lock:
+            first.name = welcome.shards[welcome.shard].name
+            known = {link.name: link for link in node.links}
+            known[first.name] = first
+            links = []
+            for address in welcome.shards:
+                host = address.host or node.host
+                link = known.pop(address.name, None) or Link(address.name, host, address.port, self.hello, self._wake)
+                link.host, link.port, link.weight = host, address.port, address.weight
+                links.append(link)
+            node.links, node.zone = links, welcome.zone
+        self._retire(known.values())
+        self._remap()
+
+    def _remap(self) -> None:
+        self.view = View(
+            [
+                Place(link, f"{node.host}:{node.port}", node.zone or f"{node.host}:{node.port}")
+                for node in self._nodes
+                for link in node.links
+            ]
+        )
+
+    def _follow(self, membership: Membership) -> None:
+        """The cluster has changed. Called by the follower's thread."""
+        with self._map_lock:
+            if self.closed:
+                return
+            known = {(link.name, link.host, link.port): link for link in self.links}
+            places: dict[str, Place] = {}
+            for member in membership.members:
+                for shard in member.shards:
+                    if shard.name in places:
+                        log.error(
+                            "shard %s is named by nodes %s and %s: the second is left out; is its disk folder a copy?",
+                            shard.name,
+                            places[shard.name].node,
+                            member.node,
+                        )
+                        continue
+                    link = known.pop((shard.name, shard.host, shard.port), None)
+                    if link is None:
+                        link = Link(shard.name, shard.host, shard.port, self.hello, self._wake)
+                        link.fixed_name = True
+                    link.weight = shard.weight
+                    places[shard.name] = Place(
+                        link,
+                        member.node,
+                        member.zone or member.node,
+                        member.state,
+                        member.is_new_owner,
+                        member.is_old_owner,
+                    )
+            self.view = View(list(places.values()), membership.epoch)
+        self._retire(known.values())
+        self._close_retired(time.monotonic())
+
+    def _retire(self, links: Iterable[Link]) -> None:
+        """Links that left the view: calls that have begun may go on using their connections."""
+        closed_at = time.monotonic() + self.timeout_s
+        for link in links:
+            link.retired = True
+            if link.sock is not None:
+                self._retired[link] = closed_at
+
+    def _close_retired(self, now: float) -> None:
+        for link, closed_at in list(self._retired.items()):
+            if now > closed_at and not link.pending:
+                self._retired.pop(link, None)
+                link.drop(ConnectionLost(f"{link}: it left the cluster"))
+
+    def connect_links(
+        self, links: Sequence[Link], deadline: float
+    ) -> Iterator[Sequence[tuple[Link, KVStoreError | None]]]:
+        """Begin to connect these, several side by side. -> what comes of it: links as they are done, and why not."""
+        connected_by = min(deadline, time.monotonic() + DEAD_AFTER_S)
+
+        def connect(link: Link) -> tuple[Link, KVStoreError | None]:
+            try:
+                self.ensure_up(link, connected_by)
+            except KVStoreError as error:
+                return link, error
+            return link, None
+
+        quick = [connect(link) for link in links if link.broken is not None or link.retired]  # they fail at once
+        links = [link for link in links if link.broken is None and not link.retired]
+        if len(links) < 2:
+            return iter([quick + [connect(link) for link in links]])
+        threads = ThreadPoolExecutor(min(len(links), MOST_CONNECTING), "kvstore-connect")
+        connecting = {threads.submit(connect, link) for link in links}
+
+        def results() -> Iterator[Sequence[tuple[Link, KVStoreError | None]]]:
+            yield quick
+            left = connecting
+            while left:
+                done, left = futures.wait(left, return_when=futures.FIRST_COMPLETED)
+                yield [each.result() for each in done]
+            threads.shutdown()
+
+        return results()
+
+    def ensure_up(self, link: Link, deadline: float) -> None:
+        """Have a connection, or raise: at once when the link is broken."""
+        if link.sock is not None:
+            return
+        if self.closed:
+            raise ConnectionLost("this client is closed")
+        if link.retired:
+            raise ConnectionLost(f"{link}: it left the cluster")
+        if link.broken is not None:
+            raise type(link.broken)(f"{link.broken} (retrying in the background)")
+        # Another caller may be connecting, with more time than this one has.
+        if not link.connect_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Timeout(f"{link}: no connection by the deadline")
+        try:
+            if link.sock is not None:
+                return
+            if link.broken is not None:
+                raise type(link.broken)(f"{link.broken} (retrying in the background)")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise Timeout(f"{link}: no connection by the deadline")
+            try:
+                self._connect_again(link, left_s)
+            except KVStoreError as error:
+                if not isinstance(error, Timeout) or left_s >= ENOUGH_TO_CONNECT_S:
+                    self.break_link(link, error)
+                raise
+        finally:
+            link.connect_lock.release()
+
+    def _connect_again(self, link: Link, timeout_s: float) -> None:
+        before = link.connections
+        welcome = link.connect(timeout_s)
+        node = next((node for node in self._nodes if link in node.links), None)
+        if node is not None:
+            self._adopt(node, link, welcome)
+        self._leading.watch(link)
+        if link.retired:  # it left while it connected
+            self._retire([link])
+        if self.closed:  # meanwhile
+            error = ConnectionLost("this client is closed")
+            link.drop(error)
+            raise error
+        if before:
+            self.stats.reconnects += 1
+            log.info("%s: connected again", link)
+
+    def break_link(self, link: Link, error: KVStoreError) -> None:
+        """Let calls to this shard fail at once from now on, and have it probed in the background."""
+        if link.broken is None:
+            log.warning("%s; its blocks are misses until it is back", error)
+        link.broken = error
+        self.stats.failures += 1
+        with self._prober_lock:
+            if self._prober is None and not self.closed:
+                self._stop_probing.clear()
+                self._prober = threading.Thread(target=self._probe, name="kvstore-probe", daemon=True)
+                self._prober.start()
+
+    def _probe(self) -> None:
+        """Reconnect broken links until none is left."""
+        pause = FIRST_PAUSE_S
+        while not self._stop_probing.wait(pause * random.uniform(0.5, 1.5)):
+            broken = [link for link in self.links if link.broken is not None]
+            try:
+                if len(broken) == 1:
+                    self._probe_one(broken[0])
+                elif broken:  # one that is back must not wait for those that are not
+                    with ThreadPoolExecutor(min(len(broken), MOST_CONNECTING), "kvstore-probe") as threads:
+                        list(threads.map(self._probe_one, broken))
+            except Exception:  # a defect, or no thread to be had: links must not stay broken for that
+                log.exception("probing %d broken connections failed; trying again", len(broken))
+            with self._prober_lock:
+                if all(link.broken is None for link in self.links):
+                    self._prober = None
+                    return
+            pause = min(LONGEST_PAUSE_S, pause * 2)
+
+    def _probe_one(self, link: Link) -> None:
+        with link.connect_lock:
+            if link.sock is not None:  # a caller was faster: its connection is in use
+                link.broken = None
+            elif not (self.closed or link.retired):
+                try:
+                    self._connect_again(link, PROBE_TIMEOUT_S)
+                except KVStoreError as error:
+                    link.broken = error
+
+    def close(self) -> None:
+        """Disconnect. Calls in progress fail with `ConnectionLost`."""
+        if self.closed:
+            return
+        self.closed = True
+        self._stop_probing.set()
+        if self._members is not None:
+            self._members.close()
+        for link in [*self.links, *self._retired]:
+            link.interrupt()
+        prober = self._prober
+        if prober is not None and prober is not threading.current_thread():
+            prober.join(PROBE_TIMEOUT_S + 0.5)
+        for link in [*self.links, *self._retired]:
+            link.drop(ConnectionLost("this client is closed"))
+        self._leading.close()
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def lost(self, link: Link, operation: Operation) -> None:
+        """Nobody waits for this reply any more. A shard that said nothing for a whole timeout is taken for dead."""
+        sent_at = operation.sent_at
+        silent = sent_at > link.last_received and time.monotonic() - sent_at > self.timeout_s * 0.9
+        link.abandon(operation)
+        error = Timeout(f"{link}: no reply in time")
+        operation.fail(error)
+        if silent and link.sock is not None:
+            self.break_link(link, error)
+            link.drop(error)
+
+    def look_after(self) -> None:
+        """Ask silent shards whether they live, break the links of those that do not. For whoever waits, often."""
+        now = time.monotonic()
+        if now < self._looked_after + LOOK_ANYWAY_S:
+            return
+        self._looked_after = now
+        for link in [*self.links, *self._retired]:
+            if link.pending and not link.look_after(now):
+                error = Timeout(f"{link}: it owes an answer and has been silent for {DEAD_AFTER_S:g} s")
+                self.break_link(link, error)
+                link.drop(error)
+        if self._retired:
+            self._close_retired(now)
+
+
+def protocol_error(link: Link, reply: object) -> ProtocolError:
+    """A reply of a type that does not answer the request."""
+    return ProtocolError(f"{link}: unexpected reply {type(reply).__name__}")

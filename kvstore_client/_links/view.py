@@ -1,0 +1,128 @@
+"""Who has which blocks: the shards a client knows, and for each key those to ask, in order.
+
+A view is replaced as a whole and never changes, so a call that began under one ends under it. While no node joins or
+drains, the shards that own a key are those that have it. Otherwise there are two placements (see
+`kvstore.cluster.members`): blocks are set on the *new* owners, and what those do not have yet is read from the *old*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore._cext import group_by_owner
+from kvstore.cluster.placement import Placement
+from kvstore_client._links.link import Link
+from kvstore_client.keys import KeyArray
+
+NOBODY: Final = -1
+# The one whose turn it is gives way to the other only when it is so much slower: each keeps what it is asked for.
+SLOWER: Final = 2.0
+SLOW_S: Final = 0.002
+# Of nodes that join at a time: how many may stand between a key's owner now and the one that has the block.
+MAX_FORMER: Final = 4
+
+Numbers = npt.NDArray[np.intp]
+
+
+class Place(NamedTuple):
+    """A shard in a view: its link, what fails together with it, and which placements it takes part in."""
+
+    link: Link
+    node: str
+    zone: str
+    state: str = "listed"
+    new: bool = True
+    old: bool = True
+
+
+class _Ring:
+    """One placement over some of a view's links."""
+
+    def __init__(self, places: Sequence[Place], numbers: Sequence[int]) -> None:
+        chosen = [places[number] for number in numbers]
+        self._numbers: Numbers = np.array(numbers, dtype=np.intp)
+        self._placement = Placement(
+            [place.link.name for place in chosen],
+            [place.link.weight for place in chosen],
+            [place.node for place in chosen],
+            [place.zone for place in chosen],
+        )
+
+    def replicas(self, keys: KeyArray, count: int) -> Numbers:
+        """Links of the first `count` replicas of each key, or as many as there are nodes."""
+        if count == 1:
+            return self._numbers[self._placement.owners(keys)].reshape(-1, 1)
+        found: Numbers = self._numbers[self._placement.replicas(keys, count)]
+        return found
+
+
+class View:
+    """All shards of a store, as this client knows them at one epoch."""
+
+    def __init__(self, places: Sequence[Place], epoch: int = 0) -> None:
+        self.epoch = epoch
+        self.places = places
+        self.links: Sequence[Link] = [place.link for place in places]
+        new = [number for number, place in enumerate(places) if place.new]
+        old = [number for number, place in enumerate(places) if place.old]
+        self.new_nodes = len({places[number].node for number in new or old})  # a block has at most as many owners
+        # Whether a node joins or drains: blocks may be where they do not belong any more.
+        self.changing = len(places) > 1 and new != old
+        joining = len({places[number].node for number in new if not places[number].old})
+        self._former = min(max(1, joining), MAX_FORMER) if self.changing else 0
+        self._new = _Ring(places, new or old) if len(places) > 1 else None
+        self._old = _Ring(places, old) if self.changing and new and old else None
+
+    def owners(self, keys: KeyArray, replicas: int) -> Numbers:
+        """`(n, r)` link numbers: where a block is set. r: `replicas`, or fewer where there are fewer nodes."""
+        if self._new is None:
+            return np.zeros((len(keys), 1), dtype=np.intp)
+        return self._new.replicas(keys, replicas)
+
+    def readers(self, keys: KeyArray, replicas: int, turn: int = 0) -> Numbers:
+        """`(n, c)` link numbers: who may have a block, in the order in which they are asked, with `NOBODY` where a row
+        has fewer.
+
+        `turn`: which replica is asked first, so that all are: one that is never read lets go of the wrong blocks.
+        """
+        found = self.owners(keys, replicas + self._former)
+        owners = min(replicas, found.shape[1])
+        if owners > 1:
+            found[:, :owners] = np.roll(found[:, :owners], -(turn % owners), axis=1)
+            self._prefer_the_faster(found)
+        if not self.changing:
+            return found
+        # A node that joins owns what was set meanwhile, so who owned a block before others joined need not be an old
+        # owner: it is next in rank, behind as many as have joined since.
+        found, old = found[:, :owners], found[:, owners:]
+        if self._old is not None:
+            old = np.concatenate([self._old.replicas(keys, replicas), old], axis=1)
+        known = (old[:, :, None] == found[:, None, :]).any(axis=2)
+        known |= np.triu((old[:, :, None] == old[:, None, :]), 1).any(axis=1)
+        old[known] = NOBODY
+        return np.concatenate([found, old], axis=1)
+
+    def _prefer_the_faster(self, found: Numbers) -> None:
+        """The least loaded of two (Mitzenmacher, 2001), with a bias to the first."""
+        loads = np.array([link.load_s for link in self.links])
+        first, second = loads[found[:, 0]], loads[found[:, 1]]
+        swap = (first > SLOW_S) & (first > SLOWER * second)
+        if swap.any():
+            found[swap, :2] = found[swap, 1::-1]
+
+    def split(self, numbers: Numbers, positions: Numbers) -> list[tuple[Link, Numbers]]:
+        """`positions[i]` belongs to link `numbers[i]`. -> the positions of each link that has any, in order."""
+        if len(self.links) == 1:
+            return [(self.links[0], positions)] if len(positions) else []
+        order, bounds = group_by_owner(np.ascontiguousarray(numbers), len(self.links))
+        ends = bounds.tolist()
+        grouped = positions[order]
+        return [
+            (link, grouped[start:end])
+            for link, start, end in zip(self.links, ends[:-1], ends[1:], strict=True)
+            if start < end
+        ]

@@ -1,0 +1,1 @@
+"""For any engine: failures as misses, lookups and transfers in the background."""

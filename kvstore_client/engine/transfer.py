@@ -1,0 +1,268 @@
+"""Transfers between host memory and the store, in the background of an engine.
+
+Out: one thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. When the
+queue is full the oldest unsent blocks are dropped: the newest are the likeliest to be asked for again, and an engine
+never waits for its cache.
+
+In: a few threads, a job each, fetch a chain chunk by chunk straight into its rows; after each chunk the engine places
+what arrived while the next one, of another job, is on the wire.
+
+No copy is made here: blocks go from the rows given to the socket, and from the socket to the rows given. Whatever
+fails, every block is named once in `done`, so that nothing that is held for a transfer is held for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.client import KVStoreClient
+from kvstore_client.engine.guard import Counters, StoreGuard
+
+Rows: TypeAlias = "npt.NDArray[np.uint8]"
+Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
+
+# Payload of one round trip: large enough for the wire's speed, small enough that placing a chunk overlaps the next.
+CHUNK_BYTES: Final = 32 << 20
+
+
+class Outcome(enum.Enum):
+    """What became of a block on its way out."""
+
+    STORED = "stored"
+    PRESENT = "present"  # the store had it
+    DROPPED = "dropped"  # never sent: the queue was full, or closed
+    FAILED = "failed"
+
+
+class _Waiting(NamedTuple):
+    key: bytes
+    block: Block
+    token: Hashable
+
+
+Done: TypeAlias = Callable[[Sequence[tuple[Hashable, Outcome]]], None]
+
+
+class TransferOut:
+    """The way out of one namespace. A block's memory must not change until ``done`` names its token.
+
+    ``limit``: blocks that wait at most. ``done(results)`` is called from the transfer's thread, or from ``put`` for
+    what that dropped; it must neither raise nor block.
+    """
+
+    def __init__(self, guard: StoreGuard, *, limit: int, counters: Counters, done: Done) -> None:
+        if limit < 1:
+            raise ValueError(f"limit={limit}: expected room for at least 1 block")
+        self._guard = guard
+        self._limit = limit
+        self._counters = counters
+        self._done = done
+        self._batch = max(1, CHUNK_BYTES // guard.namespace.block_bytes)
+        self._queue: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._sending = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-transfer-out", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Blocks not yet named in ``done``."""
+        return len(self._queue) + self._sending
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[Block], tokens: Sequence[Hashable]) -> None:
+        """Queue blocks, dropping the oldest waiting ones (of this call's, too) beyond the limit. Never blocks."""
+        with self._changed:
+            self._queue.extend(_Waiting(*each) for each in zip(keys, blocks, tokens, strict=True))
+            surplus = len(self._queue) if self._closed else max(0, len(self._queue) - self._limit)
+            dropped = [self._queue.popleft() for _ in range(surplus)]
+            self._changed.notify_all()
+        self._report(dropped, Outcome.DROPPED)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing waits or is on the wire. -> whether that came to be in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.waiting, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Send what waits, for so long; drop the rest."""
+        self.drain(timeout_s)
+        with self._changed:
+            self._closed = True
+            dropped = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        self._report(dropped, Outcome.DROPPED)
+        self._thread.join(self._guard.timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
+                self._sending = len(batch)
+            started = time.monotonic()
+            self._send(batch)
+            self._counters.add("transfer_out_seconds", time.monotonic() - started)
+            with self._changed:
+                self._sending = 0
+                self._changed.notify_all()
+
+    def _send(self, batch: list[_Waiting]) -> None:
+        keys = [each.key for each in batch]
+        present = self._guard.call(lambda client: client.contains(keys), None)
+        if present is None:
+            return self._report(batch, Outcome.FAILED)
+        missing = [each for each, there in zip(batch, present, strict=True) if not there]
+        self._report([each for each, there in zip(batch, present, strict=True) if there], Outcome.PRESENT)
+        if not missing:
+            return None
+        failed = self._guard.call(lambda client: _set(client, missing), len(missing))
+        # Which of a batch the store had no room for is not told; the last are, since it takes them in order.
+        stored = len(missing) - failed
+        self._report(missing[:stored], Outcome.STORED)
+        self._report(missing[stored:], Outcome.FAILED)
+
+    def _report(self, blocks: Sequence[_Waiting], outcome: Outcome) -> None:
+        if not blocks:
+            return
+        if outcome is Outcome.STORED:
+            self._counters.add("transfer_out_blocks", len(blocks))
+            self._counters.add("transfer_out_bytes", len(blocks) * self._guard.namespace.block_bytes)
+        else:
+            self._counters.add(_COUNTERS[outcome], len(blocks))
+        self._done([(each.token, outcome) for each in blocks])
+
+
+_COUNTERS: Final = {
+    Outcome.PRESENT: "present_blocks",
+    Outcome.DROPPED: "dropped_blocks",
+    Outcome.FAILED: "unsaved_blocks",
+}
+
+
+def _set(client: KVStoreClient, blocks: Sequence[_Waiting]) -> int:
+    """How many blocks the store could not take. Acknowledged, and visible to every lookup, once it owns the bytes."""
+    return client.set([each.key for each in blocks], [each.block for each in blocks], deferred=True).error
+
+
+Arrived: TypeAlias = "Callable[[int, npt.NDArray[np.bool_]], bool]"
+
+
+class TransferIn:
+    """The way in of one namespace: ``threads`` jobs at a time, the others wait for their turn or their deadline."""
+
+    def __init__(self, guard: StoreGuard, *, threads: int, counters: Counters) -> None:
+        self._guard = guard
+        self._counters = counters
+        self.chunk_blocks = max(1, CHUNK_BYTES // guard.namespace.block_bytes)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-transfer-in")
+        self._idle = threading.Condition()
+        self._jobs = 0
+        self._closed = False
+        self._corrupt = 0  # of the client's checksum errors, those counted
+
+    @property
+    def waiting(self) -> int:
+        """Jobs not yet done."""
+        return self._jobs
+
+    def submit(
+        self,
+        keys: Sequence[bytes],
+        out: Rows | Callable[[], Rows],
+        slots: Sequence[int],
+        *,
+        deadline: float,
+        arrived: Arrived,
+        done: Callable[[], None],
+    ) -> None:
+        """Fetch block ``keys[i]`` into ``out[slots[i]]``, chunk by chunk. ``out`` may be a function that names the
+        rows when the job's turn has come, for rows that belong to the thread.
+
+        After each chunk ``arrived(first, hits)``: ``hits[j]`` says whether block ``first + j`` is in its row; it
+        returns whether to go on. ``deadline``, of ``time.monotonic()``: what has not arrived by then is a miss.
+        ``done()`` comes last, always. Both are called from a transfer's thread.
+        """
+        with self._idle:
+            self._jobs += 1
+        try:
+            self._threads.submit(self._run, keys, out, slots, deadline, arrived, done)
+        except RuntimeError:  # shut down
+            self._finish(done)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is left. -> whether that came to be in time."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._jobs, timeout_s)
+
+    def close(self) -> None:
+        """End without another block: a chunk under way ends by its deadline, the others are misses."""
+        self._closed = True
+        self._threads.shutdown(wait=True)
+
+    def _run(
+        self,
+        keys: Sequence[bytes],
+        out: Rows | Callable[[], Rows],
+        slots: Sequence[int],
+        deadline: float,
+        arrived: Arrived,
+        done: Callable[[], None],
+    ) -> None:
+        try:
+            rows = out() if callable(out) else out
+            for first in range(0, len(keys), self.chunk_blocks):
+                chunk, places = keys[first : first + self.chunk_blocks], slots[first : first + self.chunk_blocks]
+                if not arrived(first, self._fetch(chunk, rows, places, deadline)):
+                    break
+        except Exception as error:
+            self._guard.failed(error)
+        finally:
+            self._finish(done)
+
+    def _finish(self, done: Callable[[], None]) -> None:
+        try:
+            done()
+        finally:
+            with self._idle:
+                self._jobs -= 1
+                self._idle.notify_all()
+
+    def _fetch(self, keys: Sequence[bytes], out: Rows, slots: Sequence[int], deadline: float) -> npt.NDArray[np.bool_]:
+        started = time.monotonic()
+        nothing = np.zeros(len(keys), dtype=np.bool_)
+        left = min(deadline - started, self._guard.timeout_s)
+        if left <= 0 or self._closed:
+            self._counters.add("missed_blocks", len(keys))
+            return nothing
+
+        def get(client: KVStoreClient) -> npt.NDArray[np.bool_]:
+            hits = client.get_into(keys, out, slots, timeout_s=left)
+            self._count_corrupt(client.stats.checksum_errors)
+            return hits
+
+        hits = self._guard.call(get, nothing)
+        arrived = int(hits.sum())
+        self._counters.add("transfer_in_blocks", arrived)
+        self._counters.add("transfer_in_bytes", arrived * self._guard.namespace.block_bytes)
+        self._counters.add("transfer_in_seconds", time.monotonic() - started)
+        self._counters.add("missed_blocks", len(keys) - arrived)
+        return hits
+
+    def _count_corrupt(self, total: int) -> None:
+        with self._idle:  # another thread may have counted a later total
+            news = max(0, total - self._corrupt)
+            self._corrupt += news
+        self._counters.add("checksum_errors", news)

@@ -1,0 +1,131 @@
+"""Copies between a CUDA device and host memory, beside the model's work.
+
+Two side streams, one a direction, so that neither waits for the other nor for the model. What orders a copy with the
+model is an event of the model's stream: a copy out waits for all that was queued before it, a copy in for all that
+was queued before the last ``fence``. The engine may be a step ahead of its GPU: blocks that the scheduler has freed
+and given away may still be written by a step that was queued earlier, which no guarantee of the scheduler's covers.
+
+One call hands the driver all runs of a copy; no kernel of ours runs, and no memory of the device is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore_client.vllm.shared.compat import batched_copy, host_register
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+Addresses = npt.NDArray[np.int64]
+
+# Batches of over 50 000 runs are known to have crashed a driver; a call costs microseconds, so this costs nothing.
+RUNS_PER_CALL = 8192
+
+
+class DeviceCopy:
+    """A copy on a side stream; keeps what it reads and writes alive. Any thread. Both methods raise what the device
+    reports."""
+
+    def __init__(self, event: torch.cuda.Event, keep: object) -> None:
+        self._event = event
+        self._keep = keep
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class Runs(NamedTuple):
+    """Dense runs of bytes to copy: ``sizes[i]`` bytes between the addresses ``cache[i]`` and ``rows[i]``."""
+
+    cache: Addresses
+    rows: Addresses
+    sizes: Addresses
+
+
+class SideStreams:
+    """The copies of one device. Any thread; the copies of a direction are done in the order of the calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copy_batch = batched_copy()
+        self._device = device
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+        self._fence: torch.cuda.Event | None = None
+
+    def fence(self) -> None:
+        """Called by the model's thread. Copies in, from now on, wait for what is queued on its stream by now."""
+        self._fence = self._event_of_the_current_stream()
+
+    def copy_out(self, runs: Runs, keep: object) -> DeviceCopy:
+        """From the cache to the rows, after all that is queued on the calling thread's stream. ``keep``: what must
+        outlive the copy."""
+        return self._copy(self._out, self._event_of_the_current_stream(), runs.cache, runs.rows, runs.sizes, keep)
+
+    def copy_in(self, runs: Runs, keep: object) -> DeviceCopy:
+        """From the rows to the cache, after the last fence. Without any fence, blocks until the device is idle."""
+        # Not torch.cuda.device(): on leaving it, a thread that never chose a device would open a context on device 0.
+        torch.cuda.set_device(self._device)
+        fence = self._fence
+        if fence is None:
+            torch.cuda.synchronize(self._device)
+        return self._copy(self._in, fence, runs.rows, runs.cache, runs.sizes, keep)
+
+    def _event_of_the_current_stream(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event | None,
+        src: Addresses,
+        dst: Addresses,
+        sizes: Addresses,
+        keep: object,
+    ) -> DeviceCopy:
+        batch = [torch.from_numpy(array) for array in (src, dst, sizes)]
+        done = torch.cuda.Event(blocking=True)  # whoever waits sleeps instead of spinning
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            for first in range(0, len(sizes), RUNS_PER_CALL):
+                self._copy_batch(*(array[first : first + RUNS_PER_CALL] for array in batch))
+            done.record(stream)
+        return DeviceCopy(done, (batch, keep))
+
+
+def pinned_rows(rows: int, row_bytes: int, device: torch.device) -> npt.NDArray[np.uint8]:
+    """Uninitialized page-locked memory, given back when the last view of it is gone. Where the system refuses to lock
+    as much, it stays pageable, with a warning: slower, and copies out then block.
+
+    torch's own pinned memory is rounded up to a power of two, which may be twice what was asked for.
+    """
+    size = rows * row_bytes
+    # Memory is locked by the page: these pages hold nothing else.
+    memory = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
+    first = -memory.ctypes.data % mmap.PAGESIZE
+    pool = memory[first : first + size].reshape(rows, row_bytes)
+    register, unregister = host_register()
+    torch.cuda.set_device(device)
+    if register(pool.ctypes.data, size):
+        # The array that owns the memory goes after its last view, and its finalizer runs before the memory is freed.
+        finalizer = weakref.finalize(memory, unregister, pool.ctypes.data)
+        finalizer.atexit = False  # the driver unlocks what a process leaves behind
+    elif size:
+        logger.warning(
+            "kvstore: %.1f GiB of host memory could not be page-locked, copies to and from it will be slow; "
+            "lower cpu_bytes, or raise the limit of locked memory (ulimit -l)",
+            size / 2**30,
+        )
+    return pool

@@ -1,0 +1,237 @@
+"""The engine's paged KV cache, seen as blocks of bytes, and the copies of blocks between it and host memory.
+
+vLLM hands every layer's cache over as a tensor of logical shape (num_blocks, heads, tokens, content), where content
+is K and V together, with whatever strides the attention backend asked for; a backend with small kernel blocks hands
+over (num_blocks * r, ...). The content is the backend's own (the CPU backend stores K in tiles of the instruction
+set), so a block here is opaque: for every layer, in layer order, the page's bytes in the order they have in memory.
+That order makes the copies long; ``description`` records it, because it is part of what must agree before two
+engines may share blocks.
+
+Either kind of cache is copied straight between its paged tensors and the rows of a pool, one copy of every byte:
+host tensors at once, by ``kvstore._cext``; those of a CUDA device on a side stream, as the dense runs of bytes that
+``runs`` finds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore import _cext
+from kvstore_client.vllm.connector.device import Addresses, Runs, SideStreams, pinned_rows
+
+Rows = npt.NDArray[np.uint8]
+
+
+class Copy(Protocol):
+    """A copy under way. To be kept until it is done; any thread."""
+
+    def done(self) -> bool:
+        """Never blocks."""
+
+    def wait(self) -> None:
+        """Blocks until it is done."""
+
+
+class FinishedCopy:
+    """A copy that was made in the call that asked for it."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class BlockLayout:
+    """Copies whole blocks between KV cache tensors and rows of ``block_bytes`` bytes.
+
+    The tensors belong to the engine and live as long as it does. For copies from and to host tensors the caller
+    orders them with the model's own reads and writes; for those of a device see each method.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """kv_caches: layer name -> tensor, as given to ``register_kv_caches``. Layers that share one cache appear
+        once in a block. Raises ValueError when the pages of the layers have different shapes, or lie where nothing
+        here can copy."""
+        distinct: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        for name in sorted(kv_caches, key=_layer_order):
+            tensor = kv_caches[name]
+            distinct.setdefault((tensor.data_ptr(), tensor.stride()), tensor)
+        tensors = list(distinct.values())
+        if not tensors:
+            raise ValueError("kvstore: the engine registered no KV cache, there is nothing to store")
+
+        self.num_blocks = num_blocks
+        pages = [_pages_of_bytes(tensor, num_blocks) for tensor in tensors]
+        shapes = {tuple(page.shape[1:]) for page in pages}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"kvstore: the layers' KV cache pages differ in shape ({sorted(shapes)}); "
+                "only models whose layers all have the same page are supported"
+            )
+        devices = {tensor.device for tensor in tensors}
+        self._device = devices.pop()
+        if devices or self._device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"kvstore: the KV cache lies on {', '.join(sorted(map(str, (*devices, self._device))))}; "
+                "it must lie on the CPU or on one CUDA device"
+            )
+        # A host tensor and its array share memory, so scatter writes where the engine reads.
+        self._arrays = [page.numpy() for page in pages] if self._device.type == "cpu" else None
+        self._streams = SideStreams(self._device) if self._device.type == "cuda" else None
+        self._runs = _runs_of_a_block(pages)
+
+        self.block_bytes = int(self._runs.sizes.sum())
+        self.dtype = str(tensors[0].dtype).removeprefix("torch.")
+        order = "".join("bhnc"[axis] for axis in _memory_order(tensors[0])) if tensors[0].ndim == 4 else "raw"
+        inner = "x".join(str(size) for size in tensors[0].shape[1:])
+        self.description = f"{len(pages)}x{order}({inner})"
+
+    def pool(self, rows: int) -> Rows:
+        """Uninitialized host memory for ``rows`` blocks: page-locked where the cache lies on a device, else pages that
+        nobody has touched yet."""
+        if self._streams is not None:
+            return pinned_rows(rows, self.block_bytes, self._device)
+        return np.empty((rows, self.block_bytes), dtype=np.uint8)
+
+    def fence(self) -> None:
+        """Called by the model's thread before it lets ``swap_in`` be called: those copies wait for all that is queued
+        on its stream by now, such as writes of earlier steps to blocks that have changed hands since. Never blocks;
+        for host tensors there is nothing to do."""
+        if self._streams is not None:
+            self._streams.fence()
+
+    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Copy:
+        """``pool[slots[i]]`` becomes block ``block_ids[i]``, as it is after all work queued on the calling thread's
+        stream: called by the model's thread after the forward. Host tensors: done on return. Devices: never blocks
+        if the pool is from ``pool``.
+
+        The blocks must not change, nor the slots be used, until it is done. Raises IndexError for a block or a slot
+        that is not there, ValueError for a pool that does not fit, before any byte moves. With a slot given twice,
+        which block it holds is not said.
+        """
+        if self._streams is not None:
+            return self._streams.copy_out(self.runs(block_ids, pool, slots), keep=pool)
+        assert self._arrays is not None
+        _cext.gather(self._arrays, _int64(block_ids), pool, slots=_int64(slots))
+        return FinishedCopy()
+
+    def swap_in(self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> Copy:
+        """Block ``block_ids[i]`` becomes ``pool[slots[i]]``. Called by any thread. Host tensors: done on return.
+        Devices: after all that the last ``fence`` saw queued.
+
+        From the fence until it is done, nobody else may use these blocks, nor change the slots. Raises as
+        ``swap_out``. A slot may be given to several blocks.
+        """
+        if self._streams is not None:
+            return self._streams.copy_in(self.runs(block_ids, pool, slots), keep=pool)
+        assert self._arrays is not None
+        _cext.scatter(pool, self._arrays, _int64(block_ids), slots=_int64(slots))
+        return FinishedCopy()
+
+    def runs(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Runs:
+        """Where the bytes of these blocks lie, in the cache and in the rows of the pool: the fewest dense runs.
+        Raises as ``swap_out``."""
+        if pool.dtype != np.uint8 or pool.shape[1:] != (self.block_bytes,) or (len(pool) and pool.strides[1] != 1):
+            raise ValueError(
+                f"kvstore: the pool must be dense rows of {self.block_bytes} bytes, got shape {pool.shape} "
+                f"of {pool.dtype}, strides {pool.strides}"
+            )
+        if len(block_ids) != len(slots):
+            raise ValueError(f"kvstore: {len(block_ids)} blocks cannot be copied from or to {len(slots)} slots")
+        ids = _checked(block_ids, self.num_blocks, "block")
+        places = _checked(slots, len(pool), "slot")
+        cache = self._runs.addresses + ids[:, np.newaxis] * self._runs.strides
+        rows = self._runs.offsets + (pool.ctypes.data + places[:, np.newaxis] * pool.strides[0])
+        return Runs(cache.ravel(), rows.ravel(), np.tile(self._runs.sizes, len(ids)))
+
+
+class _BlockRuns(NamedTuple):
+    """The dense runs of one block, in the order of its bytes: ``addresses`` of block 0, ``strides`` to the next
+    block, ``offsets`` in a row, ``sizes``."""
+
+    addresses: Addresses
+    strides: Addresses
+    offsets: Addresses
+    sizes: Addresses
+
+
+def _runs_of_a_block(pages: Sequence[torch.Tensor]) -> _BlockRuns:
+    """Runs that adjoin in every block, such as layers kept together, become one."""
+    runs: list[tuple[int, int, int]] = []  # address, stride, size
+    for page in pages:
+        starts, size = _dense_runs(page)
+        for start in starts:
+            address, stride = page.data_ptr() + int(start), page.stride(0)
+            if runs and runs[-1][:2] == (address - runs[-1][2], stride):
+                runs[-1] = (runs[-1][0], stride, runs[-1][2] + size)
+            else:
+                runs.append((address, stride, size))
+    addresses, strides, sizes = np.array(runs, dtype=np.int64).T
+    return _BlockRuns(addresses, strides, np.cumsum(sizes) - sizes, sizes)
+
+
+def _dense_runs(page: torch.Tensor) -> tuple[Addresses, int]:
+    """Where the dense runs of one page of bytes start, and the size they all have."""
+    axes: list[tuple[int, int]] = []  # size, stride; the innermost last
+    for size, stride in zip(page.shape[1:], page.stride()[1:], strict=True):
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size > 1:
+            axes.append((size, stride))
+    run = axes.pop()[0] if axes and axes[-1][1] == 1 else 1
+    starts = np.zeros(1, dtype=np.int64)
+    for size, stride in axes:
+        starts = (starts[:, np.newaxis] + np.arange(size) * stride).ravel()
+    return starts, run
+
+
+def _int64(indices: Sequence[int]) -> Addresses:
+    return np.asarray(indices, dtype=np.int64)
+
+
+def _checked(indices: Sequence[int], count: int, what: str) -> Addresses:
+    checked = _int64(indices)
+    wrong = checked[(checked < 0) | (checked >= count)]
+    if len(wrong):
+        raise IndexError(f"kvstore: {what} {wrong[0]} is not there, they are 0 .. {count - 1}; nothing was copied")
+    return checked
+
+
+def _layer_order(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts layer 10 after layer 9: digits compare as numbers."""
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    """The block axis, then the others from the largest stride to the smallest."""
+    inner = sorted(range(1, tensor.ndim), key=lambda axis: (-tensor.stride(axis), axis))
+    return [0, *inner]
+
+
+def _pages_of_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A view (num_blocks, ...) of bytes, inner axes in memory order; a dense page becomes one axis."""
+    if tensor.shape[0] % num_blocks:
+        raise ValueError(
+            f"kvstore: a KV cache tensor has shape {tuple(tensor.shape)}, "
+            f"which does not divide into {num_blocks} blocks"
+        )
+    ordered = tensor.permute(_memory_order(tensor))
+    if ordered.stride(-1) != 1:
+        raise ValueError(
+            f"kvstore: a KV cache tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
+            "has no contiguous axis, its bytes cannot be viewed"
+        )
+    pages = ordered.view(torch.uint8)
+    if tensor.shape[0] != num_blocks:
+        pages = pages.unflatten(0, (num_blocks, -1))
+    try:
+        return pages.view(num_blocks, -1)
+    except RuntimeError:  # strides with gaps, or heads outside blocks: the copies walk the axes
+        return pages

@@ -1,0 +1,412 @@
+"""The connector's half beside the engine's scheduler: decides what is loaded and saved, and where it lies meanwhile.
+
+Thread: the engine core's, for everything here. Nothing blocks: the store is asked by `PrefixLookups` in the
+background, and the engine is told "ask again" (None) until the answer is there or its deadline has passed.
+
+A load parks its request until all ranks have its blocks. What is under way is remembered by request until then, also
+when the request is aborted; what fails on any rank is missing.
+
+A save is planned in the step that completes a block. Its slot in the host tier is written (copied from the cache),
+then read (sent to the store), and free or evictable afterwards. ``next_save`` of a request starts where the store's
+run of blocks ended, so that blocks which only the engine has (the store was emptied, or evicted them) are saved again
+and the chain in the store has no hole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore_client.engine.guard import Counters
+from kvstore_client.engine.lookup import FOUND_VALID_S, Lookup, PrefixLookups
+from kvstore_client.vllm.connector.host_tier import HostTier
+from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
+from kvstore_client.vllm.shared.keys import BlockKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Waiting:
+    """A request that asked what it may load and has no blocks yet."""
+
+    lookup: Lookup | None = None  # None: the store is not asked for it
+    local: int = 0  # leading blocks in the engine's own cache
+    awaited: str | None = None  # the request whose load it waited for, to share it
+
+
+@dataclass
+class Tracked:
+    """A request that has blocks."""
+
+    request: Request
+    lookup: Lookup | None
+    next_save: int  # blocks before this one are in the store, or were handed to the workers to save
+    stored: int | None = None  # leading blocks the store has, once that is known
+    last_job: int = -1  # the last one that copies out of this request's blocks
+    outdated: bool = False  # its blocks were computed with other weights
+
+
+@dataclass
+class Loading:
+    """Blocks on their way to a request, until every rank is done."""
+
+    keys: Sequence[bytes]
+    block_ids: list[int]
+    held: list[int]  # slots of the host tier that are read
+    fetched: list[int] = field(default_factory=list)  # slots of the host tier that are written …
+    fetched_block_ids: list[int] = field(default_factory=list)  # … and the cache blocks filled from them
+    failed: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Copying:
+    """A job's copies out of the cache, until every rank has made them."""
+
+    slots: list[int]
+    ranks_left: int
+    broken: bool = False  # on some rank they could not be made
+
+
+class SchedulerHalf:
+    """State per request from its first lookup until the engine reports it finished, per load and save until done."""
+
+    def __init__(
+        self,
+        lookups: PrefixLookups,
+        tier: HostTier,
+        *,
+        ranks: int,
+        block_tokens: int,
+        min_hit_tokens: int,
+        save_decode: bool,
+        may_load: bool,
+        may_save: bool,
+        counters: Counters,
+        prefix_caching: bool,
+    ) -> None:
+        """ranks: workers, each of which reports on every plan. prefix_caching: whether the engine's own cache shares
+        blocks between requests."""
+        self._lookups = lookups
+        self._tier = tier
+        self._keys = BlockKeys()
+        self._ranks = ranks
+        self._block_tokens = block_tokens
+        self._min_hit_tokens = max(1, min_hit_tokens)
+        self._save_decode = save_decode
+        self._may_load = may_load
+        self._may_save = may_save
+        self._counters = counters
+        self._prefix_caching = prefix_caching
+        self._waiting: dict[str, Waiting] = {}
+        self._tracked: dict[str, Tracked] = {}
+        self._loading: dict[str, Loading] = {}
+        self._arriving: dict[bytes, str] = {}  # key -> the request whose load brings it
+        self._failed_loads: set[str] = set()
+        self._loads: list[Load] = []
+        self._saves = Saves(job=0)
+        self._copying: dict[int, Copying] = {}
+        self._sending: Counter[tuple[int, int]] = Counter()  # (job, slot) -> ranks that still read it
+        self._held: dict[str, int] = {}  # finished requests whose blocks the engine keeps, and until which job
+        self._newly_held: dict[str, int] = {}
+        self._hit_sources: tuple[str, int, int] = ("", 0, 0)
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """What is not over yet, by kind; all 0 when the engine is idle and has heard from its workers."""
+        return {
+            "waiting": len(self._waiting),
+            "tracked": len(self._tracked),
+            "loading": len(self._loading),
+            "arriving": len(self._arriving),
+            "copying": len(self._copying),
+            "sending": len(self._sending),
+            "held": len(self._held),
+            "busy_slots": self._tier.busy,
+        }
+
+    # What a request may load.
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond the ``computed_tokens`` of the engine's own cache that can be loaded: whole blocks only,
+        and never the last token, which the engine must compute to go on. None: not known yet, ask again."""
+        waiting = self._waiting.setdefault(request.request_id, Waiting())
+        local = waiting.local = computed_tokens // self._block_tokens
+        keys = self._keys.of(request)
+        usable = min(len(keys), (request.num_tokens - 1) // self._block_tokens)
+        # One failed load is enough: a store that finds blocks but cannot deliver them would hold the request for ever.
+        if (
+            not self._may_load
+            or usable * self._block_tokens < self._min_hit_tokens
+            or request.skip_reading_prefix_cache
+            or request.request_id in self._failed_loads
+        ):
+            waiting.lookup = None
+            return 0
+        # The whole chain, whatever the engine has of it: its head must not grow old in the store before its tail.
+        lookup = waiting.lookup
+        if lookup is None or (lookup.stored is not None and time.monotonic() - lookup.asked_at > FOUND_VALID_S):
+            lookup = waiting.lookup = self._lookups.ask(keys[:usable])
+        if (usable - local) * self._block_tokens < self._min_hit_tokens:
+            return 0
+        if self._prefix_caching and self._awaits(waiting, keys[local]):
+            return None
+        in_host = self._tier.find(keys[local:usable]) >= 0
+        if (stored := self._lookups.poll(lookup)) is None and not in_host.all():
+            return None
+        present = in_host
+        present[: max(0, (stored or 0) - local)] = True
+        tokens = int(len(present) if present.all() else present.argmin()) * self._block_tokens
+        return tokens if tokens >= self._min_hit_tokens else 0
+
+    def _awaits(self, waiting: Waiting, key: bytes) -> bool:
+        """Whether another request is loading the block: it will then be in the engine's own cache, for all. One such
+        load is waited for; after it has failed everybody is on his own, or the last would wait for all the others."""
+        bringer = self._arriving.get(key)
+        if bringer is None or waiting.awaited not in (None, bringer):
+            return False
+        waiting.awaited = bringer
+        return True
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The engine gave the request blocks, and counts on ``external_tokens`` to be loaded into them."""
+        waiting = self._waiting.pop(request.request_id, None)
+        if waiting is None:  # the second call of a loaded request, which changes nothing
+            return
+        tracked = self._tracked[request.request_id] = Tracked(request, waiting.lookup, next_save=waiting.local)
+        self._settle_lookup(tracked)
+        if tracked.stored is not None:
+            tracked.next_save = tracked.stored
+        if external_tokens <= 0:
+            return
+        first, end = waiting.local, waiting.local + external_tokens // self._block_tokens
+        keys = self._keys.of(request)[first:end]
+        block_ids = list(blocks.get_block_ids()[0][first:end])
+        slots = self._tier.acquire(keys).tolist()
+        in_host = [index for index, slot in enumerate(slots) if slot >= 0]
+        to_fetch = [index for index, slot in enumerate(slots) if slot < 0]
+        load = Load(
+            request.request_id,
+            host_slots=[slots[index] for index in in_host],
+            host_block_ids=[block_ids[index] for index in in_host],
+            keys=[keys[index] for index in to_fetch],
+            block_ids=[block_ids[index] for index in to_fetch],
+        )
+        load.slots = self._slots_to_fetch_into(load.keys)
+        self._loads.append(load)
+        self._arriving.update(dict.fromkeys(keys, request.request_id))
+        self._loading[request.request_id] = Loading(
+            keys, block_ids, load.host_slots, load.slots or [], load.block_ids if load.slots else []
+        )
+        host_tokens = len(in_host) * self._block_tokens
+        self._hit_sources = (request.request_id, host_tokens, external_tokens - host_tokens)
+        self._counters.add("hit_tokens_cpu", host_tokens)
+        self._counters.add("hit_tokens_store", external_tokens - host_tokens)
+
+    def hit_sources(self, request: Request) -> tuple[int, int]:
+        """Tokens of the load just planned by `allocated`: from the host tier, from the store."""
+        request_id, host, store = self._hit_sources
+        return (host, store) if request_id == request.request_id else (0, 0)
+
+    def _slots_to_fetch_into(self, keys: Sequence[bytes]) -> list[int] | None:
+        """Slots of the host tier for blocks from the store, so that they are there next time; None where that would
+        empty the tier, or another request is fetching the same."""
+        if not self._tier.keep or not keys or len(keys) > self._tier.slots // 2:
+            return None
+        slots = self._tier.reserve(keys)
+        if (slots < 0).any():
+            self._tier.abort(slots)
+            return None
+        reserved: list[int] = slots.tolist()
+        return reserved
+
+    # What a step saves.
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """The step the engine just scheduled."""
+        plan = StepPlan(
+            preempting=bool(output.preempted_req_ids),
+            idle=not output.total_num_scheduled_tokens,
+        )
+        # Taken before anything can fail: a promised load that is forgotten would park its request for ever.
+        plan.loads, self._loads = self._loads, []
+        plan.held, self._newly_held = self._newly_held, {}
+        return plan
+
+    def plan_saves(self, output: SchedulerOutput) -> Saves | None:
+        """The blocks which that step completes, and what requests that finished left unsaved."""
+        if self._may_save and output.kv_connector_block_state is not None:
+            for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+                tracked = self._tracked.get(request_id)
+                block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+                if tracked is not None and block_ids is not None:
+                    self._save(tracked, tracked.request.num_computed_tokens + scheduled_tokens, block_ids[0])
+        saves, self._saves = self._saves, Saves(job=self._saves.job + 1)
+        if not saves:
+            return None
+        if saves.slots:
+            self._copying[saves.job] = Copying(saves.slots, self._ranks)
+        for slot in (*saves.slots, *saves.send_slots):
+            self._sending[saves.job, slot] = self._ranks
+        return saves
+
+    def _save(self, tracked: Tracked, computed_tokens: int, block_ids: Sequence[int]) -> int:
+        """Plan to save what is complete once ``computed_tokens`` are, and is not saved yet. -> for how many blocks
+        there was no room, because all slots are read or written; the next step tries again."""
+        if tracked.outdated:
+            return 0
+        request = tracked.request
+        self._settle_lookup(tracked)
+        # After a failed load the engine computes again from the first missing block on: go back with it.
+        first = min(tracked.next_save, request.num_computed_tokens // self._block_tokens)
+        # A hash exists once the block's tokens are known, so drafts that may be rejected are never saved.
+        chain = self._keys.of(request)
+        end = min(computed_tokens // self._block_tokens, len(chain), len(block_ids))
+        if not self._save_decode:
+            end = min(end, request.num_prompt_tokens // self._block_tokens)
+        if first >= end:
+            return 0
+        keys = chain[first:end]
+        unplaced = 0
+        for index, (key, slot) in enumerate(zip(keys, self._tier.reserve(keys).tolist(), strict=True), start=first):
+            if slot >= 0:
+                self._saves.keys.append(key)
+                self._saves.block_ids.append(block_ids[index])
+                self._saves.slots.append(slot)
+                tracked.last_job = self._saves.job
+            elif not self._tier.is_known(slot):
+                unplaced = len(keys) - (index - first)
+                end = index
+                break
+            elif self._tier.keep and tracked.stored is not None and index >= tracked.stored:
+                self._send_again(key)
+        tracked.next_save = max(first, end)
+        self._tier.touch(chain[:end])
+        return unplaced
+
+    def _settle_lookup(self, tracked: Tracked) -> None:
+        """Save from where the store's run of blocks ends, once that is known. Until then, and when the store did not
+        say, what the engine has itself counts as saved: it was, when it was computed."""
+        lookup = tracked.lookup
+        if lookup is None or self._lookups.poll(lookup) is None:
+            return
+        tracked.lookup = None
+        if lookup.certain:
+            tracked.stored = lookup.stored or 0
+            tracked.next_save = min(tracked.next_save, tracked.stored)
+
+    def _send_again(self, key: bytes) -> None:
+        """The host tier has a block the store lacks."""
+        [slot] = self._tier.acquire([key]).tolist()
+        if slot < 0:  # still being written: it is sent then
+            return
+        if slot in self._saves.send_slots:
+            self._tier.release([slot])
+            return
+        self._saves.send_keys.append(key)
+        self._saves.send_slots.append(slot)
+
+    # What the workers report.
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """The workers' report of a step."""
+        for load in self._loading.values():
+            if output.invalid_block_ids:
+                load.failed.update(output.invalid_block_ids.intersection(load.block_ids))
+        for request_id in output.finished_recving or ():
+            self._loaded(request_id)
+        for request_id in output.finished_sending or ():
+            self._held.pop(request_id, None)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for job, ranks in report.copied.items():
+                self._copied(job, ranks, broken=job in report.broken)
+            for sent, ranks in report.released.items():
+                self._released(sent, ranks)
+
+    def _loaded(self, request_id: str) -> None:
+        load = self._loading.pop(request_id, None)
+        if load is None:
+            return
+        self._tier.release(load.held)
+        for key in load.keys:
+            if self._arriving.get(key) == request_id:
+                del self._arriving[key]
+        good = [block_id not in load.failed for block_id in load.fetched_block_ids]
+        self._tier.commit([slot for slot, is_good in zip(load.fetched, good, strict=True) if is_good])
+        self._tier.abort([slot for slot, is_good in zip(load.fetched, good, strict=True) if not is_good])
+        if not load.failed:
+            return
+        self._counters.add("failed_loads")
+        self._lookups.forget()
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            self._failed_loads.add(request_id)
+            tracked.lookup = tracked.stored = None  # it was wrong
+
+    def _copied(self, job: int, ranks: int, *, broken: bool) -> None:
+        copying = self._copying[job]
+        copying.ranks_left -= ranks
+        copying.broken |= broken
+        if copying.ranks_left:
+            return
+        del self._copying[job]
+        self._tier.commit(copying.slots)
+        self._tier.hold(copying.slots)  # until they are sent
+        if copying.broken or not self._tier.keep:
+            self._tier.drop(copying.slots)
+
+    def _released(self, sent: tuple[int, int], ranks: int) -> None:
+        self._sending[sent] -= ranks
+        if not self._sending[sent]:
+            del self._sending[sent]
+            self._tier.release([sent[1]])
+
+    # The end of a request.
+
+    def save_rest(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Plan to save what a request that finished leaves unsaved."""
+        tracked = self._tracked.get(request.request_id)
+        if self._may_save and tracked is not None and request.request_id not in self._loading:
+            lost = self._save(tracked, request.num_computed_tokens - request.num_in_flight_tokens, block_ids)
+            self._counters.add("dropped_blocks", lost)
+
+    def finished(self, request: Request) -> bool:
+        """Forget the request. True: the engine keeps its blocks until the workers name it, because they are still
+        to be copied. (A load under way ends with the workers' report, until which the engine keeps them anyway.)"""
+        request_id = request.request_id
+        tracked = self._tracked.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+        self._failed_loads.discard(request_id)
+        if tracked is None or request_id in self._loading:
+            return False
+        if tracked.last_job != self._saves.job and tracked.last_job not in self._copying:
+            return False
+        self._held[request_id] = self._newly_held[request_id] = tracked.last_job
+        return True
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether finished requests' blocks will be free soon."""
+        return bool(self._held)
+
+    def reset(self) -> None:
+        """Find nothing again that was saved before: the weights may have changed. What requests have computed by now
+        is not saved any more."""
+        self._keys.forget()
+        self._tier.clear()
+        for waiting in self._waiting.values():
+            waiting.lookup = None
+        for tracked in self._tracked.values():
+            tracked.outdated = True
+
+    def close(self) -> None:
+        self._lookups.close()

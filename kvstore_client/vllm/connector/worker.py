@@ -1,0 +1,285 @@
+"""The connector's half beside the model: moves blocks between the KV cache, the host pool and the store.
+
+Threads: the engine calls everything here from the model's thread, which never waits for the network. Copies out of the
+cache are ordered behind the model's work and end before the engine may reuse the blocks (the scheduler's half keeps
+finished requests' blocks, `handle_preemptions` waits for the few copies under way). Transfers run on threads of their
+own, and touch only blocks and slots that are theirs until they say otherwise.
+
+Copies of a block, load from the store: message -> row -> cache; save: cache -> row -> socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.transfer import Outcome, TransferIn, TransferOut
+from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
+from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+# Requests that load at the same time: while one places what arrived, the other receives.
+LOADING_THREADS = 2
+# A step without tokens has nothing else to do than to hear of a transfer's end; without this wait it would take the
+# interpreter from the transfers.
+IDLE_WAIT_S = 0.001
+
+
+class Copying(NamedTuple):
+    """A job whose copies out of the cache were ordered."""
+
+    saves: Saves
+    copy: Copy | None  # None: it could not be
+    started: float
+
+
+class WorkerHalf:
+    """One rank's transfers. Nothing here raises: what fails is reported as not loaded, or is not saved."""
+
+    def __init__(
+        self,
+        guard: StoreGuard,
+        layout: BlockLayout,
+        *,
+        slots: int,
+        timeout_s: float,
+        replica: tuple[int, int],
+        counters: Counters,
+    ) -> None:
+        """slots: rows of the host pool. timeout_s: from a load's order to its end. replica: which of how many ranks
+        with the same part of every block this is; each block is sent by one of them."""
+        self._layout = layout
+        self._timeout_s = timeout_s
+        self._replica, self._replicas = replica
+        self._counters = counters
+        self._pool = layout.pool(slots)
+        self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters)
+        # Half the slots may be on their way to the store, a chunk of them on the wire, so that there is always room for
+        # the blocks of the next steps, which make the oldest that wait give way.
+        limit = slots // 2 - min(self._in.chunk_blocks, slots // 4)
+        self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent)
+        self._staging = threading.local()
+        self._copying: deque[Copying] = deque()
+        self._copied_job = -1
+        self._held: dict[str, int] = {}
+        self._report = WorkerReport()
+        self._released: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+        self._finished: set[str] = set()
+        self._failed_block_ids: set[int] = set()
+        self._failed_to_tell: set[int] = set()
+        self._news = threading.Event()
+        self._idle = False
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks on their way to the store."""
+        return self._out.waiting
+
+    # Into the cache.
+
+    def load(self, load: Load) -> None:
+        """Begin. The request ends up in `take_finished` whatever happens, its missing blocks among the failed."""
+        if load.slots is not None:
+            loading = Loading(load, self._layout, self._pool, lambda: self._pool, load.slots)
+        else:
+            places = [index % (2 * self._in.chunk_blocks) for index in range(len(load.keys))]
+            loading = Loading(load, self._layout, self._pool, self._staging_rows, places)
+        try:
+            self._layout.fence()
+        except Exception:
+            logger.exception("kvstore: no copy into the cache can be ordered, the blocks are computed")
+            self._counters.add("defects")
+            self._end(loading)
+            return
+        self._in.submit(
+            load.keys,
+            loading.rows,
+            loading.slots,
+            deadline=time.monotonic() + self._timeout_s,
+            arrived=loading.arrived,
+            done=lambda: self._loaded(loading),
+        )
+
+    def _staging_rows(self) -> Rows:
+        """This transfer thread's own rows: twice a chunk, so that one can be placed while the next arrives."""
+        rows: Rows | None = getattr(self._staging, "rows", None)
+        if rows is None:
+            rows = self._staging.rows = self._layout.pool(2 * self._in.chunk_blocks)
+        return rows
+
+    def _loaded(self, loading: Loading) -> None:
+        started = time.monotonic()
+        try:
+            loading.finish()
+        except Exception:
+            logger.exception("kvstore: loading the blocks of request %s failed", loading.load.request_id)
+            self._counters.add("defects")
+        self._counters.add("swap_in_blocks", loading.placed)
+        self._counters.add("swap_in_bytes", loading.placed * self._layout.block_bytes)
+        self._counters.add("swap_in_seconds", loading.seconds + time.monotonic() - started)
+        self._end(loading)
+
+    def _end(self, loading: Loading) -> None:
+        with self._lock:
+            self._finished.add(loading.load.request_id)
+            self._failed_block_ids |= loading.missing
+        self._news.set()
+
+    def take_loaded(self) -> set[str]:
+        """Requests whose loads ended since the last call."""
+        if self._idle:
+            self._news.wait(IDLE_WAIT_S)
+        self._news.clear()
+        with self._lock:
+            finished, self._finished = self._finished, set()
+            # Told apart from the blocks' failure a step later, a request would run on blocks that are not there.
+            self._failed_to_tell, self._failed_block_ids = self._failed_block_ids, set()
+        return finished
+
+    def take_failed_block_ids(self) -> set[int]:
+        """Blocks of the cache that were to be loaded and were not, for the requests last named as loaded."""
+        failed, self._failed_to_tell = self._failed_to_tell, set()
+        return failed
+
+    # Out of the cache.
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """A step's plan came."""
+        self._idle = plan.idle
+        self._held.update(plan.held)
+
+    def await_copies(self) -> None:
+        """Before the model writes to blocks that were taken from a request while they were copied from."""
+        for copying in self._copying:
+            if copying.copy is not None:
+                copying.copy.wait()
+
+    def save(self, saves: Saves) -> None:
+        """Order the copies, behind the model's work on the blocks; send what is in its slot already."""
+        copy: Copy | None = None
+        started = time.monotonic()
+        if saves.slots:
+            try:
+                copy = self._layout.swap_out(saves.block_ids, self._pool, saves.slots)
+            except Exception:
+                logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
+            self._copying.append(Copying(saves, copy, started))
+        self._send(saves.job, saves.send_keys, saves.send_slots)
+
+    def take_saved(self) -> set[str]:
+        """Finished requests whose blocks are not needed any more, since the last call."""
+        self._settle_copies()
+        saved = {request_id for request_id, job in self._held.items() if job <= self._copied_job}
+        for request_id in saved:
+            del self._held[request_id]
+        return saved
+
+    def take_report(self) -> WorkerReport | None:
+        """What is over since the last call, for the scheduler's half."""
+        self._settle_copies()
+        while self._released:
+            self._report.released[self._released.popleft()] += 1
+        report, self._report = self._report, WorkerReport()
+        return report or None
+
+    def _settle_copies(self) -> None:
+        while self._copying:
+            saves, copy, started = self._copying[0]
+            try:
+                if copy is not None and not copy.done():
+                    return
+            except Exception:
+                logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
+                copy = None
+            self._copying.popleft()
+            self._copied_job = saves.job
+            self._report.copied[saves.job] += 1
+            if copy is None:
+                self._report.broken.add(saves.job)
+                self._released.extend((saves.job, slot) for slot in saves.slots)
+                continue
+            self._counters.add("swap_out_blocks", len(saves.slots))
+            self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.block_bytes)
+            self._counters.add("swap_out_seconds", time.monotonic() - started)
+            self._send(saves.job, saves.keys, saves.slots)
+
+    def _send(self, job: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """To the store, by one of the ranks that have the same bytes."""
+        mine = [self._is_mine(key) for key in keys]
+        self._released.extend((job, slot) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine)
+        sent = [index for index, is_mine in enumerate(mine) if is_mine]
+        if sent:
+            self._out.put(
+                [keys[index] for index in sent],
+                [self._pool[slots[index]] for index in sent],
+                [(job, slots[index]) for index in sent],
+            )
+
+    def _is_mine(self, key: bytes) -> bool:
+        return int.from_bytes(key[:4], "big") % self._replicas == self._replica
+
+    def _sent(self, results: Sequence[tuple[Hashable, Outcome]]) -> None:
+        self._released.extend(cast("tuple[int, int]", token) for token, _ in results)
+
+    def close(self) -> None:
+        """Send what waits, as long as a transfer may take; then disconnect."""
+        self._settle_copies()
+        self._out.close(self._timeout_s)
+        self._in.close()
+
+
+class Loading:
+    """One request's blocks on their way in. Used by one transfer thread."""
+
+    def __init__(
+        self, load: Load, layout: BlockLayout, pool: Rows, rows: Callable[[], Rows], slots: Sequence[int]
+    ) -> None:
+        """rows, slots: where the store's blocks arrive; ``rows()`` is the same for every call of one thread."""
+        self.load = load
+        self.rows = rows
+        self.slots = slots
+        self.placed = 0
+        self.seconds = 0.0  # of placing
+        self.missing = {*load.host_block_ids, *load.block_ids}
+        self._layout = layout
+        self._pool = pool
+        self._copies: deque[tuple[Copy, Sequence[int]]] = deque()
+
+    def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
+        """Place the leading run of a chunk; a block after a hole is of no use, since the engine computes again from
+        the first missing one."""
+        started = time.monotonic()
+        run = len(hits) if hits.all() else int(hits.argmin())
+        while len(self._copies) > 1:  # the rows of the chunk before the last are written to next
+            self._settle()
+        self._place(self.rows(), self.slots[first : first + run], self.load.block_ids[first : first + run])
+        self.seconds += time.monotonic() - started
+        return run == len(hits)
+
+    def finish(self) -> None:
+        """Place what the pool had and wait for all copies; ``missing`` is then what it says."""
+        try:
+            self._place(self._pool, self.load.host_slots, self.load.host_block_ids)
+        finally:
+            while self._copies:
+                self._settle()
+
+    def _place(self, rows: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        if block_ids:
+            self._copies.append((self._layout.swap_in(rows, slots, block_ids), block_ids))
+
+    def _settle(self) -> None:
+        copy, block_ids = self._copies.popleft()
+        copy.wait()
+        self.placed += len(block_ids)
+        self.missing.difference_update(block_ids)

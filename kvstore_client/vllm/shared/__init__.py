@@ -1,0 +1,1 @@
+"""What the connector and the tier have in common."""

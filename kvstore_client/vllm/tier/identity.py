@@ -1,0 +1,128 @@
+"""What must agree before two engines' CPU tiers may share chunks.
+
+A chunk's key names its tokens, everything before them, the adapter, the salt, and the cache group. Its bytes are a row
+of the engine's shared region as the ranks left it: the pages of every rank one after the other, in each rank the
+tensors of its layers, in each tensor the blocks of the chunk. So beside the model, the namespace names all that
+decides this arrangement. Whoever changes any of it has another namespace and shares nothing; in doubt it is here.
+
+The framework tells a tier too little for that: no revision, no quantization, no hash function. The rest is with the
+callers of the tier's constructor, where `engine_configs` finds it. What neither a key nor the namespace could say
+stops the engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import vllm
+import xxhash
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
+
+from kvstore.wire import MAX_BLOCK_BYTES
+from kvstore_client import Namespace
+from kvstore_client.vllm.shared.identity import (
+    check_hash_reproducible,
+    check_inputs,
+    config_digest,
+    draft_identity,
+    hash_probe,
+    load_identity,
+    model_identity,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+def engine_configs() -> tuple[VllmConfig, KVCacheConfig]:
+    """The configuration of the engine that is being built, taken from the calls under way in this thread.
+
+    Raises ValueError when there is none: guessing could serve another model's bytes.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        engine, cache = frame.f_locals.get("vllm_config"), frame.f_locals.get("kv_cache_config")
+        if isinstance(engine, VllmConfig) and isinstance(cache, KVCacheConfig):
+            return engine, cache
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ValueError(
+        "kvstore: KVStoreTier must be built by vLLM's OffloadingConnector (spec_name 'TieringOffloadingSpec'), from "
+        f"whose constructor it takes the engine's configuration; vLLM {vllm.__version__} does not show it there"
+    )
+
+
+def check_chunks(engine: VllmConfig, cache: KVCacheConfig, chunk_bytes: int) -> None:
+    """Raise ValueError, saying what to change, for an engine whose chunks cannot be shared."""
+    check_hash_reproducible(engine)
+    check_inputs(engine)
+    if engine.lora_config is not None:
+        raise ValueError(
+            "kvstore: a tier is not told the contents of LoRA adapters, only vLLM's names of them, under which another "
+            "engine may have other weights. Leave --enable-lora out, or use KVStoreConnector, which supports it"
+        )
+    for group in cache.kv_cache_groups:
+        if any(getattr(spec, "non_causal", False) for spec in iter_layer_specs(group.kv_cache_spec)):
+            raise ValueError(
+                "kvstore: this model has layers that attend to later tokens, so a chunk's bytes depend on more than "
+                "its prefix and cannot be shared; run it without this tier"
+            )
+    if chunk_bytes > MAX_BLOCK_BYTES:
+        raise ValueError(
+            f"kvstore: a chunk of the CPU tier is {chunk_bytes} bytes, at most {MAX_BLOCK_BYTES} can be stored as one "
+            "block. Set a smaller 'blocks_per_chunk' or 'block_size' in kv_connector_extra_config"
+        )
+
+
+def tier_namespace(
+    offloading: OffloadingConfig,
+    engine: VllmConfig,
+    cache: KVCacheConfig,
+    *,
+    chunk_bytes: int,
+    page_bytes: int,
+    tenant: str,
+) -> Namespace:
+    """chunk_bytes: a row of the primary tier. page_bytes: one rank's part of it."""
+    model = engine.model_config
+    parallel = offloading.parallel
+    chunk_tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
+    return Namespace(
+        model=model_identity(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_tokens=chunk_tokens,
+        block_bytes=chunk_bytes,
+        layout=f"vllm-cpu-tier/{offloading.kv_cache_layout}/{page_bytes}",
+        rank=0,  # one object has the parts of all ranks
+        world=1,
+        tenant=tenant,
+        extra={
+            "engine": f"vllm-{vllm.__version__}",
+            "config": config_digest(model),
+            "loaded": load_identity(engine.load_config),
+            "draft": draft_identity(engine),
+            "kv_dtype": f"{engine.cache_config.cache_dtype}/{offloading.model.dtype}",
+            "parallel": f"tp{parallel.tp_size}pp{parallel.pp_size}pcp{parallel.pcp_size}dcp{parallel.dcp_size}"
+            f"of{parallel.world_size}/{engine.parallel_config.cp_kv_cache_interleave_size}"
+            f"/{envs.VLLM_PP_LAYER_PARTITION}",
+            "copies": f"replicated={offloading.replicated_layout},canonical={offloading.canonical_layout}",
+            "chunk": f"{offloading.cache.blocks_per_chunk}x{offloading.worker_kv_bytes_per_block}"
+            f"/{offloading.cache.tokens_per_hash}",
+            "cache": _cache_digest(cache),
+            "device": f"{current_platform.device_name}/{current_platform.get_device_capability()}",
+            "attention": str(engine.attention_config.backend),
+            "hash": hash_probe(engine),
+        },
+    )
+
+
+def _cache_digest(cache: KVCacheConfig) -> str:
+    """A digest of how layers share a chunk. Left out is what follows from the size of the engine's cache: how many
+    blocks it has, hence the sizes and places of its tensors, of which only the order counts."""
+    groups = [(group.layer_names, group.role.value, repr(group.kv_cache_spec)) for group in cache.kv_cache_groups]
+    places = sorted({tensor.offset for tensor in cache.kv_cache_tensors})
+    tensors = [(tensor.layers, tensor.block_stride, places.index(tensor.offset)) for tensor in cache.kv_cache_tensors]
+    return xxhash.xxh3_128_hexdigest(repr((groups, tensors)).encode())

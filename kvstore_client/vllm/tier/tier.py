@@ -1,0 +1,409 @@
+"""``KVStoreTier``: kvstore as a secondary tier of vLLM's own tiered KV offloading.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 68719476736,
+        "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore_client.vllm.tier",
+                             "endpoint": "tcp://127.0.0.1:7070"}]}}'
+
+vLLM moves chunks of blocks between the GPU and its CPU tier; whatever enters the CPU tier is offered to this tier, and
+what the CPU tier misses is looked for here. Chunks go between the CPU tier's rows and the socket without a copy: the
+framework pins the rows of a job until this tier reports it, so a job is reported once no thread can touch its rows.
+
+All calls come from the scheduler's thread and none blocks, except ``drain_jobs`` and ``shutdown``, which wait as the
+framework wants it. No exception leaves them once the engine runs: a failure of the store is a miss or a failed job.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobId, JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvstore.wire import MAX_REPLICAS
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.transfer import Outcome, TransferIn, TransferOut
+from kvstore_client.vllm.connector.config import LONGEST_TIMEOUT_S, parse_options
+from kvstore_client.vllm.connector.stats import COUNTERS, GAUGES
+from kvstore_client.vllm.tier.identity import check_chunks, engine_configs, tier_namespace
+from kvstore_client.vllm.tier.lookup import TierLookups
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import numpy.typing as npt
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+    from kvstore_client.engine.transfer import Rows
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
+
+T = TypeVar("T")
+
+LOAD_THREADS = 2
+GENERATION_BYTES = 16
+# Of the CPU tier: chunks that wait are pinned in it, as many more can be on the wire, and the engine needs the rest.
+WAITING_SHARE = 0.25
+PREFIX = "vllm:kvstore_"  # as the connector's
+# Of what the connector counts, what a tier does: lookups, transfers, and what went wrong with them.
+TIER_COUNTERS = frozenset(
+    {
+        "transfer_in_blocks",
+        "transfer_out_blocks",
+        "transfer_in_bytes",
+        "transfer_out_bytes",
+        "transfer_in_seconds",
+        "transfer_out_seconds",
+        "present_blocks",
+        "dropped_blocks",
+        "unsaved_blocks",
+        "missed_blocks",
+        "checksum_errors",
+        "lookups",
+        "lookup_timeouts",
+        "failed_calls",
+        "defects",
+    }
+)
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of one entry of ``secondary_tiers``, beside those the framework takes itself. Durations in seconds.
+
+    endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or a cluster's URL.
+    timeout_s: deadline of one load, after which its chunks count as missing, and of every call that sends chunks.
+    lookup_timeout_s: how long a request waits to learn whether the store has a chunk, before it counts as missing.
+    waiting_chunks: chunks that wait to be sent at most; then the oldest are dropped. 0: a quarter of the CPU tier.
+    tenant: chunks are shared only within one tenant.
+    locality: where the store is, seen from the engine, for the framework's per-request filters and its backpressure.
+    replicas: nodes of a cluster that hold a copy of each chunk, 1 to 3; the same in every engine that shares chunks.
+    """
+
+    endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
+    timeout_s: float = 5.0
+    lookup_timeout_s: float = 1.0
+    waiting_chunks: int = 0
+    tenant: str = ""
+    locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "lookup_timeout_s"):
+            if not 0 < getattr(self, name) <= LONGEST_TIMEOUT_S:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; expected seconds, above 0 and at most {LONGEST_TIMEOUT_S}"
+                )
+        if self.waiting_chunks < 0:
+            raise ValueError(f"waiting_chunks is {self.waiting_chunks}; expected 0 or more chunks")
+
+
+@dataclass
+class StoreJob:
+    """A job on its way out: reported when every chunk has been named."""
+
+    unnamed: int
+    began: float
+    stored: int = 0
+    lost: int = 0  # dropped or failed
+
+
+@dataclass
+class LoadJob:
+    """A job on its way in. Written by a transfer's thread until it is finished, then read by the scheduler's."""
+
+    job_id: JobId
+    keys: Sequence[OffloadKey]
+    names: Sequence[bytes]
+    request_id: str
+    began: float
+    loaded: list[int] = field(default_factory=list)  # indices of keys
+
+    def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
+        self.loaded += (np.flatnonzero(hits) + first).tolist()
+        return True
+
+
+def _never_raises(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """A defect of ours, too, is a miss: the engine goes on."""
+
+    def decorate(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def call(self: KVStoreTier, *args: Any, **kwargs: Any) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                self._defect()
+                return otherwise
+
+        return call
+
+    return decorate
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
+    """One engine's way to the store; see the module for what it promises."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **options: Any,
+    ) -> None:
+        """Connects; a store out of reach is logged and used as soon as it is there. Raises ValueError for options or
+        an engine that cannot work; the engine stops with the message."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = parse_options(TierConfig, options, f"secondary_tiers, {tier_type}")
+        self.locality = Locality(config.locality)
+        self._timeout_s = config.timeout_s
+        self._rows: Rows | None = _rows_of(primary_kv_view)
+        engine, cache = engine_configs()
+        check_chunks(engine, cache, self.block_size_bytes)
+        self.namespace = tier_namespace(
+            offloading_spec.config,
+            engine,
+            cache,
+            chunk_bytes=self.block_size_bytes,
+            page_bytes=offloading_spec.cpu_page_size_per_worker,
+            tenant=config.tenant,
+        )
+        self._counters = Counters()
+        self._guard, lookup_guard = (
+            StoreGuard(
+                config.endpoint,
+                self.namespace,
+                timeout_s=timeout_s,
+                counters=self._counters,
+                replicas=config.replicas,
+                logger=logger,
+            )
+            for timeout_s in (config.timeout_s, config.lookup_timeout_s)
+        )
+        self._lookup_guard = lookup_guard
+        self._lookups = TierLookups(lookup_guard, timeout_s=config.lookup_timeout_s, counters=self._counters)
+        self._most_waiting = config.waiting_chunks or max(1, int(len(self._rows) * WAITING_SHARE))
+        self._out = TransferOut(self._guard, limit=self._most_waiting, counters=self._counters, done=self._sent)
+        self._in = TransferIn(self._guard, threads=LOAD_THREADS, counters=self._counters)
+        self._stores: dict[JobId, StoreJob] = {}  # the scheduler's alone
+        self._named: deque[Sequence[tuple[Hashable, Outcome]]] = deque()  # from the transfer's thread
+        self._loads: deque[LoadJob] = deque()  # finished ones, from the transfer's threads
+        self._unstarted: list[JobResult] = []
+        self._generation = b""
+        logger.info("kvstore: chunks are stored at %s as %s", config.endpoint, self.namespace)
+
+    # Lookups.
+
+    @_never_raises(LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        found = self._lookups.find(self._names((key,))[0], req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    @_never_raises(None)
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._lookups.touch(self._names(keys))
+
+    @_never_raises(None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.flush()
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Each chunk is offered once, when it enters the CPU tier: every engine can read it from the store then."""
+        return RequestOffloadingContext()
+
+    @_never_raises(None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.forget(req_context.req_id)
+
+    # Transfers. That jobs are under way keeps the engine stepping: the framework sees to that, so has_pending_work is
+    # the base's.
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job_id = job_metadata.job_id
+        try:
+            rows = self._open_rows()
+            # The head of what can never wait at once, since dropping the oldest would leave a tail nobody finds.
+            names = self._names(job_metadata.keys)[: self._most_waiting]
+            blocks = [rows[chunk] for chunk in job_metadata.chunk_ids[: self._most_waiting]]
+        except Exception:  # nothing of it was handed on, so its rows are free
+            self._defect()
+            self._unstarted.append(JobResult(job_id=job_id, success=False))
+            return
+        surplus = len(job_metadata.keys) - len(names)
+        self._counters.add("dropped_blocks", surplus)
+        if not names:
+            self._unstarted.append(JobResult(job_id=job_id, success=True))
+            return
+        self._stores[job_id] = StoreJob(unnamed=len(names), began=time.monotonic(), lost=surplus)
+        self._out.put(names, blocks, [job_id] * len(names))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job_id, request_id = job_metadata.job_id, job_metadata.req_context.req_id
+        now = time.monotonic()
+        try:
+            job = LoadJob(job_id, list(job_metadata.keys), self._names(job_metadata.keys), request_id, now)
+            slots = [int(chunk) for chunk in job_metadata.chunk_ids]
+            rows = self._open_rows()
+        except Exception:
+            self._defect()
+            self._unstarted.append(JobResult(job_id=job_id, success=False))
+            return
+        done = functools.partial(self._loads.append, job)
+        self._in.submit(job.names, rows, slots, deadline=now + self._timeout_s, arrived=job.arrived, done=done)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results, self._unstarted = self._unstarted, []
+        while self._named:
+            for job_id, outcome in self._named.popleft():
+                results += self._name(job_id, outcome)
+        while self._loads:
+            results.append(self._loaded(self._loads.popleft()))
+        return results
+
+    def drain_jobs(self) -> None:
+        """Wait for every job. Each call of the store has a deadline, so this ends; a store out of reach fails what
+        waits at once.
+
+        The framework is about to empty its caches, as it does when the engine gets new weights, and does not tell a
+        tier why. So nothing stored before is found from now on, and what is stored is for this engine alone.
+        """
+        began = time.monotonic()
+        while not (self._out.drain(self._timeout_s) and self._in.drain(self._timeout_s)):
+            logger.warning(
+                "kvstore: waiting for %d chunks on their way to the store and %d loads, for %.0f s so far",
+                self._out.waiting,
+                self._in.waiting,
+                time.monotonic() - began,
+            )
+        if not self._generation:
+            logger.warning(
+                "kvstore: the engine's caches were reset, perhaps for new weights, so it shares no chunks with other "
+                "engines from now on; restart it to share again"
+            )
+        self._generation = os.urandom(GENERATION_BYTES)
+
+    # Metrics: the connector's, as far as a tier has them, beside those the framework counts for every tier.
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        counters = {
+            PREFIX + metric.name: OffloadingCounterMetadata(metric.meaning, (metric.label,) if metric.label else ())
+            for metric in dict.fromkeys(COUNTERS[name].metric for name in TIER_COUNTERS)
+        }
+        gauge = GAUGES["waiting_blocks"]
+        return {**counters, PREFIX + gauge.name: OffloadingGaugeMetadata(gauge.meaning)}
+
+    @_never_raises(None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats = OffloadingConnectorStats()
+        for name, amount in self._counters.take().items():
+            if name in TIER_COUNTERS:
+                metric, label_value = COUNTERS[name]
+                stats.increase_counter(PREFIX + metric.name, amount, (label_value,) if metric.label else ())
+        stats.set_gauge(PREFIX + GAUGES["waiting_blocks"].name, self._out.waiting)
+        return stats
+
+    @_never_raises(None)
+    def shutdown(self) -> None:
+        """Send what waits, for at most the time of one call; then end everything that could touch the rows."""
+        self._out.close(self._timeout_s)
+        self._guard.close()  # loads under way end now
+        self._in.close()
+        self._lookup_guard.close()
+        self._lookups.close()
+        self._rows = None
+
+    # Within.
+
+    def _names(self, keys: Collection[OffloadKey]) -> list[bytes]:
+        """What the chunks are called in the store: as the engine calls them, until its caches are reset."""
+        if not self._generation:
+            return list(keys)
+        return [hashlib.blake2b(key, digest_size=len(key), key=self._generation).digest() for key in keys]
+
+    def _sent(self, named: Sequence[tuple[Hashable, Outcome]]) -> None:
+        self._named.append(named)
+
+    def _name(self, job_id: JobId, outcome: Outcome) -> list[JobResult]:
+        """One chunk's end, and the job's if it was its last."""
+        job = self._stores[job_id]
+        job.unnamed -= 1
+        job.stored += outcome is Outcome.STORED
+        job.lost += outcome in (Outcome.DROPPED, Outcome.FAILED)
+        if job.unnamed:
+            return []
+        del self._stores[job_id]
+        return [
+            JobResult(
+                job_id=job_id,
+                success=not job.lost,
+                transfer_time=time.monotonic() - job.began,
+                transfer_bytes=job.stored * self.block_size_bytes,
+            )
+        ]
+
+    def _loaded(self, job: LoadJob) -> JobResult:
+        complete = len(job.loaded) == len(job.keys)
+        if not complete:  # or the request would be promised them again, and again
+            missing = set(range(len(job.keys))).difference(job.loaded)
+            self._lookups.deny([job.names[index] for index in missing], job.request_id)
+        return JobResult(
+            job_id=job.job_id,
+            success=complete,
+            successful_keys=None if complete else tuple(job.keys[index] for index in job.loaded),
+            transfer_time=time.monotonic() - job.began,
+            transfer_bytes=len(job.loaded) * self.block_size_bytes,
+        )
+
+    def _open_rows(self) -> Rows:
+        if self._rows is None:
+            raise RuntimeError("this tier was shut down")
+        return self._rows
+
+    def _defect(self) -> None:
+        logger.exception("kvstore: a defect of the tier, treated as a miss")
+        self._counters.add("defects")
+
+
+def _rows_of(view: memoryview) -> Rows:
+    """The CPU tier's chunks as rows, over the same memory. Raises ValueError for memory that is not such rows.
+
+    Through a memoryview of its own: the framework releases the one it gave, which must not have any user then.
+    """
+    contiguous = view.ndim == 2 and view.c_contiguous and view.itemsize == 1
+    if not contiguous or view.readonly:
+        raise ValueError(
+            f"kvstore: the CPU tier's memory has shape {view.shape}, strides {view.strides} and items of "
+            f"{view.itemsize} bytes; expected writable rows of bytes, one a chunk, without gaps"
+        )
+    rows: Rows = np.asarray(memoryview(view)).view(np.uint8)
+    return rows

@@ -1,0 +1,1 @@
+"""Servers, clusters, disks and networks for the tests."""

@@ -1,0 +1,215 @@
+"""docker/ as a container engine and Kubernetes would read it: what is started, with which settings, how it is probed.
+
+No engine is at hand in the tests, so they take the files apart and start the server themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import yaml
+from typer.main import get_command
+
+from kvstore.node import config
+from kvstore.node.cli import server_app
+from tests.support.harness import ROOT
+
+DOCKER = ROOT / "docker"
+ENVIRONMENT_PREFIX = config.ENVIRONMENT_PREFIX
+
+
+# ---- the image -------------------------------------------------------------------------------------------------------
+
+
+class Instruction(NamedTuple):
+    """One instruction of the Dockerfile, continued lines joined."""
+
+    name: str
+    rest: str
+
+
+def dockerfile() -> list[list[Instruction]]:
+    """The stages, each from its FROM on."""
+    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    stages: list[list[Instruction]] = []
+    for line in filter(None, map(str.strip, lines)):
+        name, _, rest = line.partition(" ")
+        if name == "FROM":
+            stages.append([])
+        stages[-1].append(Instruction(name, rest.strip()))
+    return stages
+
+
+def stage(name: str) -> list[Instruction]:
+    (found,) = (stage for stage in dockerfile() if stage[0].rest.endswith(f" AS {name}"))
+    return found
+
+
+def image_environment() -> dict[str, str]:
+    """What the server's image sets for the server."""
+    words = [word for name, rest in stage("server") if name == "ENV" for word in shlex.split(rest)]
+    variables = dict(word.split("=", 1) for word in words)
+    return {name: value for name, value in variables.items() if name.startswith(ENVIRONMENT_PREFIX)}
+
+
+def image_healthcheck() -> list[str]:
+    (check,) = (rest for name, rest in stage("server") if name == "HEALTHCHECK")
+    command: list[str] = json.loads(check.partition("CMD ")[2])
+    return command
+
+
+# ---- what is started -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """One container that runs `kvstore-server`: its settings, and what is around them."""
+
+    name: str
+    flags: Sequence[str]
+    environment: Mapping[str, str]  # KVSTORE_SERVER_*, the image's included
+    probes: Sequence[Sequence[str]]
+    stop_s: float  # from SIGTERM to SIGKILL
+    memory_limit_bytes: int
+    ports: frozenset[int]  # that others can reach
+    volume: str  # where it may write
+
+    def settings(self) -> config.ServerConfig:
+        """As the server itself would read them. Raises what it would exit with."""
+        context = get_command(server_app).make_context("kvstore-server", list(self.flags))
+        given = {name: value for name, value in context.params.items() if name not in ("config", "version")}
+        return config.load(None, self.environment, given)
+
+    def with_settings(self, **values: str) -> Node:
+        """The same node, some settings replaced where they are given, whether by flag or by variable."""
+        flags, variables = list(self.flags), dict(self.environment)
+        for name, value in values.items():
+            flag, variable = f"--{name.replace('_', '-')}=", ENVIRONMENT_PREFIX + name.upper()
+            at = [number for number, given in enumerate(flags) if given.startswith(flag)]
+            if at:
+                flags[at[-1]] = flag + value
+            else:
+                assert variable in variables, f"{self.name} is not given {name}"
+                variables[variable] = value
+        return replace(self, flags=flags, environment=variables)
+
+
+def manifest(name: str) -> Any:
+    return yaml.safe_load((DOCKER / name).read_text(encoding="utf-8"))
+
+
+def compose() -> Any:
+    return manifest("compose.yaml")
+
+
+def compose_nodes() -> list[Node]:
+    """The services that run the server's image."""
+    return [_compose_node(name, service) for name, service in compose()["services"].items() if _is_server(service)]
+
+
+def _is_server(service: Any) -> bool:
+    return str(service["image"]).startswith("kvstore:")
+
+
+def _compose_node(name: str, service: Any) -> Node:
+    environment = {**image_environment(), **service["environment"]}
+    assert all(isinstance(value, str) for value in environment.values()), "numbers unquoted are not what they seem"
+    (volume,) = service["volumes"]
+    return Node(
+        name,
+        service["command"],
+        environment,
+        [image_healthcheck()],
+        float(service["stop_grace_period"].removesuffix("s")),
+        quantity_bytes(service["mem_limit"]),
+        frozenset(port for _, port, _ in published(service)),
+        volume.split(":")[1],
+    )
+
+
+def published(service: Any) -> Iterator[tuple[str, int, int]]:
+    """(address, port outside, port inside) of each port a service publishes."""
+    for mapping in service.get("ports", []):
+        address, outside, inside = mapping.rsplit(":", 2)
+        for pair in zip(_port_range(outside), _port_range(inside), strict=True):
+            yield (address, *pair)
+
+
+def _port_range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def kubernetes(file: str) -> dict[str, Any]:
+    """The documents of a manifest by kind."""
+    documents = list(yaml.safe_load_all((DOCKER / "kubernetes" / file).read_text(encoding="utf-8")))
+    kinds = {document["kind"]: document for document in documents}
+    assert len(kinds) == len(documents)
+    return kinds
+
+
+def stateful_set() -> Any:
+    return kubernetes("kvstore.yaml")["StatefulSet"]
+
+
+def pod(ordinal: int, address: str, zone: str = "") -> Node:
+    """A pod of the StatefulSet: `$(NAME)` replaced as the kubelet does, from what its downward API says."""
+    document = stateful_set()
+    spec = document["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    name = f"{document['metadata']['name']}-{ordinal}"
+    fields = {
+        "metadata.name": name,
+        "status.podIP": address,
+        "metadata.labels['topology.kubernetes.io/zone']": zone,
+    }
+    variables = {
+        variable["name"]: fields[variable["valueFrom"]["fieldRef"]["fieldPath"]] for variable in container["env"]
+    }
+    flags = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], flag) for flag in container["args"]]
+    (mount,) = container["volumeMounts"]
+    return Node(
+        name,
+        flags,
+        image_environment(),
+        [container[probe]["exec"]["command"] for probe in PROBES],
+        spec["terminationGracePeriodSeconds"],
+        quantity_bytes(container["resources"]["limits"]["memory"]),
+        frozenset(port["containerPort"] for port in container["ports"]),
+        mount["mountPath"],
+    )
+
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def quantity_bytes(text: str) -> int:
+    """`2g` as compose means it, `34Gi` as Kubernetes does: both powers of two."""
+    found = re.fullmatch(r"(\d+)([kmg]|[KMGT]i)", text)
+    assert found, text
+    return int(found[1]) << {"k": 10, "m": 20, "g": 30, "t": 40}[found[2][0].lower()]
+
+
+# ---- what watches it -------------------------------------------------------------------------------------------------
+
+
+def dashboard() -> Any:
+    return json.loads((DOCKER / "grafana" / "dashboards" / "kvstore.json").read_text(encoding="utf-8"))
+
+
+def alerts() -> list[Any]:
+    (group,) = manifest("prometheus/alerts.yml")["groups"]
+    rules: list[Any] = group["rules"]
+    return rules
+
+
+def expressions() -> list[str]:
+    """Every query of the dashboard and of the alert rules."""
+    queries = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
+    return [*queries, *(rule["expr"] for rule in alerts())]

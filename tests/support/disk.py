@@ -1,0 +1,156 @@
+"""What the tests of the disk tier share: its flags, its state, its folder, and blocks that prove themselves.
+
+Clients here do not verify checksums (`checksum=False`): a wrong byte would reach the test, and nothing but the server
+keeps it from there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import xxhash
+
+from kvstore import wire
+from kvstore_client import KVStoreClient, Namespace
+from tests.support.harness import Server, block_of, blocks_of, shard_info, wait_until
+
+KiB, MiB = 1 << 10, 1 << 20
+BATCH_BYTES = 1 * MiB  # a fraction of the smallest memory
+
+
+def disk_flags(folder: Path, size: str = "256MiB", *more: str, write: str = "all") -> list[str]:
+    return ["--disk", str(folder), "--disk-size", size, "--disk-write", write, *more]
+
+
+def open_client(server: Server, namespace: Namespace, timeout_s: float = 20.0) -> KVStoreClient:
+    return KVStoreClient(server.endpoint, namespace, timeout_s=timeout_s, checksum=False)
+
+
+# ---- the tier's state ------------------------------------------------------------------------------------------
+
+
+def disk_info(client: KVStoreClient) -> wire.DiskInfo:
+    """The disk tier of a server of one shard."""
+    info = shard_info(client).disk
+    assert info is not None
+    return info
+
+
+def wait_until_on(client: KVStoreClient, deadline_s: float = 30.0) -> wire.DiskInfo:
+    """What earlier runs left counts, and the hottest of it is in memory."""
+
+    def settled() -> wire.DiskInfo | None:
+        info = disk_info(client)
+        assert info.state != "off", info.reason
+        return info if info.state == "on" and not info.warming else None
+
+    found: wire.DiskInfo = wait_until(settled, deadline_s, "the disk tier is on")
+    return found
+
+
+def wait_until_off(client: KVStoreClient, deadline_s: float = 20.0) -> wire.DiskInfo:
+    """The disk has failed."""
+
+    def off() -> wire.DiskInfo | None:
+        info = disk_info(client)
+        return info if info.state == "off" else None
+
+    found: wire.DiskInfo = wait_until(off, deadline_s, "the disk tier is off")
+    return found
+
+
+def wait_until_written(client: KVStoreClient, deadline_s: float = 30.0) -> wire.DiskInfo:
+    """Nothing is dirty."""
+
+    def clean() -> wire.DiskInfo | None:
+        info = disk_info(client)
+        assert info.state != "off", info.reason
+        return info if not info.dirty_blocks else None
+
+    found: wire.DiskInfo = wait_until(clean, deadline_s, "what is dirty is written")
+    return found
+
+
+def keeper_of(shard: psutil.Process) -> psutil.Process:
+    """The process that keeps a shard's persistent index."""
+    (keeper,) = shard.children()
+    return keeper
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------
+
+
+def fill(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version: int = 0, force: bool = False) -> None:
+    """Set the blocks of `keys`, some MiB at a time; all of them are taken."""
+    step = max(1, min(wire.MAX_KEYS, BATCH_BYTES // block_bytes))
+    for at in range(0, len(keys), step):
+        some = keys[at : at + step]
+        result = client.set(some, blocks_of(some, block_bytes, version), force=force)
+        assert result.error == 0, result
+
+
+def read(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version: int = 0) -> list[bool]:
+    """Which of `keys` are there; every byte of those is right."""
+    present = []
+    step = max(1, min(wire.MAX_KEYS, BATCH_BYTES // block_bytes))
+    for at in range(0, len(keys), step):
+        some = keys[at : at + step]
+        for key, block in zip(some, client.get(some).blocks, strict=True):
+            assert block is None or bytes(block) == block_of(key, block_bytes, version), f"wrong bytes of {key.hex()}"
+            present.append(block is not None)
+    return present
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------
+
+
+def allocated_bytes(folder: Path) -> int:
+    """What all files of a folder take on the file system."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+            except FileNotFoundError:  # the index is being replaced
+                continue
+    return total
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every file of a folder, and what is in it."""
+    return {
+        str(path.relative_to(folder)): xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def segment_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*/segments/*.seg"))
+
+
+def index_file(folder: Path) -> Path:
+    return folder / "shard-0" / "index" / "data.mdb"
+
+
+def flip(path: Path, offset: int, mask: int) -> None:
+    """Change the bits of `mask` in one byte of a file."""
+    with path.open("r+b") as opened:
+        opened.seek(offset)
+        (value,) = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([value ^ mask]))
+
+
+def mount_tmpfs(folder: Path, size: str) -> bool:
+    """Whether a tmpfs of `size` is mounted on `folder` now; it takes the right to mount."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def unmount(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], check=True)

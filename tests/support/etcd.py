@@ -1,0 +1,118 @@
+"""A real etcd for the tests of clusters: a process of its own on free ports, with its data in a folder.
+
+with Etcd(tmp_path / "etcd") as etcd:
+    start_server("--cluster", etcd.url("name"))
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import STOP_S, wait_until
+
+START_S = 20.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, and that the kernel gives to no connection: they can be listened on again."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in ports:
+            ports.append(port)
+    return ports
+
+
+class Etcd:
+    """One etcd server. `prefix`: what runs it elsewhere, e.g. ``ip netns exec NS``; `host`: where it listens there."""
+
+    def __init__(self, folder: Path, *, prefix: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+        if shutil.which("etcd") is None:
+            if os.environ.get("CI") == "true":
+                raise AssertionError("no etcd: scripts/programs.sh should have installed it")
+            pytest.skip("etcd is not installed: scripts/programs.sh installs it")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.host = host
+        self.port, self._peer_port = free_ports(2)
+        self._prefix = list(prefix)
+        self.start()
+
+    def __enter__(self) -> Etcd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def url(self, name: str) -> str:
+        """The cluster `name` in it."""
+        return f"etcd://{self.host}:{self.port}/{name}"
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def start(self) -> None:
+        client, peer = (f"http://{self.host}:{port}" for port in (self.port, self._peer_port))
+        command = [
+            *self._prefix,
+            *("etcd", "--name", "etcd", "--data-dir", str(self.folder / "data"), "--log-level", "warn"),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"etcd={peer}"),
+        ]
+        with (self.folder / "etcd.log").open("ab") as log:
+            # In a session of its own, so that a prefix such as `ip netns exec` ends with it.
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        wait_until(self._healthy, START_S, "etcd answers")
+
+    def _healthy(self) -> bool:
+        assert self.running, (self.folder / "etcd.log").read_text()[-2000:]
+        health = f"http://{self.host}:{self.port}/health"
+        if self._prefix:
+            ask = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=1).read())"
+            command = [*self._prefix, sys.executable, "-c", ask, health]
+            return '"true"' in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        try:
+            with urllib.request.urlopen(health, timeout=1) as answer:
+                return b'"true"' in answer.read()
+        except OSError:
+            return False
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        """SIGTERM."""
+        if self.running:
+            self.signal(signal.SIGTERM)
+        self.process.wait(STOP_S)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.running:
+            self.signal(signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+    def restart(self, *, empty: bool = False) -> None:
+        """Start again on the same ports, with the same data or `empty`."""
+        assert not self.running
+        if empty:
+            shutil.rmtree(self.folder / "data")
+        self.start()

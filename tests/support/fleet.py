@@ -1,0 +1,195 @@
+"""Clusters of real servers whose records in etcd the tests write, so that each state can be had for as long as a test
+needs it; and what can stand in a server's way: a relay that cuts connections, a host that accepts and says nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import psutil
+
+from kvstore.cluster.etcd import EtcdDirectory
+from kvstore.cluster.members import Member, State
+from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.wire import ShardAddress
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client._links.link import Link
+from kvstore_client.keys import pack_keys
+from tests.support.harness import Server, StartServer, make_namespace, wait_until
+
+InBackground = Callable[..., Future[Any]]
+
+
+class Fleet:
+    """Servers, and their records in etcd."""
+
+    def __init__(self, url: str, start_server: StartServer) -> None:
+        parsed = parse_cluster_url(url)
+        assert isinstance(parsed, EtcdURL)
+        self.url = url
+        self.servers: dict[str, Server] = {}
+        self._start_server = start_server
+        self._directory = EtcdDirectory(parsed, 2.0)
+        self._leases: dict[str, int] = {}
+
+    def start(self, *nodes: str, shards: int = 1, state: State = "serving") -> None:
+        for node in nodes:
+            self.servers[node] = self._start_server("--shards", str(shards))
+            self.register(node, state)
+
+    def register(self, node: str, state: State, zone: str = "", port: int = 0) -> None:
+        """Write the record of a started node. `port`: where its one shard is said to be, if not where it is."""
+        server = self.servers[node]
+        with KVStoreClient(server.endpoint, make_namespace(4096, "register")) as client:
+            shards = [ShardAddress(link.name, link.host, port or link.port, link.weight) for link in client._core.links]
+        member = Member(node=node, state=state, shards=shards, zone=zone)
+        self.put(member)
+
+    def put(self, member: Member) -> None:
+        if member.node not in self._leases:
+            self._leases[member.node] = self._directory.grant(600)
+        assert self._directory.register(member, self._leases[member.node], replace=True)
+
+    def withdraw(self, node: str) -> None:
+        self._directory.withdraw(node, self._leases.pop(node))
+
+    def client(self, namespace: Namespace, **options: object) -> KVStoreClient:
+        return KVStoreClient(self.url, namespace, **options)  # type: ignore[arg-type]
+
+    def alone(self, node: str, namespace: Namespace) -> KVStoreClient:
+        """A client of this node only."""
+        return KVStoreClient(self.servers[node].endpoint, namespace)
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+def nodes_of(client: KVStoreClient) -> set[str]:
+    return {place.node for place in client._core.view.places}
+
+
+def link_to(client: KVStoreClient, node: str) -> Link:
+    """The link to the one shard of a node."""
+    (link,) = (place.link for place in client._core.view.places if place.node == node)
+    return link
+
+
+def owned_by(client: KVStoreClient, node: str, keys: list[bytes]) -> list[bytes]:
+    """Those of `keys` whose first replica is on `node`."""
+    view = client._core.view
+    owners = view.owners(pack_keys(keys), client.replicas)[:, 0]
+    return [key for key, owner in zip(keys, owners, strict=True) if view.places[owner].node == node]
+
+
+def connections_to(port: int) -> int:
+    """Of this process."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(1 for each in found if each.raddr and each.raddr.port == port and each.status == "ESTABLISHED")
+
+
+class Cut(NamedTuple):
+    """How a connection of a `Relay` ends: once the server has sent so many bytes of which the client gets no more."""
+
+    after_bytes: int
+    then: Callable[[], None] = lambda: None
+
+
+class Relay:
+    """Passes connections on to a server. `cuts`: for the first connections; later ones are whole. A thread each."""
+
+    def __init__(self, server: Server, *cuts: Cut) -> None:
+        self._server = server
+        self._cuts = cuts
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.port: int = self._listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    @property
+    def connections(self) -> int:
+        """How many there were so far."""
+        return len(self._pairs)
+
+    def cut(self, number: int) -> None:
+        """End connection `number` (from 0): its client gets what was passed on, and no more."""
+        for sock in self._pairs[number]:
+            with contextlib.suppress(OSError):  # it ended before
+                sock.shutdown(socket.SHUT_RDWR)  # also wakes who waits to send
+            sock.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listener.close()
+        for number in range(len(self._pairs)):
+            self.cut(number)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection((self._server.host, self._server.port))
+                cut = self._cuts[len(self._pairs)] if len(self._pairs) < len(self._cuts) else None
+                self._pairs.append((client, server))
+                threading.Thread(target=self._pass, args=(client, server, cut), daemon=True).start()
+
+    def _pass(self, client: socket.socket, server: socket.socket, cut: Cut | None) -> None:
+        left = cut.after_bytes if cut is not None else 1 << 62
+        with contextlib.suppress(OSError, ValueError):  # ValueError: cut this instant
+            while True:
+                ready, _, _ = select.select([client, server] if left else [client], [], [], 0.05)
+                for source, sink in ((client, server), (server, client)):
+                    if source not in ready:
+                        continue
+                    data = source.recv(min(65536, left) if source is server else 65536)
+                    if not data:
+                        self.cut(self._pairs.index((client, server)))
+                        return
+                    sink.sendall(data)
+                    if source is server:
+                        left -= len(data)
+                        if not left and cut is not None:
+                            cut.then()
+
+
+@contextlib.contextmanager
+def impostor(says: bytes = b"", port: int = 0) -> Iterator[int]:
+    """Another program on a port: accepts, says something or nothing, and waits. -> the port."""
+    accepted: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, _ = listener.accept()
+                accepted.append(sock)
+                if says:
+                    sock.sendall(says)
+
+    def listen() -> socket.socket | None:
+        try:
+            return socket.create_server(("127.0.0.1", port))
+        except OSError:  # threads of a killed process may hold its port for an instant
+            return None
+
+    with wait_until(listen, what=f"port {port} is free") as listener:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for sock in accepted:
+                sock.close()

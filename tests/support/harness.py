@@ -1,0 +1,372 @@
+"""What the tests stand on: real servers in processes of their own, blocks that prove themselves, and a raw client.
+
+A block's bytes follow from its key and a version, so whoever holds a block can say whether any byte of it is wrong.
+`RawClient` speaks ZMTP and msgpack on its own, from docs/protocol.md and not through `kvstore`, so that the two
+cannot be wrong together.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import xxhash
+
+from kvstore import wire
+from kvstore_client import KVStoreClient, Namespace
+
+OVERHEAD_BYTES = 256 << 20  # what a shard may take beyond its limit, whatever clients do
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 30.0
+STOP_S = 20.0
+ANSWER_S = 10.0
+
+
+def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what: str = "") -> Any:
+    """Poll until `condition()` is true and return what it gave; `AssertionError` after `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline_s:g} s: {what or condition}")
+        time.sleep(0.01)
+
+
+# ---- keys and blocks ---------------------------------------------------------------------------------------------
+
+
+def make_keys(count: int, first: int = 0, key_bytes: int = 16) -> list[bytes]:
+    """`count` distinct keys that look like hashes; the same numbers give the same keys."""
+    return [
+        (xxhash.xxh3_128_digest(number.to_bytes(8, "little")) * 4)[:key_bytes] for number in range(first, first + count)
+    ]
+
+
+def block_of(key: bytes, block_bytes: int, version: int = 0) -> bytes:
+    """The block of a key: every byte follows from key and version."""
+    seed = xxhash.xxh3_64_intdigest(key, seed=version)
+    return np.random.Generator(np.random.SFC64(seed)).bytes(block_bytes)
+
+
+def blocks_of(keys: Iterable[bytes], block_bytes: int, version: int = 0) -> list[bytes]:
+    return [block_of(key, block_bytes, version) for key in keys]
+
+
+def make_namespace(block_bytes: int, model: str, **fields: Any) -> Namespace:
+    return Namespace(model=model, dtype="uint8", block_tokens=16, block_bytes=block_bytes, **fields)
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a child: this checkout is importable, settings of the caller's shell do not leak in."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_SERVER_")}
+    return {**inherited, "PYTHONPATH": path, **extra}
+
+
+def server_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvstore", *arguments]
+
+
+def alive(process: psutil.Process) -> bool:
+    """False also for one that nobody has waited for yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Server:
+    """A real `kvstore-server`; its standard error goes to a file. `restart` starts another on the same port.
+
+    `prefix`: what runs it elsewhere and becomes it, e.g. ``ip netns exec NAMESPACE``.
+    """
+
+    def __init__(
+        self, log: Path, *arguments: str, prefix: Sequence[str] = (), port: int = 0, **extra_environment: str
+    ) -> None:
+        self.log = log
+        self._prefix = prefix
+        self._arguments = arguments
+        self._environment = environment(**extra_environment)
+        self.port = port
+        self.start()
+
+    def start(self) -> None:
+        command = [*self._prefix, *server_command("--port", str(self.port), *self._arguments)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment
+            )
+        lines: queue.Queue[str] = queue.Queue()
+        stdout = self.process.stdout
+        assert stdout is not None
+        reader = threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True)
+        reader.start()
+        try:
+            self.ready_line = lines.get(timeout=START_S)
+        except queue.Empty:
+            self.kill()
+            raise AssertionError(f"the server was not ready within {START_S} s:\n{self.log_text()}") from None
+        ready = re.fullmatch(r"kvstore-server ready tcp://(\S+):(\d+) shards=\d+ memory=\d+\n", self.ready_line)
+        if ready is None:
+            self.kill()
+            raise AssertionError(f"the server said {self.ready_line!r}:\n{self.log_text()}")
+        self.host, self.port = ready[1], int(ready[2])
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def shards(self) -> list[psutil.Process]:
+        """The shard processes, by start."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted(children, key=lambda child: child.pid)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> int:
+        """SIGTERM. -> exit status."""
+        if self.running:
+            self.signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the server did not stop within {STOP_S} s:\n{self.log_text()}") from None
+        finally:
+            self._close()
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor; the kernel ends its shards."""
+        shards = self.shards() if self.running else []
+        if self.running:
+            self.process.kill()
+        self.process.wait(STOP_S)
+        wait_until(lambda: not any(alive(shard) for shard in shards), STOP_S, "the shards die with their supervisor")
+        self._close()
+
+    def _close(self) -> None:
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def restart(self) -> None:
+        """Another server on the same port."""
+        assert not self.running
+        self.start()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """All its processes are stopped (SIGSTOP) meanwhile."""
+        processes = [psutil.Process(self.process.pid), *self.shards()]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
+
+    @contextmanager
+    def unharmed(self) -> Iterator[None]:
+        """Afterwards, the shards are the same processes and have logged nothing unforeseen."""
+        shards = [shard.pid for shard in self.shards()]
+        before = len(self.log_text())
+        yield
+        text = self.log_text()[before:]
+        assert "Traceback" not in text, text[-4000:]
+        assert [shard.pid for shard in self.shards()] == shards, text[-4000:]
+
+
+def rss_bytes(pid: int) -> int:
+    """Everything resident of a process, the arena's shared pages included."""
+    with open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no VmRSS")
+
+
+class MemoryWatch:
+    """Samples the resident memory of a server's shards; fails at its end if one took more than it may."""
+
+    def __init__(self, server: Server, limit_bytes: int) -> None:
+        self.bound = limit_bytes + OVERHEAD_BYTES
+        self.highest = 0
+        self._pids = [shard.pid for shard in server.shards()]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.02):
+            for pid in self._pids:
+                if psutil.pid_exists(pid):
+                    self.highest = max(self.highest, rss_bytes(pid))
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert 0 < self.highest <= self.bound, f"{self.highest >> 20} MiB resident: at most {self.bound >> 20} MiB"
+
+
+def shard_info(client: KVStoreClient) -> wire.ShardInfo:
+    """The state of the one shard of a server."""
+    (shard,) = client.info().shards
+    return shard
+
+
+def namespace_info(client: KVStoreClient) -> wire.NamespaceInfo:
+    """This client's namespace on a server of one shard."""
+    (found,) = (ns for ns in shard_info(client).namespaces if ns.id == client.namespace.id)
+    return found
+
+
+StartServer = Callable[..., Server]
+MakeNamespace = Callable[..., Namespace]
+
+# ---- the wire, by hand -------------------------------------------------------------------------------------------
+
+HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, FLUSH, INFO, PING, CREDIT, CANCEL = range(1, 12)
+WELCOME, SET_REPLY, PART, CONTAINS_REPLY, MATCH_REPLY, DELETE_REPLY, FLUSH_REPLY, INFO_REPLY, PONG = range(65, 74)
+ERROR = 127
+
+GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\x03\x01" + b"NULL" + bytes(16) + b"\0" + bytes(31)
+
+
+def zmtp_frame(data: bytes, flags: int) -> bytes:
+    if len(data) > 255:
+        return struct.pack(">BQ", flags | 2, len(data)) + data
+    return struct.pack("BB", flags, len(data)) + data
+
+
+def ready_command(socket_type: bytes = b"DEALER") -> bytes:
+    return zmtp_frame(b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type, 4)
+
+
+def pack(*fields: Any) -> bytes:
+    """A header: a msgpack array."""
+    return msgspec.msgpack.encode(fields)
+
+
+def sums_of(blocks: Iterable[bytes]) -> bytes:
+    return b"".join(xxhash.xxh3_64_intdigest(block).to_bytes(8, "little") for block in blocks)
+
+
+class Closed(Exception):
+    """The server closed the connection."""
+
+
+class RawClient:
+    """A connection made of a plain socket: says whatever it is told to."""
+
+    def __init__(self, server: Server, handshake: bool = True, receive_buffer: int = 0) -> None:
+        self.sock = socket.socket()
+        if receive_buffer:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.sock.settimeout(ANSWER_S)
+        self.sock.connect((server.host, server.port))
+        self._data = b""
+        if handshake:
+            self.sock.sendall(GREETING + ready_command())
+            assert self.read(64)[10] == 3
+            flags, ready = self.read_frame()
+            assert flags == 4 and ready.startswith(b"\x05READY"), ready
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def read(self, size: int) -> bytes:
+        while len(self._data) < size:
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise Closed(self._data)
+            self._data += data
+        data, self._data = self._data[:size], self._data[size:]
+        return data
+
+    def read_frame(self) -> tuple[int, bytes]:
+        flags, size = self.read(2)
+        if flags & 2:
+            size = int.from_bytes(bytes([size]) + self.read(7), "big")
+        return flags & ~2, self.read(size)
+
+    def send(self, *frames: bytes, more: bool = False) -> None:
+        """One message; with `more` its last frame is still to come."""
+        data = [zmtp_frame(frame, 1) for frame in frames[:-1]]
+        data.append(zmtp_frame(frames[-1], 1 if more else 0))
+        self.sock.sendall(b"".join(data))
+
+    def reply(self) -> tuple[list[Any], list[bytes]]:
+        """The next message: its header's fields and its other frames."""
+        frames = []
+        flags = 1
+        while flags & 1:
+            flags, data = self.read_frame()
+            frames.append(data)
+        return msgspec.msgpack.decode(frames[0]), frames[1:]
+
+    def ask(self, *frames: bytes) -> list[Any]:
+        """Send a message; the header of the next reply."""
+        self.send(*frames)
+        return self.reply()[0]
+
+    def hello(self, canonical: bytes = b"", protocol: int = 1) -> list[Any]:
+        return self.ask(pack(HELLO, 0, protocol, canonical, "raw"))
+
+    def closed(self) -> bool:
+        """Wait for the server to close; what it still says is dropped."""
+        try:
+            while True:
+                self.read(1)
+        except Closed:
+            return True
+        except TimeoutError:
+            return False
+
+
+def set_frames(
+    request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None
+) -> list[bytes]:
+    """A SET of blocks that fit one payload frame."""
+    header = pack(SET, request_id, 10_000, len(keys), len(keys[0]), False, True)
+    return [header, b"".join(keys), b"".join(blocks), sums_of(blocks) if sums is None else sums]

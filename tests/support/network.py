@@ -1,0 +1,239 @@
+"""A network of this process's own: hosts that are network namespaces on one switch, and what can go wrong between them.
+
+```
+ n1 [10.77.0.1 eth0]──veth──[n1 ┐
+ n2 [10.77.0.2 eth0]──veth──[n2 ├ bridge ]  a namespace of its own: nothing of the machine's network is touched
+ c1 [10.77.0.3 eth0]──veth──[c1 ┘
+```
+
+Failures are made at the switch, so that no host is told of them: the packets of a host that was `cut` or `separate`d
+from another vanish, and nobody hears a reset. An `impair`ed host's port is taken off the bridge, and a relay process
+(tests/support/relay.py) carries its packets over, late and with losses; both ends' TCP is the kernel's.
+
+Everything is removed by `close`, whatever failed before. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import pytest
+
+TAP_DEVICE: Final = Path("/dev/net/tun")
+CLONE_NEWNET: Final = 0x40000000
+NOWHERE: Final = "02:00:00:00:00:01"  # a hardware address that nobody has
+SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
+READY_S: Final = 10.0
+
+_numbers = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def run_ip(*arguments: str) -> str:
+    """`ip ARGUMENTS`, its output; `OSError` with what it said."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def unavailable() -> str:
+    """Why no network can be made here; empty: it can."""
+    if sys.platform != "linux":
+        return f"network namespaces are Linux's; this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "making network namespaces takes root"
+    if shutil.which("ip") is None:
+        return "no ip command: install iproute2"
+    if not TAP_DEVICE.exists():
+        return f"no {TAP_DEVICE}: slow and lossy links need it"
+    probe = f"kvtest-{os.getpid()}-probe"
+    try:
+        run_ip("netns", "add", probe)
+        try:
+            run_ip("-n", probe, "link", "add", "name", "switch", "type", "bridge")
+            run_ip("-n", probe, "link", "add", "name", "eth0", "type", "veth", "peer", "name", "port")
+            run_ip("netns", "exec", probe, "true")
+        finally:
+            run_ip("netns", "del", probe)
+    except OSError as error:
+        return f"network namespaces are not allowed here: {error}"
+    return ""
+
+
+def need(reason: str) -> None:
+    """Skip the tests that this machine cannot run. In continuous integration root may not lack anything: fail."""
+    if reason and os.environ.get("CI") == "true" and os.geteuid() == 0:
+        pytest.fail(f"CI=true, and {reason}")
+    if reason:
+        pytest.skip(reason)
+
+
+class Network:
+    """Hosts on a switch. Its methods may be called by any thread, one at a time."""
+
+    def __init__(self) -> None:
+        self.prefix = f"kvtest-{os.getpid()}-{next(_numbers)}"
+        self._switch = f"{self.prefix}-switch"
+        self._namespaces: list[str] = []
+        self._addresses: dict[str, str] = {}
+        self._relays: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Network:
+        try:
+            self._add_namespace(self._switch)
+            self._at_switch("link", "add", "name", "bridge", "type", "bridge", "stp_state", "0")
+            self._at_switch("link", "set", "dev", "bridge", "up")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove everything. What runs in the namespaces should have been ended before."""
+        for relay in self._relays.values():
+            _end(relay)
+        self._relays.clear()
+        failures = []
+        for name in reversed(self._namespaces):
+            try:
+                run_ip("netns", "del", name)
+            except OSError as error:
+                failures.append(str(error))
+        self._namespaces.clear()
+        assert not failures, failures
+
+    # ---- hosts -----------------------------------------------------------------------------------------------
+
+    def add(self, host: str) -> str:
+        """Connect a new host. -> its address."""
+        number = len(self._addresses) + 1
+        address = f"10.77.{number >> 8}.{number & 255}"
+        namespace = self.namespace(host)
+        self._add_namespace(namespace)
+        peer = ("peer", "name", host, "netns", self._switch)
+        run_ip("-n", namespace, "link", "add", "name", "eth0", "type", "veth", *peer)
+        self._at_switch("link", "set", "dev", host, "master", "bridge", "up")
+        run_ip("-n", namespace, "addr", "add", f"{address}/16", "dev", "eth0")
+        run_ip("-n", namespace, "link", "set", "dev", "lo", "up")
+        run_ip("-n", namespace, "link", "set", "dev", "eth0", "up")
+        self._addresses[host] = address
+        return address
+
+    def address(self, host: str) -> str:
+        """The address of a host that was added."""
+        return self._addresses[host]
+
+    def namespace(self, host: str) -> str:
+        """The name that `ip netns` knows a host by."""
+        return f"{self.prefix}-{host}"
+
+    def command(self, host: str) -> list[str]:
+        """What goes before a command so that it runs on this host; the process keeps its id."""
+        return ["ip", "netns", "exec", self.namespace(host)]
+
+    @contextmanager
+    def inside(self, host: str) -> Iterator[None]:
+        """This thread is on the host meanwhile: sockets it makes, and threads and processes it starts."""
+        with open(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net") as here:
+            with open(f"/run/netns/{self.namespace(host)}") as there:
+                _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(here.fileno())
+
+    # ---- what goes wrong -------------------------------------------------------------------------------------
+
+    def cut(self, host: str) -> None:
+        """Packets from and to the host vanish until `heal`."""
+        self._at_switch("link", "set", "dev", host, "nomaster")
+
+    def separate(self, host: str, other: str) -> None:
+        """Packets between two hosts vanish until `reunite`: each believes the other's address to be elsewhere."""
+        for one, peer in ((host, other), (other, host)):
+            run_ip("-n", self.namespace(one), "neigh", "replace", self.address(peer), "lladdr", NOWHERE, *_PERMANENT)
+
+    def reunite(self, host: str, other: str) -> None:
+        """The end of `separate`."""
+        for one, peer in ((host, other), (other, host)):
+            run_ip("-n", self.namespace(one), "neigh", "del", self.address(peer), "dev", "eth0")
+
+    def impair(self, host: str, delay_s: float, loss: float, seed: int = 0) -> None:
+        """The round trip to the host takes `delay_s` longer, and this share of the packets each way is lost, until
+        `heal`. Connections live on."""
+        tap = f"{host}-tap"
+        command = ["ip", "netns", "exec", self._switch, sys.executable, str(Path(__file__).with_name("relay.py"))]
+        command += ["--port", host, "--tap", tap]
+        command += ["--delay", str(delay_s / 2), "--loss", str(loss), "--seed", str(seed)]
+        relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._relays[host] = relay
+        assert relay.stdout is not None
+        timer = threading.Timer(READY_S, relay.kill)
+        timer.start()
+        said = relay.stdout.readline()
+        timer.cancel()
+        assert said == "ready\n", f"the relay of {host} said {said!r}"
+        self._set_offload(host, False)
+        self._at_switch("link", "set", "dev", tap, "master", "bridge", "up")
+        self._at_switch("link", "set", "dev", host, "nomaster")
+
+    def heal(self, host: str) -> None:
+        """The end of `cut` and of `impair`."""
+        relay = self._relays.pop(host, None)
+        if relay is not None:
+            _end(relay)
+            self._set_offload(host, True)
+        self._at_switch("link", "set", "dev", host, "master", "bridge")
+
+    # ---- how -------------------------------------------------------------------------------------------------
+
+    def _add_namespace(self, name: str) -> None:
+        run_ip("netns", "add", name)
+        self._namespaces.append(name)
+
+    def _set_offload(self, host: str, on: bool) -> None:
+        """Whether the host leaves checksums, and with them segmentation, to its network card."""
+        command = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, on))
+        with self.inside(host), socket.socket() as any_socket:
+            fcntl.ioctl(any_socket, SIOCETHTOOL, struct.pack("16sQ16x", b"eth0", ctypes.addressof(command)))
+
+    def _at_switch(self, *arguments: str) -> None:
+        run_ip("-n", self._switch, *arguments)
+
+
+_PERMANENT: Sequence[str] = ("dev", "eth0", "nud", "permanent")
+
+
+def _enter(namespace_fd: int) -> None:
+    if _libc.setns(namespace_fd, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _end(relay: subprocess.Popen[str]) -> None:
+    """Its TAP device goes with it."""
+    assert relay.stdin is not None and relay.stdout is not None
+    relay.stdin.close()
+    try:
+        relay.wait(READY_S)
+    except subprocess.TimeoutExpired:
+        relay.kill()
+        relay.wait()
+    relay.stdout.close()
