@@ -9,7 +9,7 @@ scripts=$(dirname "${BASH_SOURCE[0]}")
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 PYTHON=$venv/bin/python "$scripts/wheel.sh" "$wheels"
-"$venv/bin/python" -m pip install -q -c "$scripts/../requirements/test.txt" "$wheels"/kvstore-*.whl \
+"$venv/bin/python" -m pip install -q -c "$scripts/../requirements/test.txt" "$wheels"/llm_kvstore-*.whl \
     2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 # pip leaves an installed package alone when only its content changed, not its version.
-"$venv/bin/python" -m pip install -q --no-deps --no-index --force-reinstall "$wheels"/kvstore-*.whl
+"$venv/bin/python" -m pip install -q --no-deps --no-index --force-reinstall "$wheels"/llm_kvstore-*.whl

@@ -3,8 +3,8 @@
     /kvstore/NAME/nodes/ID     a `Member`, as JSON; gone when its node withdraws, or stops keeping its lease alive
     /kvstore/NAME/drains/ID    a `Drain`, as JSON: asked for by an operator, written on by the node
 
-etcd is reached through its HTTP gateway, with etcd3gw; a watch only wakes, and what has changed is read anew.
-(etcd3gw's own watcher has no read timeout and drops what it cannot parse, so the watch is a request of its session.)
+etcd is reached through its HTTP gateway (JSON over HTTP, no gRPC to build). A watch only wakes its caller: what has
+changed is read anew.
 
 Any thread, several at once. Nothing blocks for longer than the timeout times the endpoints: an endpoint that fails or
 does not answer makes room for the next, and the first that answers is asked from then on. After `close` calls fail at
@@ -21,7 +21,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 MAX_MEMBERS: Final = 4096
 MAX_DRAIN_S: Final = 86_400
-_API: Final = "/v3/"  # of etcd 3.4 and later
+_API: Final = "/v3"  # of etcd 3.4 and later
 _ROOT: Final = "/kvstore"
 _T = TypeVar("_T")
 
@@ -58,6 +58,16 @@ class Drain(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
+class _Endpoint(NamedTuple):
+    """One etcd server."""
+
+    address: str  # HOST:PORT
+    session: Any  # of requests, which is imported when a directory is made
+
+    def url(self, path: str) -> str:
+        return f"http://{self.address}{_API}{path}"
+
+
 class EtcdDirectory:
     """The records of one cluster. Raises `DirectoryError`, nothing else.
 
@@ -67,19 +77,19 @@ class EtcdDirectory:
     def __init__(self, url: EtcdURL, timeout_s: float) -> None:
         try:
             import requests
-            from etcd3gw import Etcd3Client
-            from etcd3gw.exceptions import Etcd3Exception
         except ImportError as error:
-            raise DirectoryError(f"{url} takes etcd3gw ({error}): pip install 'kvstore[cluster]'") from None
+            raise DirectoryError(
+                f"{url} needs the package requests ({error}); install it with: pip install 'llm-kvstore[cluster]'"
+            ) from None
         self.url = url
         self.timeout_s = timeout_s
-        self._failures = (Etcd3Exception, requests.RequestException, OSError, ValueError, KeyError, TypeError)
-        self._clients = []
+        self._failures = (requests.RequestException, OSError, ValueError, KeyError, TypeError)
+        self._endpoints = []
         for host, port in url.endpoints:
             session = requests.Session()
             session.trust_env = False  # no proxy stands between a node and its lease
-            self._clients.append(Etcd3Client(host, port, timeout=timeout_s, api_path=_API, session=session))
-        self._at = random.randrange(len(self._clients))  # not all clients on the first endpoint
+            self._endpoints.append(_Endpoint(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", session))
+        self._at = random.randrange(len(self._endpoints))  # not all clients on the first endpoint
         self._nodes = f"{_ROOT}/{url.name}/nodes/"
         self._drains = f"{_ROOT}/{url.name}/drains/"
         self._lock = threading.Lock()
@@ -102,10 +112,10 @@ class EtcdDirectory:
 
         body: Any = {"create_request": {**_prefix(self._nodes), "start_revision": after_epoch + 1}}
         at = self._at
-        client = self._clients[at]
+        endpoint = self._endpoints[at]
         timeouts = self.timeout_s, max(timeout_s, 0.01)
         try:
-            with client.session.post(client.get_url("/watch"), json=body, stream=True, timeout=timeouts) as answer:
+            with endpoint.session.post(endpoint.url("/watch"), json=body, stream=True, timeout=timeouts) as answer:
                 answer.raise_for_status()
                 with self._lock:
                     self._watching = answer
@@ -200,39 +210,43 @@ class EtcdDirectory:
             self._closed = True
             if self._watching is not None and os.getpid() == self._pid:  # a forked child has its parent's connection
                 _interrupt(self._watching)
-        for client in self._clients:
-            client.session.close()
+        for endpoint in self._endpoints:
+            endpoint.session.close()
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _post(self, path: str, **body: object) -> Any:
         """The answer of the first endpoint that gives one."""
         reasons = []
-        for _ in self._clients:
+        for _ in self._endpoints:
             if self._closed:
                 raise DirectoryError(f"{self.url}: closed")
             at = self._at
-            client = self._clients[at]
+            endpoint = self._endpoints[at]
             try:
-                answer = client.post(client.get_url(path), json=body)
+                response = endpoint.session.post(endpoint.url(path), json=body, timeout=self.timeout_s)
+                if not response.ok:
+                    raise ValueError(f"etcd answered with HTTP status {response.status_code}: {response.text}")
+                answer = response.json()
                 if "error" in answer:  # of a streaming method: its status is 200 all the same
-                    raise ValueError(f"etcd says {answer['error']}")
+                    raise ValueError(f"etcd answered with an error: {answer['error']}")
                 return answer
             except self._failures as error:
-                self._at = (at + 1) % len(self._clients)
-                reasons.append(f"{client.host}:{client.port}: {_reason(error)}")
+                self._at = (at + 1) % len(self._endpoints)
+                reasons.append(f"{endpoint.address}: {_reason(error)}")
         raise DirectoryError(f"{self.url}: {'; '.join(reasons)}")
 
     def _failed(self, at: int, error: Exception) -> NoReturn:
-        client = self._clients[at]
-        self._at = (at + 1) % len(self._clients)
-        raise DirectoryError(f"{self.url}: {client.host}:{client.port}: {_reason(error)}") from None
+        self._at = (at + 1) % len(self._endpoints)
+        raise DirectoryError(f"{self.url}: {self._endpoints[at].address}: {_reason(error)}") from None
 
     def _understand(self, read: Callable[[], _T]) -> _T:
         try:
             return read()
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DirectoryError(f"{self.url}: an answer that is none of etcd: {error!r}") from None
+            raise DirectoryError(
+                f"{self.url}: the answer is not etcd's ({error!r}); is another program listening there?"
+            ) from None
 
     def _read_members(self, answer: Any) -> Membership:
         members: dict[str, Member] = {}
@@ -288,7 +302,7 @@ def _interrupt(answer: Any) -> None:
 
 def _reason(error: Exception) -> str:
     """The innermost cause, in one line: what requests and urllib3 wrap it in says nothing."""
-    text = getattr(error, "detail_text", None) or str(error)
+    text = str(error)
     for known in ("Connection refused", "timed out", "No route to host", "Name or service not known"):
         if known.lower() in text.lower():
             return known.lower()

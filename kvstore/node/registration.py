@@ -69,7 +69,7 @@ class Registration:
 
     `member`: the node's record, whatever its state. `shards`: the same shards as they are reached from this process.
     `drained` is called, on a thread of its own, when what `drain` began is over and the node is out of the cluster.
-    Raises `DirectoryError` without etcd3gw.
+    Raises `DirectoryError` without the package requests.
     """
 
     def __init__(

@@ -454,8 +454,8 @@ def test_flags_that_cannot_be_are_named_and_are_status_2(flags: list[str], parts
     assert all(part in ended.stderr for part in parts), ended.stderr
 
 
-def test_without_etcd3gw_it_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "etcd3gw.py").write_text("raise ImportError(\"No module named 'etcd3gw'\")\n")
+def test_without_requests_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "requests.py").write_text("raise ImportError(\"No module named 'requests'\")\n")
     ended = subprocess.run(
         server_command("--port", "0", "--memory", "16MiB", "--segment", "1MiB", "--cluster", "etcd://127.0.0.1:1/n"),
         env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
@@ -464,4 +464,4 @@ def test_without_etcd3gw_it_says_what_to_install(tmp_path: Path) -> None:
         timeout=30,
         check=False,
     )
-    assert ended.returncode == 1 and "pip install 'kvstore[cluster]'" in ended.stderr, ended.stderr
+    assert ended.returncode == 1 and "pip install 'llm-kvstore[cluster]'" in ended.stderr, ended.stderr
