@@ -46,7 +46,7 @@ class Directory(Protocol):
 
 
 def open_directory(url: str) -> Directory:
-    """The directory that `url` names. Raises `ValueError` for another URL, `DirectoryError` when requests is missing."""
+    """The directory that `url` names. Raises `ValueError` for another URL, `DirectoryError` without requests."""
     parsed = parse_cluster_url(url)
     if isinstance(parsed, EtcdURL):
         return EtcdDirectory(parsed, REQUEST_TIMEOUT_S)
