@@ -135,9 +135,10 @@ class KVStoreClient:
         """Store `blocks[i]` under `keys[i]`; what is there already is left alone unless `force`.
 
         `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. Keys of
-        one prefix chain go head first: the tail is evicted first. `deferred`: acknowledged when the server owns the
-        bytes; False: when they can be read, too. `priority`, 0 to 3: a block is evicted only when nothing of a lower
-        priority can be. Raises `BlockSizeMismatch`, `ValueError`, and as the class says.
+        one prefix chain go head first: the tail is evicted first. `deferred`:
+        returns when one copy of each block is stored; False: when all copies are, which is the same with `replicas=1`.
+        `priority`, 0 to 3: a block is evicted only when nothing of a lower priority can be. Raises `BlockSizeMismatch`,
+        `ValueError`, and as the class says.
         """
         if priority not in range(wire.MAX_PRIORITY + 1):
             raise ValueError(f"priority={priority!r}: expected 0 to {wire.MAX_PRIORITY}")
@@ -149,7 +150,7 @@ class KVStoreClient:
         deadline_ms = milliseconds(timeout_s)
 
         def options(request_id: int, count: int, key_bytes: int) -> wire.Set:
-            return wire.Set(request_id, deadline_ms, count, key_bytes, force, deferred, int(priority), outcomes=True)
+            return wire.Set(request_id, deadline_ms, count, key_bytes, force, int(priority), outcomes=True)
 
         _, unique = first_occurrences(packed)
         if not len(packed):
@@ -274,10 +275,10 @@ class KVStoreClient:
     def flush(self) -> None:
         """Return when every deferred set of this client can be read."""
         places = {place.link: place.node for place in self._core.view.places}
-        calls = self._ask_all(wire.Flush)
+        calls = self._ask_all(wire.Sync)
         failed = {places.get(call.link, "") for call in calls if isinstance(call.operation.error, TRANSPORT_ERRORS)}
         for call in calls:  # fewer nodes than there are copies: the others have the blocks
-            outcome(call, wire.FlushReply, self.fail_open or len(failed) < self.replicas)
+            outcome(call, wire.SyncReply, self.fail_open or len(failed) < self.replicas)
 
     def ping(self) -> float:
         """Seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, also with `fail_open`."""

@@ -42,7 +42,6 @@ _BY_CODE: dict[int, type[KVStoreError]] = {
     ErrorCode.KEY_SIZE: KeySizeMismatch,
     ErrorCode.NOT_AUTHORIZED: NotAuthorized,
     ErrorCode.OUT_OF_MEMORY: OutOfMemory,
-    ErrorCode.TIMEOUT: Timeout,
     ErrorCode.SHUTTING_DOWN: ConnectionLost,
 }
 

@@ -66,7 +66,6 @@ class ServerCache:
             memory_bytes=segments * segment_bytes,
             segment_bytes=segment_bytes,
             shards=[],
-            epoch=0,
             log_level="warning",
             drain_s=0.0,
             policy=policy,

@@ -302,7 +302,6 @@ class Supervisor:
             memory_bytes=self.config.shard_memory_bytes,
             segment_bytes=self.config.segment_bytes,
             shards=self._addresses,
-            epoch=1,
             log_level=self.config.log_level,
             drain_s=DRAIN_S,
             policy=self.config.policy,

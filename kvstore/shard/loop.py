@@ -253,8 +253,8 @@ class Shard:
                 peer.end_stream(stream)
         elif isinstance(request, wire.Ping):
             peer.reply(wire.Pong(request.id))
-        elif isinstance(request, wire.Flush):  # every SET before it was placed as it arrived
-            peer.reply(wire.FlushReply(request.id))
+        elif isinstance(request, wire.Sync):  # every SET before it was placed as it arrived
+            peer.reply(wire.SyncReply(request.id))
         elif isinstance(request, wire.Info):
             peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
         elif isinstance(request, wire.Scrub):
@@ -289,12 +289,8 @@ class Shard:
                 version=__version__,
                 node=config.node,
                 shard=config.shard,
-                namespace_id=wire.namespace_id(request.namespace) if request.namespace else b"",
                 block_bytes=block_bytes,
-                max_keys=wire.MAX_KEYS,
-                max_frame_bytes=wire.MAX_BLOCK_BYTES,
                 shards=config.shards,
-                epoch=config.epoch,
                 zone=config.zone,
             )
         )

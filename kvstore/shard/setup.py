@@ -19,7 +19,6 @@ class ShardConfig(msgspec.Struct, frozen=True):
     memory_bytes: int
     segment_bytes: int
     shards: list[ShardAddress]
-    epoch: int
     log_level: str
     drain_s: float
     policy: str

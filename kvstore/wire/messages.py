@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 NAMESPACE_VERSION: Final = 1
 
 MIN_KEY_BYTES: Final = 8
@@ -54,12 +54,10 @@ class ErrorCode(enum.IntEnum):
     NO_NAMESPACE = 3  # a block request before a HELLO that names a namespace
     BLOCK_SIZE = 4  # payload does not match the namespace's block_bytes
     KEY_SIZE = 5  # key length out of range, or unlike the namespace's
-    LIMIT = 6  # over a limit that WELCOME announced
+    LIMIT = 6  # over a limit of the protocol
     NOT_AUTHORIZED = 7
     OUT_OF_MEMORY = 8  # a block of this size can never be placed here
-    TIMEOUT = 9  # the request's deadline passed on the server
-    SHUTTING_DOWN = 10
-    INTERNAL = 11
+    SHUTTING_DOWN = 9
 
 
 class Outcome(enum.IntEnum):
@@ -89,7 +87,7 @@ class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Hello(_Header, tag=1, frozen=True):
-    """The first message of a connection. An empty `namespace` allows PING, INFO and FLUSH only."""
+    """The first message of a connection. An empty `namespace` allows PING, INFO, SYNC and SCRUB only."""
 
     id: int
     protocol: int
@@ -107,7 +105,6 @@ class Set(_Header, tag=2, frozen=True):
     count: int
     key_bytes: int
     force: bool = False
-    deferred: bool = True
     priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when nothing of a lower one is left
     outcomes: bool = False  # tell what became of each block, too
 
@@ -155,7 +152,7 @@ class Delete(_Header, tag=6, frozen=True):
     key_bytes: int
 
 
-class Flush(_Header, tag=7, frozen=True):
+class Sync(_Header, tag=7, frozen=True):
     """Answered when every SET this connection sent before it is readable."""
 
     id: int
@@ -219,12 +216,8 @@ class Welcome(_Header, tag=65, frozen=True):
     version: str
     node: str
     shard: int
-    namespace_id: bytes
     block_bytes: int
-    max_keys: int
-    max_frame_bytes: int
     shards: list[ShardAddress]
-    epoch: int
     zone: str = ""  # what fails together with this node: replicas go elsewhere
 
 
@@ -274,7 +267,7 @@ class DeleteReply(_Header, tag=70, frozen=True):
     deleted: int
 
 
-class FlushReply(_Header, tag=71, frozen=True):
+class SyncReply(_Header, tag=71, frozen=True):
     id: int
 
 
@@ -314,7 +307,7 @@ class Error(_Header, tag=127, frozen=True):
 
 
 KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete
-Request: TypeAlias = Hello | Set | KeyedRequest | Flush | Info | Ping | Credit | Cancel | Scrub | Hottest
+Request: TypeAlias = Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest
 Reply: TypeAlias = (
     Welcome
     | SetReply
@@ -322,7 +315,7 @@ Reply: TypeAlias = (
     | ContainsReply
     | MatchReply
     | DeleteReply
-    | FlushReply
+    | SyncReply
     | InfoReply
     | Pong
     | ScrubReply

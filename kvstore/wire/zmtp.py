@@ -168,11 +168,6 @@ class Receiver:
         self._low_water = 1
         self.received = 0  # bytes ever read
 
-    @property
-    def mid_frame(self) -> bool:
-        """True while a frame is only partly read."""
-        return self._in_frame or self._end > self._start
-
     def discard_rest(self) -> None:
         """Send the rest of the current frame to memory nobody reads."""
         if self._left:

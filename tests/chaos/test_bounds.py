@@ -26,14 +26,15 @@ from tests.support.harness import (
     CONTAINS,
     CREDIT,
     DELETE,
-    FLUSH,
     GET,
     HELLO,
     INFO,
     MATCH_PREFIX,
     PING,
     PONG,
+    PROTOCOL,
     SET,
+    SYNC,
     Closed,
     MakeNamespace,
     MemoryWatch,
@@ -250,7 +251,7 @@ def test_processes_that_share_keys_under_eviction_read_right_bytes_or_a_miss(
 
 # ---- any frames ----------------------------------------------------------------------------------------------------
 
-TAGS = (HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, FLUSH, INFO, PING, CREDIT, CANCEL)
+TAGS = (HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL)
 
 
 class Fuzzer:
@@ -268,12 +269,12 @@ class Fuzzer:
         count = rng.randrange(8)
         joined = b"".join(rng.choice(self.keys) for _ in range(count))
         if tag == HELLO:
-            return [pack(HELLO, request_id, 1, self.canonical, "fuzzer")]
+            return [pack(HELLO, request_id, PROTOCOL, self.canonical, "fuzzer")]
         if tag == SET:
             blocks = [bytes(64)] * count
             payload = [b"".join(blocks)] if count else []
             return [
-                pack(SET, request_id, deadline, count, 16, rng.random() < 0.5, True),
+                pack(SET, request_id, deadline, count, 16, rng.random() < 0.5),
                 joined,
                 *payload,
                 sums_of(blocks),
@@ -367,7 +368,7 @@ def test_no_frames_end_the_server(start_server: StartServer, new_namespace: Make
             with RawClient(server) as raw:
                 reader = Reader(raw, zmtp_frame(pack(PONG, last), 0))
                 reader.start()
-                messages = [[pack(HELLO, 1, 1, namespace.canonical())]]
+                messages = [[pack(HELLO, 1, PROTOCOL, namespace.canonical())]]
                 messages += [fuzzer.message() for _ in range(1000)]
                 messages += [[pack(PING, last, 1)]]
                 for frames in messages:
@@ -418,7 +419,7 @@ def test_a_block_is_never_seen_half_written(start_server: StartServer, new_names
             version = 0
             while not stop.is_set():
                 version = 1 - version
-                header = pack(SET, 1, 10_000, 1, 16, True, True)
+                header = pack(SET, 1, 10_000, 1, 16, True)
                 data = zmtp_frame(header, 1) + zmtp_frame(key, 1) + zmtp_frame(versions[version], 1)
                 data += zmtp_frame(sums_of([versions[version]]), 0)
                 for at in range(0, len(data), 200_000):

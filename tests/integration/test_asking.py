@@ -27,6 +27,7 @@ from tests.support.harness import (
     INFO,
     INFO_REPLY,
     PART,
+    PROTOCOL,
     SET_REPLY,
     WELCOME,
     MakeNamespace,
@@ -251,7 +252,7 @@ def message(*fields: Any, payload: bytes | None = None) -> bytes:
 
 
 def welcome(fields: list[Any], **changed: Any) -> list[bytes]:
-    values = {"protocol": 1, "block_bytes": 64 if fields[3] else 0, "shard": 0, "shards": SHARDS, **changed}
+    values = {"protocol": PROTOCOL, "block_bytes": 64 if fields[3] else 0, "shard": 0, "shards": SHARDS, **changed}
     return [
         message(
             WELCOME,
@@ -260,12 +261,8 @@ def welcome(fields: list[Any], **changed: Any) -> list[bytes]:
             "1",
             "n",
             values["shard"],
-            bytes(16),
             values["block_bytes"],
-            8192,
-            64 << 20,
             values["shards"],
-            1,
         )
     ]
 
@@ -338,7 +335,7 @@ def test_a_lie_is_an_error_and_the_end_of_the_connection(lie: str) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"protocol": 2},
+        {"protocol": 1},
         {"block_bytes": 63},
         {"shard": 1},
         {"shard": -1},

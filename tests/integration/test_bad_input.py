@@ -27,6 +27,7 @@ from tests.support.harness import (
     MATCH_PREFIX,
     PING,
     PONG,
+    PROTOCOL,
     SET,
     SET_REPLY,
     WELCOME,
@@ -100,11 +101,11 @@ SET3 = pack(SET, 7, 1000, 3, 16)
         ([msgspec.msgpack.encode({"tag": 1})], ErrorCode.PROTOCOL, 0, ["no request"]),
         ([pack(99, 7)], ErrorCode.PROTOCOL, 7, ["no request"]),
         ([pack(SET, 7, "soon", 1, 16), KEYS], ErrorCode.PROTOCOL, 7, ["int"]),
-        ([pack(HELLO, 7, 1, b"", b"\xff\xff")], ErrorCode.PROTOCOL, 7, ["no request"]),
+        ([pack(HELLO, 7, PROTOCOL, b"", b"\xff\xff")], ErrorCode.PROTOCOL, 7, ["no request"]),
         ([b"\x95\x01\x07\x01\xc4\x00\xa1\xff"], ErrorCode.PROTOCOL, 7, ["no request"]),
         ([pack(PING, -1, 5)], ErrorCode.PROTOCOL, 0, ["-1", "2**63"]),
         ([bytes(64 * KiB + 1)], ErrorCode.LIMIT, 0, [64 * KiB + 1, 64 * KiB]),
-        ([pack(HELLO, 7, 2)], ErrorCode.VERSION, 7, ["version 2", "speaks 1"]),
+        ([pack(HELLO, 7, 1)], ErrorCode.VERSION, 7, ["version 1", "speaks 2"]),
         ([pack(PING, 7, 5), b"more"], ErrorCode.PROTOCOL, 7, ["PING", "one frame"]),
         ([SET3], ErrorCode.PROTOCOL, 7, ["SET", "keys frame"]),
         ([pack(GET, 7, 1000, 1, 16)], ErrorCode.PROTOCOL, 7, ["GET", "keys frame"]),
@@ -213,7 +214,7 @@ def test_a_block_request_without_a_namespace_is_told_to_say_hello(server: Server
 def test_a_namespace_that_cannot_be_is_refused(
     raw: RawClient, canonical: bytes, code: ErrorCode, parts: list[object]
 ) -> None:
-    raw.send(pack(HELLO, 5, 1, canonical))
+    raw.send(pack(HELLO, 5, PROTOCOL, canonical))
     refused(raw, code, 5, *parts)
     assert raw.ask(pack(INFO, 6, 1000))[0] == 72
 
@@ -518,7 +519,7 @@ def test_settings_of_all_sources_reach_the_server(tmp_path: Path) -> None:
     try:
         assert server.ready_line.endswith("shards=2 memory=33554432\n")
         with RawClient(server) as raw:
-            assert len(raw.hello()[10]) == 2
+            assert len(raw.hello()[7]) == 2
             info = msgspec.msgpack.decode(raw.ask(pack(INFO, 1, 1000))[2])
         assert info["segment_bytes"] == 8 * MiB and info["memory_limit_bytes"] == 16 * MiB
     finally:
@@ -526,7 +527,7 @@ def test_settings_of_all_sources_reach_the_server(tmp_path: Path) -> None:
 
 
 def test_the_version_and_the_help_are_there() -> None:
-    for argument, part in (("--version", "kvstore "), ("--help", "--memory")):
+    for argument, part in (("--version", "kvstore-server "), ("--help", "--memory")):
         done = subprocess.run(
             server_command(argument), capture_output=True, text=True, timeout=30, env=environment(), check=True
         )

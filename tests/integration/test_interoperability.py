@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import xxhash
 import zmq
 
 from kvstore import wire
@@ -27,8 +26,6 @@ from tests.support.harness import (
     CONTAINS_REPLY,
     DELETE,
     DELETE_REPLY,
-    FLUSH,
-    FLUSH_REPLY,
     GET,
     HELLO,
     INFO,
@@ -37,9 +34,12 @@ from tests.support.harness import (
     PART,
     PING,
     PONG,
+    PROTOCOL,
     ROOT,
     SET,
     SET_REPLY,
+    SYNC,
+    SYNC_REPLY,
     WELCOME,
     MakeNamespace,
     Server,
@@ -76,8 +76,7 @@ def ask(dealer: zmq.Socket[bytes], *frames: bytes) -> tuple[list[Any], list[byte
 def hello(dealer: zmq.Socket[bytes], block_bytes: int, model: str) -> list[Any]:
     fields = {"model": model, "dtype": "uint8", "block_tokens": 16, "block_bytes": block_bytes, "version": 1}
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-    reply, _ = ask(dealer, pack(HELLO, 1, 1, canonical))
-    assert reply[6] == xxhash.xxh3_128_digest(canonical)
+    reply, _ = ask(dealer, pack(HELLO, 1, PROTOCOL, canonical))
     return reply
 
 
@@ -85,17 +84,14 @@ def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -
     size, keys = 4096, make_keys(300)
     blocks = blocks_of(keys, size)
     joined = b"".join(keys)
-    tag, request_id, protocol, _, _, shard, _, block_bytes, max_keys, max_frame, shards, epoch, *_ = hello(
-        dealer, size, "pyzmq"
-    )
-    assert (tag, request_id, protocol, shard, block_bytes) == (WELCOME, 1, 1, 0, size)
-    assert (max_keys, max_frame, epoch) == (8192, 64 << 20, 1)
+    tag, request_id, protocol, _, _, shard, block_bytes, shards, zone = hello(dealer, size, "pyzmq")
+    assert (tag, request_id, protocol, shard, block_bytes, zone) == (WELCOME, 1, PROTOCOL, 0, size, "")
     assert [address[1:3] for address in shards] == [["", server.port]]
 
     payload = [b"".join(blocks[:256]), b"".join(blocks[256:])]  # as many as fit 1 MiB to a frame
-    reply, _ = ask(dealer, pack(SET, 2, 10_000, 300, 16, False, True), joined, *payload, sums_of(blocks))
+    reply, _ = ask(dealer, pack(SET, 2, 10_000, 300, 16), joined, *payload, sums_of(blocks))
     assert reply[:8] == [SET_REPLY, 2, 300, 300, 0, 0, 0, 0]
-    assert ask(dealer, pack(FLUSH, 3, 10_000))[0] == [FLUSH_REPLY, 3]
+    assert ask(dealer, pack(SYNC, 3, 10_000))[0] == [SYNC_REPLY, 3]
     present = ask(dealer, pack(CONTAINS, 4, 10_000, 301, 16), joined + bytes(16))[0]
     assert present == [CONTAINS_REPLY, 4, b"\x01" * 300 + b"\x00"]
     assert ask(dealer, pack(MATCH_PREFIX, 5, 10_000, 300, 16), joined)[0] == [MATCH_REPLY, 5, 300]
@@ -123,9 +119,9 @@ def test_what_one_client_sets_the_other_gets(server: Server, dealer: zmq.Socket[
     size, keys = 917_504, make_keys(6)
     namespace = Namespace(model="both", dtype="uint8", block_tokens=16, block_bytes=size)
     blocks = blocks_of(keys, size)
-    assert ask(dealer, pack(HELLO, 1, 1, namespace.canonical()))[0][0] == WELCOME
+    assert ask(dealer, pack(HELLO, 1, PROTOCOL, namespace.canonical()))[0][0] == WELCOME
     with KVStoreClient(server.endpoint, namespace) as client:
-        head = pack(SET, 2, 10_000, 3, 16, False, True)
+        head = pack(SET, 2, 10_000, 3, 16)
         reply, _ = ask(dealer, head, b"".join(keys[:3]), *blocks[:3], sums_of(blocks[:3]))
         assert reply[3] == 3
         client.set(keys[3:], blocks[3:])
@@ -155,7 +151,7 @@ def test_heartbeats_of_libzmq_are_answered(server: Server, context: zmq.Context[
         dealer.heartbeat_ivl, dealer.heartbeat_timeout = 50, 400
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         dealer.connect(server.endpoint)
-        assert ask(dealer, pack(HELLO, 1, 1))[0][0] == WELCOME
+        assert ask(dealer, pack(HELLO, 1, PROTOCOL))[0][0] == WELCOME
         assert not monitor.poll(1000), "libzmq gave the connection up: its PING was not answered"
         assert ask(dealer, pack(PING, 2, 1000))[0] == [PONG, 2]
         dealer.disable_monitor()
@@ -187,13 +183,13 @@ def router(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[bytes
 
 def link_to(router: zmq.Socket[bytes]) -> Link:
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    return Link("fake", "127.0.0.1", port, lambda request_id: pack(HELLO, request_id, 1, b"", "link"), lambda: None)
+    return Link(
+        "fake", "127.0.0.1", port, lambda request_id: pack(HELLO, request_id, PROTOCOL, b"", "link"), lambda: None
+    )
 
 
 def welcome(request_id: int, port: int = 1, block_bytes: int = 64, shard: int = 0) -> bytes:
-    return pack(
-        WELCOME, request_id, 1, "9.9", "fake", shard, b"", block_bytes, 8192, 64 << 20, [["fake/0", "", port, 1.0]], 1
-    )
+    return pack(WELCOME, request_id, PROTOCOL, "9.9", "fake", shard, block_bytes, [["fake/0", "", port, 1.0]])
 
 
 def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> None:
@@ -201,7 +197,7 @@ def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> N
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(link.connect, 5.0)
         peer, header = router.recv_multipart()
-        assert msgspec.msgpack.decode(header) == [HELLO, 0, 1, b"", "link"]
+        assert msgspec.msgpack.decode(header) == [HELLO, 0, PROTOCOL, b"", "link"]
         router.send_multipart([peer, welcome(0)])
         reply = connecting.result(5)
     assert (reply.version, reply.node, reply.block_bytes) == ("9.9", "fake", 64)
@@ -211,7 +207,7 @@ def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> N
 @pytest.mark.parametrize(
     ("answer", "part"),
     [
-        (pack(127, 0, 2, "protocol version 1: this server speaks 7"), "this server speaks 7"),
+        (pack(127, 0, 2, "protocol version 2: this server speaks 7"), "this server speaks 7"),
         (pack(PONG, 0), "answered HELLO with Pong"),
         (b"\xc1 no msgpack", "no reply"),
     ],

@@ -12,7 +12,9 @@ from kvstore_client import KVStoreClient, Namespace
 from tests.support.disk import disk_flags, open_client, wait_until_on, wait_until_written
 from tests.support.harness import (
     ERROR,
+    HELLO,
     INFO,
+    PROTOCOL,
     SET,
     SET_REPLY,
     MakeNamespace,
@@ -31,7 +33,7 @@ CREATED, EXISTED, FORCED, DUPLICATED, ERRED = Outcome
 
 def set_blocks(raw: RawClient, keys: list[bytes], block_bytes: int, force: bool = False, outcomes: bool = True) -> list:
     """A SET of blocks that fit one frame. -> the reply's counts and outcomes."""
-    header = pack(SET, 1, 10_000, len(keys), len(keys[0]), force, True, 0, *([True] if outcomes else []))
+    header = pack(SET, 1, 10_000, len(keys), len(keys[0]), force, 0, *([True] if outcomes else []))
     blocks = blocks_of(keys, block_bytes)
     reply = raw.ask(header, b"".join(keys), b"".join(blocks), sums_of(blocks))
     assert reply[:3] == [SET_REPLY, 1, len(keys)]
@@ -100,7 +102,7 @@ def test_a_block_there_is_no_room_for_is_named(start_server: StartServer) -> Non
         last = make_keys(3, first=200)
         blocks = blocks_of(last, 1 << 19)
         frames = [b"".join(blocks[:2]), blocks[2]]
-        reply = raw.ask(pack(SET, 1, 10_000, 3, 16, False, True, 0, True), b"".join(last), *frames, sums_of(blocks))
+        reply = raw.ask(pack(SET, 1, 10_000, 3, 16, False, 0, True), b"".join(last), *frames, sums_of(blocks))
         assert reply[3:] == [2, 0, 0, 0, 1, bytes([CREATED, CREATED, ERRED])]
 
 
@@ -131,7 +133,7 @@ def test_the_most_copies_a_client_keeps_are_remembered(server: Server, new_names
     with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
 
         def hello(replicas: int) -> None:
-            raw.ask(pack(1, 0, 1, namespace.canonical(), "raw", b"", replicas))
+            raw.ask(pack(HELLO, 0, PROTOCOL, namespace.canonical(), "raw", b"", replicas))
 
         client.set(keys[:1], blocks_of(keys[:1], 256))
         assert namespace_info(client).replicas == 1
@@ -144,7 +146,7 @@ def test_the_most_copies_a_client_keeps_are_remembered(server: Server, new_names
 def test_a_namespace_made_after_the_hello_knows_its_copies(server: Server, new_namespace: MakeNamespace) -> None:
     namespace, keys = new_namespace(256), make_keys(3)
     with RawClient(server) as raw, KVStoreClient(server.endpoint, namespace) as client:
-        raw.ask(pack(1, 0, 1, namespace.canonical(), "raw", b"", 3))
+        raw.ask(pack(HELLO, 0, PROTOCOL, namespace.canonical(), "raw", b"", 3))
         set_blocks(raw, keys, 256)
         assert namespace_info(client).replicas == 3
 
@@ -152,12 +154,12 @@ def test_a_namespace_made_after_the_hello_knows_its_copies(server: Server, new_n
 @pytest.mark.parametrize("replicas", [0, 4, -1])
 def test_copies_out_of_range_are_refused(server: Server, replicas: int) -> None:
     with RawClient(server) as raw:
-        answer = raw.ask(pack(1, 6, 1, b"", "raw", b"", replicas))
+        answer = raw.ask(pack(HELLO, 6, PROTOCOL, b"", "raw", b"", replicas))
         assert answer[:3] == [ERROR, 6, ErrorCode.LIMIT] and f"{replicas}" in answer[3]
         assert raw.ask(pack(INFO, 7, 1000))[1] == 7
 
 
 def test_a_node_without_a_zone_says_so(server: Server) -> None:
     with RawClient(server) as raw:
-        assert raw.hello()[12] == ""
+        assert raw.hello()[8] == ""
         assert len(raw.hello()) == len(wire.Welcome.__struct_fields__) + 1

@@ -257,9 +257,10 @@ MakeNamespace = Callable[..., Namespace]
 
 # ---- the wire, by hand -------------------------------------------------------------------------------------------
 
-HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, FLUSH, INFO, PING, CREDIT, CANCEL = range(1, 12)
-WELCOME, SET_REPLY, PART, CONTAINS_REPLY, MATCH_REPLY, DELETE_REPLY, FLUSH_REPLY, INFO_REPLY, PONG = range(65, 74)
+HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL = range(1, 12)
+WELCOME, SET_REPLY, PART, CONTAINS_REPLY, MATCH_REPLY, DELETE_REPLY, SYNC_REPLY, INFO_REPLY, PONG = range(65, 74)
 ERROR = 127
+PROTOCOL = 2  # the version HELLO names
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\x03\x01" + b"NULL" + bytes(16) + b"\0" + bytes(31)
 
@@ -350,7 +351,7 @@ class RawClient:
         self.send(*frames)
         return self.reply()[0]
 
-    def hello(self, canonical: bytes = b"", protocol: int = 1) -> list[Any]:
+    def hello(self, canonical: bytes = b"", protocol: int = PROTOCOL) -> list[Any]:
         return self.ask(pack(HELLO, 0, protocol, canonical, "raw"))
 
     def closed(self) -> bool:
@@ -368,5 +369,5 @@ def set_frames(
     request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None
 ) -> list[bytes]:
     """A SET of blocks that fit one payload frame."""
-    header = pack(SET, request_id, 10_000, len(keys), len(keys[0]), False, True)
+    header = pack(SET, request_id, 10_000, len(keys), len(keys[0]))
     return [header, b"".join(keys), b"".join(blocks), sums_of(blocks) if sums is None else sums]

@@ -99,14 +99,14 @@ SHARD_INFO = wire.ShardInfo(
 )
 
 REQUESTS: dict[str, wire.Request] = {
-    "hello": wire.Hello(1, 1, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
-    "hello_empty": wire.Hello(0, 1),
-    "set": wire.Set(2, 10_000, 40, 16, True, False, 3, True),
+    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
+    "hello_empty": wire.Hello(0, 2),
+    "set": wire.Set(2, 10_000, 40, 16, True, 3, True),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
     "delete": wire.Delete(6, 250, 0, 16),
-    "flush": wire.Flush(7, 10_000),
+    "sync": wire.Sync(7, 10_000),
     "info": wire.Info(8, 10_000),
     "ping": wire.Ping(2**63 - 1, 10_000),
     "credit": wire.Credit(3, 4 << 20),
@@ -117,19 +117,15 @@ REQUESTS: dict[str, wire.Request] = {
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
         id=1,
-        protocol=1,
+        protocol=2,
         version="0.1.0",
         node="host:7070",
         shard=1,
-        namespace_id=bytes.fromhex(NAMESPACE.id),
         block_bytes=917_504,
-        max_keys=8192,
-        max_frame_bytes=64 << 20,
         shards=[
             wire.ShardAddress("host:7070/0", "", 7070, 2147483648.0),
             wire.ShardAddress("host:7070/1", "10.0.0.2", 7071, 2147483648.0),
         ],
-        epoch=1,
         zone="rack-7",
     ),
     "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4])),
@@ -138,7 +134,7 @@ REPLIES: dict[str, wire.Reply] = {
     "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
     "match_reply": wire.MatchReply(5, 200),
     "delete_reply": wire.DeleteReply(6, 0),
-    "flush_reply": wire.FlushReply(7),
+    "sync_reply": wire.SyncReply(7),
     "info_reply": wire.InfoReply(8, msgspec.msgpack.encode(SHARD_INFO)),
     "pong": wire.Pong(2**63 - 1),
     "scrub_reply": wire.ScrubReply(10, 16),
@@ -236,9 +232,9 @@ def test_fields_appended_by_a_newer_peer_are_ignored(name: str) -> None:
 
 def test_optional_fields_may_be_left_out() -> None:
     assert wire.decode_request(msgspec.msgpack.encode([1, 5, 1])) == wire.Hello(5, 1, b"", "", b"", 1)
-    assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8])) == wire.Set(5, 100, 1, 8, False, True)
-    assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8, True, True])) == wire.Set(
-        5, 100, 1, 8, True, True, 0, False
+    assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8])) == wire.Set(5, 100, 1, 8, False, 0, False)
+    assert wire.decode_request(msgspec.msgpack.encode([2, 5, 100, 1, 8, True, 3])) == wire.Set(
+        5, 100, 1, 8, True, 3, False
     )
     assert wire.decode_request(msgspec.msgpack.encode([3, 5, 100, 1, 8])) == wire.Get(5, 100, 1, 8, 0)
 
@@ -352,12 +348,12 @@ _requests = st.one_of(
         st.binary(),
         st.integers(1, wire.MAX_REPLICAS),
     ),
-    st.builds(wire.Set, *_keyed, st.booleans(), st.booleans(), st.integers(0, wire.MAX_PRIORITY), st.booleans()),
+    st.builds(wire.Set, *_keyed, st.booleans(), st.integers(0, wire.MAX_PRIORITY), st.booleans()),
     st.builds(wire.Get, *_keyed, st.integers(0, 2**63)),
     st.builds(wire.Contains, *_lookup),
     st.builds(wire.MatchPrefix, *_lookup),
     st.builds(wire.Delete, *_keyed),
-    st.builds(wire.Flush, *_asked),
+    st.builds(wire.Sync, *_asked),
     st.builds(wire.Info, *_asked),
     st.builds(wire.Ping, *_asked),
     st.builds(wire.Credit, *_asked),
@@ -375,12 +371,8 @@ _replies = st.one_of(
         st.text(),
         st.text(),
         _numbers,
-        st.binary(),
-        _numbers,
-        _numbers,
         _numbers,
         _shards,
-        _numbers,
         st.text(),
     ),
     st.builds(wire.SetReply, _ids, _numbers, _numbers, _numbers, _numbers, _numbers, _numbers, st.binary()),
@@ -388,7 +380,7 @@ _replies = st.one_of(
     st.builds(wire.ContainsReply, _ids, st.binary()),
     st.builds(wire.MatchReply, _ids, _numbers),
     st.builds(wire.DeleteReply, _ids, _numbers),
-    st.builds(wire.FlushReply, _ids),
+    st.builds(wire.SyncReply, _ids),
     st.builds(wire.InfoReply, _ids, st.binary()),
     st.builds(wire.Pong, _ids),
     st.builds(wire.ScrubReply, _ids, _numbers),
