@@ -17,7 +17,7 @@ setup(
                 include_dirs=["cext"],
                 depends=["cext/xxh3.h", *glob("cext/*.pxi")],
                 extra_compile_args=["-O3", "-fno-strict-aliasing"],
-                extra_link_args=["-pthread", "-lm"],
+                extra_link_args=["-lm"],
             )
         ],
         language_level=3,

@@ -205,9 +205,6 @@ cdef class Adaptive(Aging):
         if evicted:
             self.seen.put(record.hash, kind_of_uses(life.uses))
 
-    cdef void unpinned(self) noexcept nogil:
-        self.parked_until = 0
-
     cdef void resized(self, Py_ssize_t slots) noexcept:
         self.capacity = max(<Py_ssize_t>1, slots)
         self.window = <uint32_t>max(<Py_ssize_t>1, self.capacity // WINDOWS)

@@ -3,19 +3,12 @@
 # A layer is an array whose first axis is the block. Its inner axes are collapsed once per call: from the last one on,
 # axes that lie densely join into one *run*, copied by one memcpy; what remains outside is walked as an odometer. A
 # contiguous block is thus one copy, a moved axis a few, and only an element-strided innermost axis goes item by item.
-# The unit of work, and of the split over threads, is one (row, layer) pair: its bytes are packed at
-# row * row_stride + layer * inner_bytes. Copies on this path: one, from the layer to the row or back.
+# The unit of work is one (row, layer) pair: its bytes are packed at row * row_stride + layer * inner_bytes. Copies on this path: one, from the layer to the row or back.
 #
 # With slots, the packed rows lie scattered in a larger pool: row i is the pool's row slots[i].
 #
 # What must hold: every block id and slot is checked, on a private copy of them, before the first byte moves; nothing
 # else in here bounds an access.
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_t:
-        pass
-    int pthread_create(pthread_t *thread, void *attributes, void *(*work)(void *) noexcept nogil, void *argument)
-    int pthread_join(pthread_t thread, void **result)
 
 cdef extern from *:
     """
@@ -93,8 +86,6 @@ cdef extern from *:
 
 cdef enum:
     MAX_AXES = 64  # NumPy's own limit
-    MAX_THREADS = 64
-    THREAD_BYTES = 1 << 20  # less than this is copied sooner than a thread starts
 
 cdef size_t _stream_bytes = kv_copy_stream_bytes()
 
@@ -116,10 +107,6 @@ cdef struct Copy:
     Py_ssize_t row_stride
     bint unpack  # rows to layers
     bint stream
-
-cdef struct Share:
-    Copy *copy
-    Py_ssize_t first, last  # units
 
 
 cdef void _collapse(Layer *layer, Py_buffer *view) noexcept:
@@ -176,23 +163,22 @@ cdef void _copy_block(Layer *layer, char *block, char *packed, bint unpack, bint
             return
 
 
-cdef void *_copy_share(void *argument) noexcept nogil:
-    cdef Share *share = <Share *>argument
-    cdef Copy *copy = share.copy
-    cdef Py_ssize_t unit, row = share.first // copy.layer_count, index = share.first % copy.layer_count
-    cdef Layer *layer = &copy.layers[index]
-    cdef char *block = layer.base + copy.ids[row] * layer.block_stride
+cdef void _run(Copy *copy, Py_ssize_t rows) noexcept nogil:
+    cdef Py_ssize_t unit, units = rows * copy.layer_count, row = 0, index = 0
+    cdef Layer *layer = &copy.layers[0]
+    cdef char *block = layer.base + copy.ids[0] * layer.block_stride
     cdef Layer *next_layer = layer
     cdef char *next_block = block
     cdef char *packed
-    for unit in range(share.first, share.last):
+    copy.stream = <size_t>(units * copy.inner_bytes) >= _stream_bytes
+    for unit in range(units):
         packed = copy.rows + (row if copy.slots == NULL else copy.slots[row]) * copy.row_stride
         packed += index * copy.inner_bytes
         index += 1
         if index == copy.layer_count:
             index = 0
             row += 1
-        if unit + 1 < share.last:
+        if unit + 1 < units:
             next_layer = &copy.layers[index]
             next_block = next_layer.base + copy.ids[row] * next_layer.block_stride
             if copy.stream and not copy.unpack:
@@ -202,29 +188,6 @@ cdef void *_copy_share(void *argument) noexcept nogil:
         block = next_block
     if copy.stream:
         kv_copy_fence()
-    return NULL
-
-
-cdef void _run(Copy *copy, Py_ssize_t rows, Py_ssize_t threads) noexcept nogil:
-    cdef Py_ssize_t units = rows * copy.layer_count
-    cdef Py_ssize_t i, total = units * copy.inner_bytes
-    cdef Share shares[MAX_THREADS]
-    cdef pthread_t workers[MAX_THREADS]
-    cdef bint started[MAX_THREADS]
-    threads = max(1, min(min(threads, <Py_ssize_t>MAX_THREADS), min(units, total // THREAD_BYTES)))
-    copy.stream = <size_t>total >= _stream_bytes
-    for i in range(threads):
-        shares[i].copy = copy
-        shares[i].first = units * i // threads
-        shares[i].last = units * (i + 1) // threads
-    for i in range(1, threads):
-        started[i] = pthread_create(&workers[i], NULL, _copy_share, &shares[i]) == 0
-    _copy_share(&shares[0])
-    for i in range(1, threads):
-        if started[i]:
-            pthread_join(workers[i], NULL)
-        else:
-            _copy_share(&shares[i])
 
 
 cdef object _inner(Py_buffer *view):
@@ -271,13 +234,11 @@ cdef Py_ssize_t _copy_indices(int64_t *copied, Py_buffer *view, Py_ssize_t limit
     return -1
 
 
-cdef object _copy_rows(object views, object block_ids, object rows, Py_ssize_t threads, object slots, bint unpack):
+cdef object _copy_rows(object views, object block_ids, object rows, object slots, bint unpack):
     cdef list layers = list(views)
     cdef Py_ssize_t i, layer_count = len(layers), limit = -1, narrowest = 0
     if layer_count == 0:
         raise ValueError("views is empty; give one array for each layer")
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
     cdef _Buffers held = _Buffers(layer_count + 3)
     cdef int writable = PyBUF_WRITABLE
     cdef Py_buffer *first = NULL
@@ -332,36 +293,35 @@ cdef object _copy_rows(object views, object block_ids, object rows, Py_ssize_t t
             _collapse(&copy.layers[i], &held.views[i])
         if count and inner_bytes:
             with nogil:
-                _run(&copy, count, threads)
+                _run(&copy, count)
     finally:
         free(copy.ids)
         free(copy.slots)
         free(copy.layers)
 
 
-def gather(views, block_ids, out, Py_ssize_t threads=1, slots=None):
+def gather(views, block_ids, out, slots=None):
     """Packs blocks of every layer into rows: ``out[i]`` is ``views[l][block_ids[i]]`` for each l, in C order.
 
     ``views``: L arrays of shape (blocks, *inner), of any strides, alignment and dtype (bytes are moved: view what
     has no buffer format, such as bfloat16, as uint16); ``inner`` and item size are the same for all. ``block_ids``:
     n ids, 1-D int64. ``out``: writable, n rows of L * inner bytes, dense within a row, any row stride; or one dense
-    1-D buffer of as many bytes. ``threads``: at most so many share a call that moves over 1 MiB. ``slots``: n
-    indices, 1-D int64, into an ``out`` of any number of rows: ``out[slots[i]]`` is filled, the other rows stay
-    untouched. When a slot occurs twice, the last block wins with ``threads=1``; with more, a mixture may.
+    1-D buffer of as many bytes. ``slots``: n indices, 1-D int64, into an ``out`` of any number of rows:
+    ``out[slots[i]]`` is filled, the other rows stay untouched. When a slot occurs twice, the last block wins.
 
     Raises IndexError for an id outside 0 .. blocks - 1 or a slot outside 0 .. rows - 1, ValueError or TypeError for
     arrays that do not fit or a read-only ``out``, all before any byte moves. ``out`` must not overlap the views.
     Copies without the GIL; thread-safe as long as nobody else writes to the same memory.
     """
-    _copy_rows(views, block_ids, out, threads, slots, False)
+    _copy_rows(views, block_ids, out, slots, False)
 
 
-def scatter(src, views, block_ids, Py_ssize_t threads=1, slots=None):
+def scatter(src, views, block_ids, slots=None):
     """Unpacks rows into blocks of every layer, the inverse of ``gather``: ``views[l][block_ids[i]]`` from ``src[i]``,
     or from ``src[slots[i]]``.
 
     ``src`` is shaped as ``gather``'s ``out`` and may be read-only; ``views`` must be writable. A slot may occur as
-    often as needed. When an id occurs twice, the last row wins with ``threads=1``; with more, the block may end up a
-    mixture of its rows. Raises, and may be called from several threads, as ``gather``.
+    often as needed. When an id occurs twice, the last row wins. Raises, and may be called from several threads, as
+    ``gather``.
     """
-    _copy_rows(views, block_ids, src, threads, slots, True)
+    _copy_rows(views, block_ids, src, slots, True)

@@ -22,7 +22,6 @@ cdef extern from "xxh3.h" nogil:
     void xxh3_canonical(uint8_t *out, xxh3_u128 h)
     uint64_t xxh3_64(const uint8_t *data, size_t size, uint64_t seed, const xxh3_variant *variant)
     xxh3_u128 xxh3_128(const uint8_t *data, size_t size, uint64_t seed, const xxh3_variant *variant)
-    uint64_t xxh3_64_copy(uint8_t *dst, const uint8_t *src, size_t size, const xxh3_variant *variant)
 
 cdef xxh3_variant _variants[4]
 cdef int _variant_count = xxh3_variants(_variants)
@@ -143,49 +142,6 @@ def checksum_blocks(base, Py_ssize_t block_bytes, out):
     with nogil:
         for i in range(count):
             sums[i] = xxh3_64(data + i * block_bytes, block_bytes, 0, _best)
-
-
-def verify_blocks(base, Py_ssize_t block_bytes, sums):
-    """The index of the first block of ``base`` whose xxh3-64 is not ``sums[i]``, or -1 when all agree.
-
-    ``base``: one C-contiguous buffer of n * ``block_bytes`` bytes. ``sums``: contiguous uint64, n words.
-    Raises TypeError or ValueError when they do not fit. Thread-safe; hashes without the GIL.
-    """
-    cdef _Buffers held = _Buffers(2)
-    cdef Py_buffer *view = held.take(base, PyBUF_SIMPLE, "base")
-    cdef Py_ssize_t i, bad = -1, count = _block_count(view, block_bytes)
-    cdef uint64_t *expected = _sums(held, sums, count, False, "sums")
-    cdef uint8_t *data = <uint8_t *>view.buf
-    with nogil:
-        for i in range(count):
-            if xxh3_64(data + i * block_bytes, block_bytes, 0, _best) != expected[i]:
-                bad = i
-                break
-    return bad
-
-
-cdef uint64_t _copy_checked(object dst, object src, const xxh3_variant *variant) except? 0:
-    cdef _Buffers held = _Buffers(2)
-    cdef Py_buffer *target = held.take(dst, PyBUF_SIMPLE | PyBUF_WRITABLE, "dst")
-    cdef Py_buffer *source = held.take(src, PyBUF_SIMPLE, "src")
-    cdef uint64_t value
-    if target.len != source.len:
-        raise ValueError(f"dst holds {target.len} bytes and src {source.len}; they must be of one size")
-    if <char *>target.buf < <char *>source.buf + source.len and <char *>source.buf < <char *>target.buf + target.len:
-        raise ValueError("dst and src overlap; a checked copy needs separate memory")
-    with nogil:
-        value = xxh3_64_copy(<uint8_t *>target.buf, <uint8_t *>source.buf, source.len, variant)
-    return value
-
-
-def copy_checked(dst, src):
-    """Copies ``src`` to ``dst`` and returns the xxh3-64 of what ``dst`` then holds, in one pass over memory.
-
-    Both are C-contiguous buffers of one size, ``dst`` writable, without overlap; else ValueError (TypeError for what
-    is no buffer). The sum is that of the copy even when another process writes to ``src`` meanwhile. Copies of
-    256 KiB and more bypass the caches when ``dst`` is aligned to 16 bytes. Thread-safe; works without the GIL.
-    """
-    return _copy_checked(dst, src, _best)
 
 
 # ---- prefix hash chains ----
@@ -315,6 +271,3 @@ def _xxh3_128(buffer, uint64_t seed, str variant):
     xxh3_canonical(digest, xxh3_128(<uint8_t *>view.buf, view.len, seed, _variant(variant)))
     return digest[:16]
 
-
-def _copy_checked_by(dst, src, str variant):
-    return _copy_checked(dst, src, _variant(variant))

@@ -172,31 +172,6 @@ cdef class BlockIndex(_Slots):
                 count += record.state == READY and record.pin_until > time and not is_expired(&self.space, record)
         return count
 
-    def unpin(self, keys) -> int:
-        """Ends the pins of the keys, expired or not; returns how many had one."""
-        cdef Py_buffer view
-        cdef Py_ssize_t n = self.open_keys(keys, &view), i, count = 0
-        cdef int32_t slot
-        cdef int32_t old
-        cdef bint had
-        try:
-            for i in range(n):
-                self.find(<const unsigned char *>view.buf + i * self.key_bytes, 1, &slot)
-                if slot == NONE:
-                    continue
-                old = self.readable(slot)
-                had = self.record(slot).pin_until > 0
-                self.record(slot).pin_until = 0
-                if old != NONE:
-                    had = had or self.record(old).pin_until > 0
-                    self.record(old).pin_until = 0
-                count += had
-            if count:
-                self.policy.unpinned()
-            return count
-        finally:
-            PyBuffer_Release(&view)
-
     # -- writers ---------------------------------------------------------------------------------------------
 
     def reserve(self, keys, bint force, uint64_t tick, Py_ssize_t priority=0):

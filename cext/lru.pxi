@@ -1,6 +1,65 @@
 # Least recently used, a list for each priority: of one request the tail goes before the head.
 
 
+cdef struct Chain:
+    # READY blocks in an order, linked through their records.
+    int32_t newest
+    int32_t oldest
+    Py_ssize_t length
+    # Every block older than `unpinned_from` (NONE: every block) is pinned until `pinned_until` at least, so that pinned
+    # blocks which have come to the old end are not walked over by every eviction.
+    int32_t unpinned_from
+    uint32_t pinned_until
+
+
+cdef inline void chain_clear(Chain *chain) noexcept nogil:
+    chain.newest = chain.oldest = chain.unpinned_from = NONE
+    chain.length = 0
+    chain.pinned_until = 0
+
+
+cdef inline void chain_push(Space *space, Chain *chain, int32_t slot, Record *record) noexcept nogil:
+    record.newer = NONE
+    record.older = chain.newest
+    if chain.newest == NONE:
+        chain.oldest = slot
+    else:
+        record_at(space, chain.newest).newer = slot
+    chain.newest = slot
+    chain.length += 1
+    if chain.unpinned_from == NONE:
+        chain.unpinned_from = slot
+
+
+cdef inline void chain_unlink(Space *space, Chain *chain, int32_t slot, Record *record) noexcept nogil:
+    if chain.unpinned_from == slot:
+        chain.unpinned_from = record.newer
+    if record.newer == NONE:
+        chain.newest = record.older
+    else:
+        record_at(space, record.newer).older = record.older
+    if record.older == NONE:
+        chain.oldest = record.newer
+    else:
+        record_at(space, record.older).newer = record.newer
+    chain.length -= 1
+
+
+cdef inline int32_t chain_begin(Chain *chain, uint32_t now) noexcept nogil:
+    """The oldest block that may not be pinned, NONE when all are: where a walk begins."""
+    if chain.pinned_until <= now:
+        chain.unpinned_from = chain.oldest
+        chain.pinned_until = 0xFFFFFFFF
+    return chain.unpinned_from
+
+
+cdef inline void chain_pass(Chain *chain, int32_t slot, Record *record, uint32_t now) noexcept nogil:
+    """A walk passes over a block that is held: if all before it were pinned, and it is, the next walk begins behind."""
+    if chain.unpinned_from == slot and record.pin_until > now:
+        chain.unpinned_from = record.newer
+        chain.pinned_until = min(chain.pinned_until, pinned_until(record))
+
+
 @cython.final
 cdef class Lru(Policy):
     """Least recently used first.
@@ -47,11 +106,6 @@ cdef class Lru(Policy):
 
     cdef void removed(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
         chain_unlink(self.space, &self.chains[record.priority], slot, record)
-
-    cdef void unpinned(self) noexcept nogil:
-        cdef int i
-        for i in range(PRIORITIES):
-            self.chains[i].pinned_until = 0
 
     cdef void begin_pass(self) noexcept nogil:
         cdef Chain *chain = &self.chains[self.priority]

@@ -104,8 +104,6 @@ cdef struct Record:
     uint32_t rank       # blocks below it in the batch that last touched it: tick - rank names that batch
     uint8_t state
     uint8_t priority    # 0 to PRIORITIES - 1; the higher stay longer
-    uint8_t queue       # the policy's
-    uint8_t uses        # the policy's
 
 
 cdef struct Segment:

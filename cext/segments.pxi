@@ -115,10 +115,9 @@ cdef class _Segments(_Table):
         return newest, busy
 
     def oldest_tick(self) -> int:
-        """The tick of the READY block by which namespaces are compared when one has to give way; 2**63 - 1 without any.
+        """The tick of the least recently used READY block of the lowest priority, held or not; 2**63 - 1 without any.
 
-        Of the blocks of the lowest priority, held or not: with "lru" and "default" the least recently used, with
-        "s3fifo" the one that would be evicted next.
+        Namespaces are compared by it when one has to give way.
         """
         cdef int32_t slot = self.policy.oldest()
         return NO_TICK if slot == NONE else self.record(slot).tick

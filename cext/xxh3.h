@@ -8,10 +8,6 @@
  *
  * What must hold: every variant returns the same value as every other and as the reference implementation, for every
  * length, seed and alignment. On stored data this is a format, so it can never change.
- *
- * xxh3_64_copy copies while it hashes. Its sum is that of the bytes which now stand in the destination, even when
- * somebody else writes the source meanwhile (a client's shared memory): each stripe is loaded once, and that register
- * is both stored and hashed; the tail is copied first and hashed from the destination.
  */
 #ifndef KVSTORE_XXH3_H
 #define KVSTORE_XXH3_H
@@ -33,10 +29,6 @@
 #define XXH3_BLOCK 1024
 #define XXH3_BLOCK_STRIPES 16
 #define XXH3_SECRET_BYTES 192
-/* From this size on, a fused copy stores past the caches: a cold destination is then written without being read first
- * (measured: 22 GB/s against 15), and what the caches held stays. A hot destination loses (28 against 38 GB/s), but
- * block stores outgrow every cache. */
-#define XXH3_STREAM_BYTES (256u << 10)
 
 #define XXH3_P32_1 0x9E3779B1u
 #define XXH3_P32_2 0x85EBCA77u
@@ -246,17 +238,12 @@ static inline xxh3_u128 xxh3_128_to240(const uint8_t *in, size_t len, uint64_t s
 }
 
 /* ---- the long loop, one set of functions for each variant ----
- * stripes: accumulates n <= 16 stripes. blocks: n whole blocks, each followed by a scramble. copy: the same, and stores
- * what it loads to dst. stream: copy past the caches; dst is aligned to 64 bytes, for stream16 to 16 (NumPy's usual).
- */
+ * stripes: accumulates n <= 16 stripes. blocks: n whole blocks, each followed by a scramble. */
 
 typedef struct {
     const char *name;
     void (*stripes)(uint64_t *acc, const uint8_t *in, size_t n, const uint8_t *secret);
     void (*blocks)(uint64_t *acc, const uint8_t *in, size_t n, const uint8_t *secret);
-    void (*copy)(uint64_t *acc, uint8_t *dst, const uint8_t *in, size_t n, const uint8_t *secret);
-    void (*stream)(uint64_t *acc, uint8_t *dst, const uint8_t *in, size_t n, const uint8_t *secret);
-    void (*stream16)(uint64_t *acc, uint8_t *dst, const uint8_t *in, size_t n, const uint8_t *secret);
 } xxh3_variant;
 
 static inline void xxh3_scramble_scalar(uint64_t *acc, const uint8_t *secret) {
@@ -279,45 +266,30 @@ static void xxh3_blocks_scalar(uint64_t *acc, const uint8_t *in, size_t n, const
     }
 }
 
-static void xxh3_copy_scalar(uint64_t *acc, uint8_t *dst, const uint8_t *in, size_t n, const uint8_t *secret) {
-    for (; n > 0; n--, in += XXH3_BLOCK, dst += XXH3_BLOCK) {
-        memcpy(dst, in, XXH3_BLOCK);
-        xxh3_blocks_scalar(acc, dst, 1, secret);
-    }
-}
-
 #ifdef XXH3_X86
-
-/* Keeps a value in its register: GCC would else load it a second time as an instruction's memory operand. */
-#define XXH3_KEEP(v) __asm__("" : "+v"(v))
 
 /* One vector variant: registers of type V together hold the eight lanes. A template by macro because the target
  * attribute must stand on every function that is to be inlined into another. The stripe loop stays rolled: unrolled,
- * GCC 12 hoists the sixteen keys and spills them, at half the speed (measured). store: 0 none, 1 plain, 2 past the
- * caches. */
-#define XXH3_VECTOR_VARIANT(NAME, TARGET, V, LOADU, STOREU, STREAM, XOR, ADD, MUL, SHR, SHUFFLE32, SET1)               \
+ * GCC 12 hoists the sixteen keys and spills them, at half the speed (measured). */
+#define XXH3_VECTOR_VARIANT(NAME, TARGET, V, LOADU, STOREU, XOR, ADD, MUL, SHR, SHUFFLE32, SET1)                       \
     enum { xxh3_lanes_##NAME = XXH3_STRIPE / sizeof(V) };                                                              \
     __attribute__((target(TARGET), always_inline)) static inline void xxh3_stripe_##NAME(                              \
-        V *acc, uint8_t *dst, const uint8_t *in, const uint8_t *secret, const int store) {                             \
+        V *acc, const uint8_t *in, const uint8_t *secret) {                                                            \
         for (int i = 0; i < xxh3_lanes_##NAME; i++) {                                                                  \
             V data = LOADU((const void *)(in + i * sizeof(V)));                                                        \
-            XXH3_KEEP(data);                                                                                           \
             V keyed = XOR(data, LOADU((const void *)(secret + i * sizeof(V))));                                        \
-            if (store == 1) STOREU((void *)(dst + i * sizeof(V)), data);                                               \
-            if (store == 2) STREAM((void *)(dst + i * sizeof(V)), data);                                               \
             acc[i] = ADD(acc[i], ADD(MUL(keyed, SHR(keyed, 32)), SHUFFLE32(data, 0x4E)));                              \
         }                                                                                                              \
     }                                                                                                                  \
-    __attribute__((target(TARGET), always_inline)) static inline void xxh3_loop_##NAME(                                \
-        uint64_t *state, uint8_t *dst, const uint8_t *in, size_t n, const uint8_t *secret, const int store) {          \
+    __attribute__((target(TARGET))) static void xxh3_blocks_##NAME(uint64_t *state, const uint8_t *in, size_t n,       \
+                                                                   const uint8_t *secret) {                            \
         const V prime = SET1(XXH3_P32_1);                                                                              \
         V acc[xxh3_lanes_##NAME];                                                                                      \
         for (int i = 0; i < xxh3_lanes_##NAME; i++) acc[i] = LOADU((const void *)((uint8_t *)state + i * sizeof(V)));  \
         for (; n > 0; n--) {                                                                                           \
             _Pragma("GCC unroll 1") for (int k = 0; k < XXH3_BLOCK_STRIPES; k++) {                                     \
-                __builtin_prefetch(in + k * XXH3_STRIPE + (store ? 1024 : 512), 0, 3);                                 \
-                xxh3_stripe_##NAME(acc, dst, in + k * XXH3_STRIPE, secret + 8 * k, store);                             \
-                if (store) dst += XXH3_STRIPE;                                                                         \
+                __builtin_prefetch(in + k * XXH3_STRIPE + 512, 0, 3);                                                  \
+                xxh3_stripe_##NAME(acc, in + k * XXH3_STRIPE, secret + 8 * k);                                         \
             }                                                                                                          \
             in += XXH3_BLOCK;                                                                                          \
             for (int i = 0; i < xxh3_lanes_##NAME; i++) {                                                              \
@@ -332,21 +304,8 @@ static void xxh3_copy_scalar(uint64_t *acc, uint8_t *dst, const uint8_t *in, siz
                                                                     const uint8_t *secret) {                           \
         V acc[xxh3_lanes_##NAME];                                                                                      \
         for (int i = 0; i < xxh3_lanes_##NAME; i++) acc[i] = LOADU((const void *)((uint8_t *)state + i * sizeof(V)));  \
-        for (size_t k = 0; k < n; k++) xxh3_stripe_##NAME(acc, NULL, in + k * XXH3_STRIPE, secret + 8 * k, 0);         \
+        for (size_t k = 0; k < n; k++) xxh3_stripe_##NAME(acc, in + k * XXH3_STRIPE, secret + 8 * k);                  \
         for (int i = 0; i < xxh3_lanes_##NAME; i++) STOREU((void *)((uint8_t *)state + i * sizeof(V)), acc[i]);        \
-    }                                                                                                                  \
-    __attribute__((target(TARGET))) static void xxh3_blocks_##NAME(uint64_t *state, const uint8_t *in, size_t n,       \
-                                                                   const uint8_t *secret) {                            \
-        xxh3_loop_##NAME(state, NULL, in, n, secret, 0);                                                               \
-    }                                                                                                                  \
-    __attribute__((target(TARGET))) static void xxh3_copy_##NAME(uint64_t *state, uint8_t *dst, const uint8_t *in,     \
-                                                                 size_t n, const uint8_t *secret) {                    \
-        xxh3_loop_##NAME(state, dst, in, n, secret, 1);                                                                \
-    }                                                                                                                  \
-    __attribute__((target(TARGET))) static void xxh3_stream_##NAME(uint64_t *state, uint8_t *dst, const uint8_t *in,   \
-                                                                   size_t n, const uint8_t *secret) {                  \
-        xxh3_loop_##NAME(state, dst, in, n, secret, 2);                                                                \
-        _mm_sfence();                                                                                                  \
     }
 
 #define XXH3_SHL32_sse2(v) _mm_slli_epi64(v, 32)
@@ -354,29 +313,23 @@ static void xxh3_copy_scalar(uint64_t *acc, uint8_t *dst, const uint8_t *in, siz
 #define XXH3_SHL32_avx512(v) _mm512_slli_epi64(v, 32)
 #define XXH3_SHUFFLE512(v, order) _mm512_shuffle_epi32(v, (_MM_PERM_ENUM)(order))
 
-XXH3_VECTOR_VARIANT(sse2, "sse2", __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_stream_si128, _mm_xor_si128,
-                    _mm_add_epi64, _mm_mul_epu32, _mm_srli_epi64, _mm_shuffle_epi32, _mm_set1_epi64x)
-XXH3_VECTOR_VARIANT(avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256,
-                    _mm256_xor_si256, _mm256_add_epi64, _mm256_mul_epu32, _mm256_srli_epi64, _mm256_shuffle_epi32,
-                    _mm256_set1_epi64x)
-XXH3_VECTOR_VARIANT(avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512,
-                    _mm512_xor_si512, _mm512_add_epi64, _mm512_mul_epu32, _mm512_srli_epi64, XXH3_SHUFFLE512,
-                    _mm512_set1_epi64)
+XXH3_VECTOR_VARIANT(sse2, "sse2", __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_xor_si128, _mm_add_epi64,
+                    _mm_mul_epu32, _mm_srli_epi64, _mm_shuffle_epi32, _mm_set1_epi64x)
+XXH3_VECTOR_VARIANT(avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_xor_si256, _mm256_add_epi64,
+                    _mm256_mul_epu32, _mm256_srli_epi64, _mm256_shuffle_epi32, _mm256_set1_epi64x)
+XXH3_VECTOR_VARIANT(avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_xor_si512,
+                    _mm512_add_epi64, _mm512_mul_epu32, _mm512_srli_epi64, XXH3_SHUFFLE512, _mm512_set1_epi64)
 #endif
 
 /* Fills table with the variants this CPU runs, slowest first, and returns how many there are (1 to 4). */
 static int xxh3_variants(xxh3_variant table[4]) {
     int n = 0;
-    xxh3_variant scalar = {"scalar",         xxh3_stripes_scalar, xxh3_blocks_scalar,
-                           xxh3_copy_scalar, xxh3_copy_scalar,    xxh3_copy_scalar};
+    xxh3_variant scalar = {"scalar", xxh3_stripes_scalar, xxh3_blocks_scalar};
     table[n++] = scalar;
 #ifdef XXH3_X86
-    xxh3_variant sse2 = {"sse2",         xxh3_stripes_sse2, xxh3_blocks_sse2,
-                         xxh3_copy_sse2, xxh3_stream_sse2,  xxh3_stream_sse2};
-    xxh3_variant avx2 = {"avx2",         xxh3_stripes_avx2, xxh3_blocks_avx2,
-                         xxh3_copy_avx2, xxh3_stream_avx2,  xxh3_stream_sse2};
-    xxh3_variant avx512 = {"avx512",         xxh3_stripes_avx512, xxh3_blocks_avx512,
-                           xxh3_copy_avx512, xxh3_stream_avx512,  xxh3_stream_sse2};
+    xxh3_variant sse2 = {"sse2", xxh3_stripes_sse2, xxh3_blocks_sse2};
+    xxh3_variant avx2 = {"avx2", xxh3_stripes_avx2, xxh3_blocks_avx2};
+    xxh3_variant avx512 = {"avx512", xxh3_stripes_avx512, xxh3_blocks_avx512};
     __builtin_cpu_init();
     table[n++] = sse2;
     if (__builtin_cpu_supports("avx2")) table[n++] = avx2;
@@ -449,26 +402,6 @@ static inline xxh3_u128 xxh3_128(const uint8_t *in, size_t len, uint64_t seed, c
     h.low = xxh3_merge(acc, secret + 11, len * XXH3_P64_1);
     h.high = xxh3_merge(acc, secret + XXH3_SECRET_BYTES - XXH3_STRIPE - 11, ~(len * XXH3_P64_2));
     return h;
-}
-
-/* Copies len bytes, returns xxh3_64 (seed 0) of what dst now holds. dst and src must not overlap. */
-static inline uint64_t xxh3_64_copy(uint8_t *dst, const uint8_t *src, size_t len, const xxh3_variant *v) {
-    if (len <= 240) {
-        if (len) memcpy(dst, src, len);
-        return xxh3_64(dst, len, 0, v);
-    }
-    uint64_t acc[8] __attribute__((aligned(64)));
-    size_t blocks = (len - 1) / XXH3_BLOCK, done = 0;
-    xxh3_start(acc);
-    /* The last whole block goes through the cache: the tail is read back from dst. */
-    if (len >= XXH3_STREAM_BYTES && (uintptr_t)dst % 16 == 0) {
-        done = blocks - 1;
-        ((uintptr_t)dst % 64 ? v->stream16 : v->stream)(acc, dst, src, done, xxh3_secret);
-    }
-    v->copy(acc, dst + done * XXH3_BLOCK, src + done * XXH3_BLOCK, blocks - done, xxh3_secret);
-    memcpy(dst + blocks * XXH3_BLOCK, src + blocks * XXH3_BLOCK, len - blocks * XXH3_BLOCK);
-    xxh3_tail(acc, dst, len, xxh3_secret, v);
-    return xxh3_merge(acc, xxh3_secret + 11, len * XXH3_P64_1);
 }
 
 #endif

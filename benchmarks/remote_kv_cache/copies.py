@@ -102,11 +102,11 @@ class Copies:
             for number in range(start, end):
                 rows[ids[number]] = pool[number]
 
-        def gather_rows(start: int, end: int, threads: int = 1) -> None:
-            gather([pool], ids[start:end], rows[start:end], threads)
+        def gather_rows(start: int, end: int) -> None:
+            gather([pool], ids[start:end], rows[start:end])
 
-        def scatter_rows(start: int, end: int, threads: int = 1) -> None:
-            scatter(pool[start:end], [rows], ids[start:end], threads)
+        def scatter_rows(start: int, end: int) -> None:
+            scatter(pool[start:end], [rows], ids[start:end])
 
         return [
             self.operation(ONE_MEMCPY, memcpy, self.in_order),
@@ -114,8 +114,6 @@ class Copies:
             self.operation(NAIVE_WRITE, write, self.written_by_id),
             self.operation(GATHER, gather_rows, self.read_by_id),
             self.operation(SCATTER, scatter_rows, self.written_by_id),
-            self.operation(f"{GATHER}, 2 threads", partial(gather_rows, threads=2), self.read_by_id),
-            self.operation(f"{SCATTER}, 2 threads", partial(scatter_rows, threads=2), self.written_by_id),
         ]
 
     def layer_operations(self) -> list[Operation]:

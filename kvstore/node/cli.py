@@ -54,7 +54,7 @@ def serve(
         int | None, typer.Option(help="Serve Prometheus metrics over HTTP there; 0 picks a free port. [default: off]")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="What is evicted first: default, lru or s3fifo. [default: default]")
+        str | None, typer.Option(help="What is evicted first: default or lru. [default: default]")
     ] = None,
     ttl_seconds: Annotated[
         int | None, typer.Option(help="Blocks expire so long after they were set; 0: never. [default: 0]")

@@ -216,7 +216,7 @@ def test_a_server_killed_at_any_instant_serves_nothing_wrong(
     journal.touch()
     clean = False
     for number in range(ROUNDS + 1):
-        policy, how = rng.choice(["lru", "s3fifo", "default"]), rng.choice(["all", "all", "reused", "evicted"])
+        policy, how = rng.choice(["lru", "default"]), rng.choice(["all", "all", "reused", "evicted"])
         flags = disk_flags(folder, disk_size, "--policy", policy, write=how)
         server = start_server(*flags, memory=f"{rng.choice([8, 16, 64])}MiB", segment="1MiB")
         at_once = rng.random() < 0.3  # the writer begins while the old index is read
@@ -254,7 +254,7 @@ def test_a_server_killed_at_any_instant_serves_nothing_wrong(
 # ---- clients that get in each other's way ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "write"), [("default", "all"), ("s3fifo", "evicted"), ("lru", "reused")])
+@pytest.mark.parametrize(("policy", "write"), [("default", "all"), ("default", "evicted"), ("lru", "reused")])
 def test_clients_of_the_same_blocks_find_no_byte_wrong(
     start_server: StartServer, tmp_path: Path, policy: str, write: str
 ) -> None:

@@ -35,7 +35,7 @@ def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> Non
         ({"endpoint": []}, "expected an address such as"),
         ({"endpoint": 7070}, "endpoint is 7070; expected text or a list, got a whole number"),
         ({"endpoint": [7070]}, "endpoint is [7070]; expected text, got a whole number"),
-        ({"endpoint": ENDPOINT, "cpu_policy": "lfu"}, "cpu_policy is 'lfu'; expected one of lru, s3fifo, default"),
+        ({"endpoint": ENDPOINT, "cpu_policy": "lfu"}, "cpu_policy is 'lfu'; expected one of lru, default"),
         ({"endpoint": ENDPOINT, "timeout_s": 0}, "timeout_s is 0"),
         ({"endpoint": ENDPOINT, "timeout_s": 601}, "above 0 and at most 600"),
         ({"endpoint": ENDPOINT, "timeout_s": float("nan")}, "timeout_s is nan"),

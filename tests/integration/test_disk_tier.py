@@ -114,7 +114,7 @@ def test_a_clean_stop_loses_no_block_of_one_byte(
         assert all(read(client, keys, 1))
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "default"])
+@pytest.mark.parametrize("policy", ["lru", "default"])
 def test_a_set_larger_than_memory_is_read_from_disk(
     start_server: StartServer, folder: Path, namespace: Namespace, policy: str
 ) -> None:

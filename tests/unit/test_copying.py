@@ -67,7 +67,7 @@ def test_gather_packs_blocks_of_any_layout_as_numpy_does(layout, seed, data):
     out = room[:, :size]
     if data.draw(st.booleans()):
         out = out[::-1]
-    _cext.gather(views, ids, out, threads=data.draw(st.integers(1, 3)))
+    _cext.gather(views, ids, out)
     assert [row.tobytes() for row in out] == packed(views, ids)
     assert (room[:, size:] == 0xAB).all()
 
@@ -102,40 +102,38 @@ def test_slots_name_the_rows_of_a_pool_that_take_part(layout, seed, data):
     pool = np.full((shape[0] + 3, size + gap), 0xAB, np.uint8)
     slots = np.array(data.draw(st.permutations(range(len(pool)))), np.int64)[: len(ids)]
     before = packed(views, ids)
-    _cext.gather(views, ids, pool[:, :size], data.draw(st.integers(1, 3)), slots)
+    _cext.gather(views, ids, pool[:, :size], slots)
     assert [pool[slot, :size].tobytes() for slot in slots] == before
     assert (np.delete(pool, slots, axis=0) == 0xAB).all()
     assert (pool[:, size:] == 0xAB).all()
     pool.flags.writeable = False
-    _cext.scatter(pool[:, :size], views, ids[::-1], threads=1, slots=slots)
+    _cext.scatter(pool[:, :size], views, ids[::-1], slots)
     assert packed(views, ids[::-1]) == before
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5, 1000])
 @pytest.mark.parametrize("block_bytes", [4096, 4096 + 24, 917_504, 3 << 20])
-def test_large_calls_move_the_same_bytes_on_any_number_of_threads(threads, block_bytes):
+def test_large_calls_move_the_same_bytes(block_bytes):
     count = max(2, (40 << 20) // block_bytes)  # beyond the size from which stores bypass the caches
     rng = np.random.default_rng(5)
     source = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     ids = rng.permutation(count)
     out = np.zeros((count, block_bytes + 8), np.uint8)[:, :block_bytes]
-    _cext.gather([source], ids, out, threads)
+    _cext.gather([source], ids, out)
     assert np.array_equal(out, source[ids])
     back = np.zeros_like(source)
-    _cext.scatter(out, [back], ids, threads)
+    _cext.scatter(out, [back], ids)
     assert np.array_equal(back, source)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_layers_with_keys_and_values_apart_are_packed_block_by_block(threads):
+def test_layers_with_keys_and_values_apart_are_packed_block_by_block():
     layers = [np.random.default_rng(i).integers(0, 2**16, (2, 600, 16, 4, 64), dtype=np.uint16) for i in range(4)]
     views = [layer.swapaxes(0, 1) for layer in layers]
     ids = np.random.default_rng(9).permutation(600)
     out = np.zeros((600, 4, 2, 16, 4, 64), np.uint16)
-    _cext.gather(views, ids, out, threads)
+    _cext.gather(views, ids, out)
     assert np.array_equal(out, np.stack([view[ids] for view in views], axis=1))
     back = [np.zeros_like(layer) for layer in layers]
-    _cext.scatter(out, [layer.swapaxes(0, 1) for layer in back], ids, threads)
+    _cext.scatter(out, [layer.swapaxes(0, 1) for layer in back], ids)
     assert all(np.array_equal(a, b) for a, b in zip(back, layers, strict=True))
 
 
@@ -243,22 +241,12 @@ def test_the_last_of_two_rows_for_one_block_wins():
     assert view.tolist() == [[2, 2], [3, 3], [0, 0]]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_an_empty_batch_moves_nothing(threads):
+def test_an_empty_batch_moves_nothing():
     view = np.arange(8, dtype=np.uint8).reshape(2, 4)
-    _cext.gather([view], int64(), np.zeros((0, 4), np.uint8), threads)
-    _cext.scatter(np.zeros((0, 4), np.uint8), [view], int64(), threads)
-    _cext.gather([view[:, :0]], int64(1, 0), np.zeros((2, 0), np.uint8), threads)
+    _cext.gather([view], int64(), np.zeros((0, 4), np.uint8))
+    _cext.scatter(np.zeros((0, 4), np.uint8), [view], int64())
+    _cext.gather([view[:, :0]], int64(1, 0), np.zeros((2, 0), np.uint8))
     assert view.ravel().tolist() == list(range(8))
-
-
-@pytest.mark.parametrize("threads", [0, -1])
-def test_fewer_than_one_thread_is_refused(threads):
-    view = np.zeros((2, 4), np.uint8)
-    with pytest.raises(ValueError, match="threads must be at least 1"):
-        _cext.gather([view], int64(0), np.zeros((1, 4), np.uint8), threads)
-    with pytest.raises(ValueError, match="threads must be at least 1"):
-        _cext.scatter(np.zeros((1, 4), np.uint8), [view], int64(0), threads)
 
 
 def test_rows_that_do_not_fit_are_refused():
@@ -305,7 +293,7 @@ def test_calls_from_many_threads_do_not_disturb_each_other():
     def work(seed):
         ids = np.random.default_rng(seed).permutation(64)
         out = np.zeros_like(source)
-        _cext.gather([source], ids, out, threads=2)
+        _cext.gather([source], ids, out)
         agreed.append(np.array_equal(out, source[ids]))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]

@@ -314,16 +314,6 @@ class IndexMachine(RuleBasedStateMachine):
         assert count == len(victims) == min(n, evictable) == self.model.evict(n, self.now)
         assert not set(victims) & self.model.blocks.keys()
 
-    @rule(names=BATCH)
-    def unpin(self, names: list[int]) -> None:
-        had = 0
-        for name in set(names):
-            blocks = [b for b in self.model.blocks.values() if b.name == name and b.state in (READY, WRITING)]
-            had += any(b.pin_until > 0 for b in blocks)
-            for block in blocks:
-                block.pin_until = 0.0
-        assert self.index.unpin(self.keys(names)) == had
-
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -531,14 +521,13 @@ def test_a_pinned_block_is_not_evicted_until_its_pin_expires() -> None:
     assert (store.index.pinned(5.0), store.index.evict(1, 5.0)) == (0, 1)
 
 
-def test_a_pin_is_never_shortened_but_by_unpin() -> None:
+def test_a_pin_is_never_shortened() -> None:
     store = Filled()
     store.set(1)
     store.touch(1, pin_until=5.0)
     store.touch(1, pin_until=2.0)
     assert store.index.evict(1, 3.0) == 0
-    assert (store.index.unpin(chain(1, 2)), store.index.unpin(key(1))) == (1, 0)
-    assert store.index.evict(1, 3.0) == 1
+    assert store.index.evict(1, 5.0) == 1
 
 
 def test_a_pin_on_a_block_being_written_or_replaced_holds_for_what_is_committed() -> None:
@@ -675,7 +664,7 @@ def test_empty_batches_do_nothing() -> None:
     index = store.index
     assert (index.contains(b"", 0.0, True, 0), index.match_prefix(b"", 0.0, True, 0)) == (b"", 0)
     assert index.reserve(b"", False, 0).shape == index.acquire(b"", 0.0, 0).shape == (0,)
-    assert [index.missing(b""), index.delete(b""), index.unpin(b""), index.evict(0, 0.0)] == [0] * 4
+    assert [index.missing(b""), index.delete(b""), index.evict(0, 0.0)] == [0] * 3
     assert [index.commit([], [], 0), index.abort([]), index.release([]), index.drop([])] == [0] * 4
     assert (index.keys_of([]), index.checksums([]).dtype) == (b"", np.dtype(np.uint64))
 
@@ -707,7 +696,6 @@ def test_every_byte_of_a_key_matters(key_bytes: int) -> None:
         lambda i, k: i.reserve(k, True, 9),
         lambda i, k: i.acquire(k, 0.0, 9),
         lambda i, k: i.delete(k),
-        lambda i, k: i.unpin(k),
         lambda i, k: i.state_of(k),
     ],
 )

@@ -5,7 +5,6 @@ and leaves the order among them to the policy.
 """
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,19 +109,6 @@ def test_pinned_and_referenced_blocks_stay_and_everything_else_can_go(policy: st
 
 
 @every_policy
-def test_an_unpinned_block_can_go_at_once(policy: str) -> None:
-    cache = Cache(policy, 10)
-    cache.set(*range(10))
-    cache.use(*range(10), pin_until=10.0)
-    assert cache.index.evict(1, 1.0) == 0
-    assert cache.index.unpin(keys_of([3])) == 1
-    assert cache.index.evict(10, 1.0) == 1
-    assert cache.left(*range(10)) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
-    cache.set(20)
-    assert cache.index.evict(10, 1.0) == 1
-
-
-@every_policy
 def test_a_higher_priority_goes_only_when_nothing_lower_can(policy: str) -> None:
     cache = Cache(policy, 40)
     for priority in (3, 1, 0, 2):
@@ -176,7 +162,7 @@ def test_pinned_blocks_at_the_old_end_do_not_slow_every_eviction_down(policy: st
     assert len(cache.left(*range(299_000))) == 299_000
 
 
-@pytest.mark.parametrize(("policy", "most"), [("lru", 110), ("s3fifo", 110), ("default", 130)])
+@pytest.mark.parametrize(("policy", "most"), [("lru", 110), ("default", 130)])
 def test_an_index_takes_a_bounded_number_of_bytes_a_block(policy: str, most: int) -> None:
     index = BlockIndex(16, 10_000, policy)
     for segment in range(150):
@@ -203,7 +189,7 @@ def test_blocks_left_after_a_segment_was_detached_are_evicted_as_before(policy: 
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="policy is 'fifo', expected one of lru, s3fifo, default"):
+    with pytest.raises(ValueError, match="policy is 'fifo', expected one of lru, default"):
         BlockIndex(16, 8, "fifo")
 
 
@@ -298,13 +284,6 @@ class PolicyMachine(RuleBasedStateMachine):
             self.read.remove(slot)
             for block in self.blocks.values():
                 block.refs -= block.slot == slot
-
-    @rule(names=BATCH)
-    def unpin(self, names: list[int]) -> None:
-        self.index.unpin(keys_of(names))
-        for name in names:
-            if name in self.blocks:
-                self.blocks[name].pin_until = 0.0
 
     @rule(names=BATCH)
     def delete(self, names: list[int]) -> None:
@@ -406,137 +385,6 @@ PolicyMachine.TestCase.settings = settings(max_examples=200, stateful_step_count
 TestPolicyMachine = PolicyMachine.TestCase
 
 
-# -- s3fifo --------------------------------------------------------------------------------------------------
-
-
-def test_s3fifo_keeps_what_is_used_through_a_scan_that_empties_lru() -> None:
-    hits = {}
-    for policy in ("lru", "s3fifo"):
-        cache = Cache(policy, 100)
-        for _ in range(4):
-            for name in range(50):
-                cache.request(name)
-        for name in range(1000, 1200):
-            cache.request(name)
-        hits[policy] = len(cache.left(*range(50)))
-    assert hits == {"lru": 0, "s3fifo": 50}
-
-
-def test_a_block_that_comes_back_as_a_ghost_outlives_newer_ones() -> None:
-    cache = Cache("s3fifo", 20)
-    cache.set(*range(20))
-    assert cache.index.evict(1, 0.0) == 1
-    assert cache.left(19) == []
-    cache.set(19)
-    for name in range(100, 112):
-        cache.set(name)
-    assert cache.left(19) == [19]
-    cache.index.delete(keys_of([19]))
-    cache.set(19)
-    for name in range(200, 230):
-        cache.set(name)
-    assert cache.left(19) == [], "what was deleted is no ghost"
-
-
-def test_one_use_in_the_small_queue_is_not_enough_and_two_are() -> None:
-    cache = Cache("s3fifo", 40)
-    cache.set(1, 2)
-    cache.set(*range(10, 48))
-    cache.use(1, 2)
-    cache.use(2)
-    cache.index.evict(2, 0.0)
-    assert cache.left(1, 2) == [2]
-
-
-def test_a_used_block_of_the_main_queue_goes_round_once_for_each_use() -> None:
-    cache = Cache("s3fifo", 40)
-    for name in range(20):
-        cache.set(name)
-    for _ in range(2):
-        cache.use(*range(20))
-    cache.set(20, 21, 22)
-    assert cache.index.evict(1, 0.0) == 1  # moves the first twenty on
-    assert cache.left(*range(23)) == list(range(22))
-    cache.index.delete(keys_of([20, 21]))
-    for _ in range(5):
-        cache.use(0)
-    cache.use(1)
-    assert cache.order(*range(20)) == [*range(2, 20), 1, 0]
-
-
-def test_ghosts_are_as_many_as_the_main_queue_holds() -> None:
-    slots = 1000
-    last_evicted = 3999
-
-    def outlive_a_scan(names: range) -> int:
-        """How many of the names, evicted before, enter the main queue when they come back."""
-        cache = Cache("s3fifo", slots)
-        for name in [*range(5 * slots), *names, *range(100_000, 100_000 + slots)]:
-            cache.set(name)
-        return len(cache.left(*names))
-
-    assert outlive_a_scan(range(last_evicted - 700, last_evicted - 100)) > 500
-    assert outlive_a_scan(range(last_evicted - 1700, last_evicted - 1100)) == 0
-
-
-def paper_hits(trace: Sequence[int], capacity: int) -> int:
-    """S3-FIFO as Algorithm 1 of the paper has it, block by block. -> hits"""
-    small: deque[int] = deque()
-    main: deque[int] = deque()
-    ghosts: dict[int, None] = {}
-    uses: dict[int, int] = {}
-    hits = 0
-
-    def evict_from_main() -> None:
-        while True:
-            name = main.popleft()
-            if not uses[name]:
-                del uses[name]
-                return
-            uses[name] -= 1
-            main.append(name)
-
-    def evict_one() -> None:
-        while small and (len(small) >= capacity // 10 or not main):
-            name = small.popleft()
-            if uses[name] <= 1:
-                del uses[name]
-                ghosts[name] = None
-                if len(ghosts) > capacity - capacity // 10:
-                    del ghosts[next(iter(ghosts))]
-                return
-            uses[name] = 0
-            main.append(name)
-        evict_from_main()
-
-    for name in trace:
-        if name in uses:
-            hits += 1
-            uses[name] = min(uses[name] + 1, 3)
-            continue
-        if len(uses) == capacity:
-            evict_one()
-        back = name in ghosts
-        ghosts.pop(name, None)
-        (main if back else small).append(name)
-        uses[name] = 0
-    return hits
-
-
-@pytest.mark.parametrize("skew", [1.1, 1.3])
-def test_s3fifo_hits_as_often_as_the_papers_algorithm(skew: float) -> None:
-    capacity = 500
-    trace = (np.random.default_rng(7).zipf(skew, 30_000) % 10_000).tolist()
-    for scan in range(0, 30_000, 3000):
-        trace[scan : scan + 300] = range(50_000 + scan, 50_300 + scan)
-    cache = Cache("s3fifo", capacity)
-    hits = sum(cache.request(name) for name in trace)
-    expected = paper_hits(trace, capacity)
-    assert abs(hits - expected) < 0.005 * len(trace)
-    lru = Cache("lru", capacity)
-    assert hits > sum(lru.request(name) for name in trace)
-
-
 # -- default -------------------------------------------------------------------------------------------------
 
 
@@ -555,8 +403,7 @@ def test_blocks_that_return_after_each_flood_are_kept_through_it() -> None:
     cache, hits = flooded("default", 30)
     assert min(hits[4:]) >= 95
     assert len(cache.left(*range(100))) >= 95, "and the flood is gone"
-    for policy in ("lru", "s3fifo"):
-        assert sum(flooded(policy, 30)[1]) == 0
+    assert sum(flooded("lru", 30)[1]) == 0
 
 
 def test_a_block_that_was_evicted_and_comes_back_outlives_those_that_come_for_the_first_time() -> None:
