@@ -5,30 +5,35 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_UNITS: Final = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
+_BINARY: Final = {"Ti": 1 << 40, "Gi": 1 << 30, "Mi": 1 << 20, "Ki": 1 << 10}
+_DECIMAL: Final = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
+_UNITS: Final = {"": 1, "b": 1} | {f"{unit}b".lower(): size for unit, size in (_BINARY | _DECIMAL).items()}
+# As Kubernetes writes them. Case counts: its `m` is a thousandth, and Docker's `m` is a MiB.
+_KUBERNETES: Final = _BINARY | _DECIMAL
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4GiB``, ``512 MiB``, ``1.5GB`` or ``1048576``; ValueError otherwise."""
+    """Bytes of ``4GiB``, ``512 MiB``, ``1.5GB``, ``512Mi``, ``500M`` or ``1048576``; ValueError otherwise.
+
+    ``KiB MiB GiB TiB`` and ``Ki Mi Gi Ti`` are powers of 1024, ``kB MB GB TB`` and ``k M G T`` powers of 1000.
+    """
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"a size of {text!r}: expected a number with a unit such as 512MiB or 4GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    unit = None if match is None else _KUBERNETES.get(match[2], _UNITS.get(match[2].lower()))
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is not a size: expected a number with a unit, such as 512MiB, 4GiB or 512Mi")
+    return int(float(match[1]) * unit)
+
+
+def spell_size(count: int) -> str:
+    """``4GiB``: the largest binary unit that gives `count` exactly, so that `parse_size` reads it back."""
+    for unit, size in _BINARY.items():
+        if count and count % size == 0:
+            return f"{count // size}{unit}B"
+    return str(count)
 
 
 def format_size(count: float) -> str:
-    """``4.0 GiB`` for people."""
+    """``4.0 GiB`` for people, rounded."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvstore.exits import BAD_USAGE, FAILED, fail
 from kvstore_cli.shared import (
-    BAD_USAGE,
-    FAILED,
     EndpointOption,
     JsonOption,
     TimeoutOption,
     connected,
     endpoints_of,
-    fail,
     parse_keys,
     print_json,
     show,

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
+from kvstore.exits import BAD_USAGE, FAILED, fail
 from kvstore_cli.cluster import cluster_app, drain
 from kvstore_cli.shared import (
-    BAD_USAGE,
-    FAILED,
     EndpointOption,
     JsonOption,
     KeysArgument,
@@ -21,7 +20,6 @@ from kvstore_cli.shared import (
     connected,
     endpoints_of,
     errors,
-    fail,
     parse_keys,
     print_json,
     show,

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstore.exits import BAD_USAGE, FAILED, fail
+
 if TYPE_CHECKING:
     from kvstore_client import KVStoreClient
-
-FAILED = 1
-BAD_USAGE = 2
-
-
-def fail(message: str, status: int) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise typer.Exit(status)
-
 
 EndpointOption = Annotated[
     list[str] | None,

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import Annotated
 
 import typer
 
 from kvstore import __version__
+from kvstore.exits import BAD_USAGE, FAILED, fail
 from kvstore.logs import LEVELS, configure
 from kvstore.node.config import ConfigError, load
-
-FAILED: Final = 1
-BAD_USAGE: Final = 2
-
-
-def fail(message: str, status: int) -> NoReturn:
-    """End with an error message."""
-    print(f"error: {message}", file=sys.stderr)
-    raise typer.Exit(status)
 
 
 def _show_version(value: bool) -> None:

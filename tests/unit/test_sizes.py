@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.sizes import format_size, parse_size
+from kvstore.sizes import format_size, parse_size, spell_size
 
 
 @pytest.mark.parametrize(
@@ -17,15 +17,22 @@ from kvstore.sizes import format_size, parse_size
         ("1kib", 1024),
         (" 2TiB ", 2 << 40),
         ("7b", 7),
+        ("512Mi", 512 << 20),
+        ("4Gi", 4 << 30),
+        ("1Ti", 1 << 40),
+        ("64Ki", 64 << 10),
+        ("500M", 500_000_000),
+        ("4 G", 4_000_000_000),
+        ("2k", 2000),
     ],
 )
 def test_sizes_have_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "4 G", "1e9", "0x10", "1,5GiB", "4GiB!", "inf", "nan"])
-def test_a_size_that_is_none_is_quoted(text: str) -> None:
-    with pytest.raises(ValueError, match="a size of") as caught:
+@pytest.mark.parametrize("text", ["", "GiB", "4g", "512m", "4GI", "1e9", "0x10", "1,5GiB", "4GiB!", "inf", "nan"])
+def test_what_is_not_a_size_is_quoted(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value) and "512MiB" in str(caught.value)
 
@@ -35,3 +42,12 @@ def test_a_size_that_is_none_is_quoted(text: str) -> None:
 )
 def test_sizes_are_shown_for_people(size: int, text: str) -> None:
     assert format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0"), (1023, "1023"), (1536, "1536"), (4 << 30, "4GiB"), (1536 << 20, "1536MiB"), (3 << 40, "3TiB")],
+)
+def test_a_size_that_is_spelled_is_read_back_exactly(size: int, text: str) -> None:
+    assert spell_size(size) == text
+    assert parse_size(text) == size
