@@ -1,6 +1,6 @@
 """The server's own cache, asked as clients ask it, without sockets and without bytes.
 
-`ServerCache` is a `Shard` whose loop never runs. A request of the trace is what an engine asks: MATCH_PREFIX of the
+`ServerCache` is a shard without its loop. A request of the trace is what an engine asks: MATCH_PREFIX of the
 whole chain, GET of the run that is there, SET of the rest. Each goes to the method to which the shard's connections
 give it once it is decoded, so every decision between the wire and the policy is the server's: what a GET touches and
 when, how room is made, in which order blocks become readable. Blocks have no content, as no policy looks at it.
@@ -9,6 +9,7 @@ when, how room is made, in which order blocks become readable. Blocks have no co
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Protocol
@@ -16,10 +17,12 @@ from typing import Final, Protocol
 from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys, Trace
 from kvstore import wire
 from kvstore._cext import BlockIndex
-from kvstore.shard.loop import Shard
+from kvstore.shard.answers import Answers
 from kvstore.shard.peer import Peer
 from kvstore.shard.setup import ShardConfig
+from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
+from kvstore.store.namespaces import Store
 from kvstore_client import Namespace
 
 BLOCK_BYTES: Final = 64  # nothing is written to them
@@ -72,10 +75,11 @@ class ServerCache:
             rules=[],
             disk=None,
         )
-        self._listener = socket.socket()
-        self._shard = Shard(config, self._listener)
+        self._state = ShardState(time.monotonic())
+        self._store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
+        self._answers = Answers(config, self._store, None, self._state)
         namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
-        self._peer = _Connection(self._shard, socket.socket(), "simulated", self._shard.now)
+        self._peer = _Connection(self._state, socket.socket(), "simulated", set(), lambda peer: None)
         self._peer.namespace = namespace.canonical()
         self._keys = keys
 
@@ -85,8 +89,7 @@ class ServerCache:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._shard.store.arena.close()
-        self._listener.close()
+        self._store.arena.close()
         self._peer.sock.close()
 
     def request(self, chain: Chain) -> int:
@@ -101,32 +104,31 @@ class ServerCache:
     @property
     def blocks(self) -> int:
         """How many there are now."""
-        return sum(namespace.memory.index.ready for namespace in self._shard.store)
+        return sum(namespace.memory.index.ready for namespace in self._store)
 
     def _match(self, keys: bytes) -> int:
         request = wire.MatchPrefix(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
-        self._shard.handle_keyed(self._peer, request, keys)
+        self._answers.handle_keyed(self._peer, request, keys)
         answer = self._peer.answer
         assert isinstance(answer, wire.MatchReply)
         return answer.length
 
     def _get(self, keys: bytes) -> None:
         request = wire.Get(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
-        self._shard.handle_keyed(self._peer, request, keys)
+        self._answers.handle_keyed(self._peer, request, keys)
         stream = self._peer.stream
         while not stream.done:
-            outgoing = stream.next_part(self._shard.now)
+            outgoing = stream.next_part(self._state.now)
             assert outgoing is not None
             if outgoing.release is not None:
                 outgoing.release()
         stream.close()
-        self._shard.stream_ended(stream)
 
     def _set(self, keys: bytes) -> None:
         count = len(keys) // KEY_BYTES
         request = wire.Set(1, _DEADLINE_MS, count, KEY_BYTES)
-        write = self._shard.begin_write(self._peer, request, keys)
-        self._shard.commit(self._peer, write, bytes(count * wire.CHECKSUM_BYTES))
+        write = self._answers.begin_write(self._peer, request, keys)
+        self._answers.commit(self._peer, write, bytes(count * wire.CHECKSUM_BYTES))
 
 
 def replay(trace: Trace, cache: Cache, progress: Callable[[int], object] = lambda done: None) -> float:

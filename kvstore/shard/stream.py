@@ -159,9 +159,11 @@ class Stream:
 
     def close(self) -> None:
         """The stream is over, sent to its end or not: what was made ready and not sent is let go."""
-        for _, slots in self._group:
-            assert self.namespace is not None
-            self.namespace.memory.index.release(slots)
+        namespace = self.namespace
+        if namespace is not None:
+            namespace.parked.discard(self)
+            for _, slots in self._group:
+                namespace.memory.index.release(slots)
         self._group.clear()
 
     def _read_ahead(self, namespace: NamespaceStore, now: float) -> None:

@@ -49,7 +49,7 @@ STILL_LONG: frozenset[str] = frozenset(
     {
         *("cext/index.pxi", "cext/xxh3.h"),
         *("kvstore/disk/keeper_process.py", "kvstore/moving/mover.py", "kvstore/node/supervisor.py"),
-        *("kvstore/shard/loop.py", "kvstore/shard/peer.py", "kvstore/wire/asking.py", "kvstore/wire/messages.py"),
+        *("kvstore/wire/asking.py", "kvstore/wire/messages.py"),
         *("kvstore_client/_links/core.py", "kvstore_client/vllm/connector/scheduler.py"),
         *("kvstore_client/vllm/shared/identity.py", "kvstore_client/vllm/tier/tier.py"),
     }

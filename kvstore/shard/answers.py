@@ -1,0 +1,290 @@
+"""What each request means: the store and the disk tier are asked, and the client is told.
+
+A request of one frame goes to `handle`, one with keys to `handle_keyed`; a SET to `begin_write`, which reserves slots
+for its payload, and to `commit` when all of it is there. What breaks a rule raises `WireError`, which the client is
+sent.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import __version__, wire
+from kvstore._cext import BlockIndex
+from kvstore.disk.tier import DiskTier
+from kvstore.shard.peer import Peer
+from kvstore.shard.setup import ShardConfig
+from kvstore.shard.state import SMALL_BUFFER_BYTES, ShardState
+from kvstore.shard.stream import Stream
+from kvstore.store.namespaces import NamespaceStore, Store, find_parent
+from kvstore.store.tier import Slots
+from kvstore.wire import ErrorCode, Outcome, WireError
+
+MAX_PINNED_SHARE: Final = 0.5
+_OUTCOME_OF_VERDICT: Final = np.zeros(4, dtype=np.uint8)  # by its negative: `BlockIndex.reserve`; 0 is a slot
+_OUTCOME_OF_VERDICT[[0, -BlockIndex.EXISTED, -BlockIndex.DUPLICATE, -BlockIndex.NO_SPACE]] = (
+    Outcome.CREATED,
+    Outcome.EXISTED,
+    Outcome.DUPLICATED,
+    Outcome.ERROR,
+)
+
+
+@dataclass
+class Write:
+    """A SET whose payload is arriving. `slots[i]` < 0: block i is not wanted and is discarded."""
+
+    request: wire.Set
+    namespace: NamespaceStore
+    slots: Slots
+    keys: bytes
+    existed: npt.NDArray[np.bool_] | None  # of a SET with `force`: which keys were there before
+    parent: bytes  # the key before the first in its chain, as far as known
+    ends_chain: bool
+    arrived: int = 0  # blocks
+
+
+class Answers:
+    """What one shard answers. Used by the loop's thread only."""
+
+    def __init__(self, config: ShardConfig, store: Store, disk: DiskTier | None, state: ShardState) -> None:
+        self._config = config
+        self._store = store
+        self._disk = disk
+        self._state = state
+
+    def handle(self, peer: Peer, request: wire.Request) -> None:
+        """A request of one frame."""
+        if isinstance(request, wire.Hello):
+            self._hello(peer, request)
+        elif isinstance(request, wire.Credit):
+            stream = peer.streams.get(request.id)
+            if stream is not None and request.bytes > 0:
+                stream.grant(request.bytes, self._state.now)
+                peer.resume(stream)
+        elif isinstance(request, wire.Cancel):
+            stream = peer.streams.get(request.id)
+            if stream is not None:
+                peer.end_stream(stream)
+        elif isinstance(request, wire.Ping):
+            peer.reply(wire.Pong(request.id))
+        elif isinstance(request, wire.Sync):  # every SET before it was placed as it arrived
+            peer.reply(wire.SyncReply(request.id))
+        elif isinstance(request, wire.Info):
+            peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
+        elif isinstance(request, wire.Scrub):
+            disk = self._disk
+            peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.on else 0))
+        elif isinstance(request, wire.Hottest):
+            self._hottest(peer, request)
+
+    def _hello(self, peer: Peer, request: wire.Hello) -> None:
+        if request.protocol != wire.PROTOCOL_VERSION:
+            raise WireError(
+                ErrorCode.VERSION,
+                f"protocol version {request.protocol}: this server speaks {wire.PROTOCOL_VERSION}",
+                request.id,
+            )
+        block_bytes = 0
+        if request.namespace:
+            try:
+                block_bytes = self._store.check_namespace(request.namespace)
+            except WireError as error:
+                error.request_id = request.id
+                raise
+        peer.namespace = request.namespace
+        peer.replicas = request.replicas
+        self._note_replicas(peer, self._store.get(peer.namespace))
+        peer.client = request.client[:64]
+        config = self._config
+        peer.reply(
+            wire.Welcome(
+                id=request.id,
+                protocol=wire.PROTOCOL_VERSION,
+                version=__version__,
+                node=config.node,
+                shard=config.shard,
+                block_bytes=block_bytes,
+                shards=config.shards,
+                zone=config.zone,
+            )
+        )
+
+    @staticmethod
+    def _note_replicas(peer: Peer, namespace: NamespaceStore | None) -> None:
+        """Whoever moves this namespace's blocks keeps as many copies as its clients do."""
+        if namespace is not None and namespace.replicas < peer.replicas:
+            namespace.replicas = peer.replicas
+
+    def _hottest(self, peer: Peer, request: wire.Hottest) -> None:
+        if not peer.namespace:
+            raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first", request.id)
+        namespace = self._store.get(peer.namespace)
+        if namespace is None:
+            peer.reply(wire.HottestReply(request.id, 0, b"", 0))
+            return
+        limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes)
+        keys, total = namespace.hottest(request.skip, limit, self._state.now)
+        if len(keys) > SMALL_BUFFER_BYTES:
+            self._state.check_buffer_room(len(keys), request.id)
+        peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, total))
+
+    def handle_keyed(self, peer: Peer, request: wire.KeyedRequest, keys: bytes) -> None:
+        """A request whose keys have arrived."""
+        namespace = self._store.find(peer.namespace, request.key_bytes)
+        self._note_replicas(peer, namespace)
+        peer.remember(keys)
+        if isinstance(request, wire.Get):
+            self._state.gets += 1
+            stream = Stream(self._store, self._disk, namespace, request, keys, self._state.now, peer.resume)
+            peer.add_stream(stream)
+        elif isinstance(request, wire.Delete):
+            self._delete(peer, request, namespace, keys)
+        else:
+            self._lookup(peer, request, namespace, keys)
+
+    def _delete(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore | None, keys: bytes) -> None:
+        disk = self._disk
+        if namespace is None and disk is not None and disk.recovering:  # it may turn out to be on disk
+            namespace = self._store.open(peer.namespace, request.key_bytes)
+        if namespace is not None and disk is not None:
+            disk.fetching.disown(namespace, keys)
+        deleted = namespace.delete(keys, self._state.now) if namespace else 0
+        self._reply_for_good(peer, wire.DeleteReply(request.id, deleted))
+
+    def _reply_for_good(self, peer: Peer, reply: wire.Reply) -> None:
+        """Tell the client what holds even if the server dies now: what was removed does not come back from disk."""
+        if self._disk is None:
+            peer.reply(reply)
+        else:
+            self._disk.after_removals(peer.promise(reply))
+
+    def _lookup(
+        self,
+        peer: Peer,
+        request: wire.Contains | wire.MatchPrefix,
+        namespace: NamespaceStore | None,
+        keys: bytes,
+    ) -> None:
+        self._state.lookups += 1
+        matching = isinstance(request, wire.MatchPrefix)
+        if namespace is None:
+            reply = wire.MatchReply(request.id, 0) if matching else wire.ContainsReply(request.id, bytes(request.count))
+            peer.reply(reply)
+            return
+        pin_until = 0.0
+        if request.pin_s > 0 and self._may_pin(namespace, request.count):
+            pin_until = self._state.now + request.pin_s
+        tick = self._store.ticks(request.count) if request.refresh else 0
+        if matching:
+            length = namespace.match_prefix(keys, self._state.now, request.refresh, tick, pin_until)
+            peer.reply(wire.MatchReply(request.id, length))
+        else:
+            present = namespace.contains(keys, self._state.now, request.refresh, tick, pin_until)
+            peer.reply(wire.ContainsReply(request.id, present))
+
+    def _may_pin(self, namespace: NamespaceStore, count: int) -> bool:
+        """Pins never cover so much of a namespace that it could not take new blocks."""
+        index = namespace.memory.index
+        slots = index.slots + self._store.arena.free * index.slots_per_segment
+        return index.pinned(self._state.now) + count <= slots * MAX_PINNED_SHARE
+
+    def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
+        """Reserve a slot for every block that is wanted."""
+        self._state.sets += 1
+        if self._state.draining:
+            raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        namespace = self._store.open(peer.namespace, request.key_bytes)
+        self._note_replicas(peer, namespace)
+        existed = None
+        if request.force:
+            existed = np.frombuffer(namespace.contains(keys, self._state.now, False, 0), dtype=np.bool_)
+            if self._disk is not None:
+                self._disk.fetching.disown(namespace, keys)
+        slots = self._store.reserve(namespace, keys, request.force, self._state.now, request.priority)
+        parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)
+        return Write(request, namespace, slots, keys, existed, parent, ends_chain)
+
+    def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
+        """All blocks of a SET are in their slots: they are readable from here on."""
+        request, namespace, slots = write.request, write.namespace, write.slots
+        checksums = np.frombuffer(sums, dtype="<u8")
+        index = namespace.memory.index
+        expires = self._state.now + namespace.ttl_s if namespace.ttl_s else 0.0
+        placed = index.commit(
+            slots, checksums, self._store.ticks(request.count), expires, write.parent, write.ends_chain
+        )
+        replaced = None if write.existed is None else write.existed & (slots >= 0)
+        forced = 0 if replaced is None else int(np.count_nonzero(replaced))
+        namespace.created += placed
+        existed = int((slots == BlockIndex.EXISTED).sum())
+        if existed:  # the chain's new tail must not outlive the head it hangs on
+            namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
+        namespace.wake_parked()
+        reply = wire.SetReply(
+            id=request.id,
+            total=request.count,
+            created=placed - forced,
+            existed=existed,
+            forced=forced,
+            duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
+            error=int((slots == BlockIndex.NO_SPACE).sum()),
+            outcomes=_outcomes(slots, replaced) if request.outcomes else b"",
+        )
+        written = slots[slots >= 0]
+        if self._disk is None or not len(written):
+            peer.reply(reply)
+            return
+        if request.force and namespace.disk is not None:  # what is on disk was replaced
+            namespace.disk.delete(index.keys_of(written))
+        self._disk.writing.was_set(namespace, written, self._state.now)
+        if request.force:
+            self._reply_for_good(peer, reply)
+        else:
+            peer.reply(reply)
+
+    def info(self) -> wire.ShardInfo:
+        """This shard's state."""
+        config, state, arena = self._config, self._state, self._store.arena
+        with open("/proc/self/statm") as statm:
+            rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return wire.ShardInfo(
+            node=config.node,
+            shard=config.shard,
+            pid=os.getpid(),
+            version=__version__,
+            uptime_s=state.now - state.started,
+            memory_limit_bytes=config.memory_bytes,
+            memory_used_bytes=(arena.segments - arena.free) * arena.segment_bytes,
+            rss_bytes=rss_bytes,
+            segment_bytes=arena.segment_bytes,
+            segments_free=arena.free,
+            connections=state.connections,
+            streams=state.streams,
+            draining=state.draining,
+            sets=state.sets,
+            gets=state.gets,
+            lookups=state.lookups,
+            bytes_in=state.bytes_in,
+            bytes_out=state.bytes_out,
+            errors=state.errors,
+            namespaces=[namespace.info(state.now) for namespace in self._store],
+            policy=config.policy,
+            index_bytes=self._store.index_bytes,
+            disk=self._disk.info() if self._disk is not None else None,
+            name=config.shards[config.shard].name,
+        )
+
+
+def _outcomes(slots: Slots, replaced: npt.NDArray[np.bool_] | None) -> bytes:
+    """One `Outcome` a block."""
+    outcomes = _OUTCOME_OF_VERDICT[-np.minimum(slots, 0)]
+    if replaced is not None:
+        outcomes[replaced] = Outcome.FORCED
+    return bytes(outcomes)

@@ -1,0 +1,273 @@
+"""The messages of one connection as they arrive: ZMTP handshake, headers, keys, payload.
+
+The header frame decides what follows; keys are collected (bounded), payload goes from the kernel straight into the
+slots reserved for it, and what is not wanted (a block that exists, the rest of a refused message) into a scratch
+buffer. A message that breaks a rule is answered with ERROR and its remaining frames are discarded; only a connection
+that cannot be followed any more (no ZMTP, a frame over the limit) is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from kvstore import wire
+from kvstore.shard.answers import Answers, Write
+from kvstore.shard.peer import Peer
+from kvstore.shard.state import SMALL_BUFFER_BYTES, ShardState
+from kvstore.wire import ErrorCode, WireError, zmtp
+from kvstore.wire.zmtp import ZMTPError
+
+log = logging.getLogger(__name__)
+
+READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
+HANDSHAKE_S: Final = 5.0
+MESSAGE_S: Final = 30.0  # for a message whose header has not come yet
+
+
+class OverlongFrame(WireError):
+    """A frame so large that it is not even read to be discarded: its sender is told, and the connection ends."""
+
+
+class MessageReader:
+    """What `peer` sends. Implements `zmtp.FrameSink`; used by the loop's thread only."""
+
+    def __init__(self, peer: Peer, answers: Answers, state: ShardState) -> None:
+        self.peer = peer
+        self.events = 0  # what the loop polls the socket for
+        self.writer = False  # it has sent a SET
+        self.deadline = state.now + HANDSHAKE_S  # of the handshake or message that is arriving
+        self.write: Write | None = None  # the SET whose payload is arriving
+        self._answers = answers
+        self._state = state
+        self._receiver = zmtp.Receiver(peer.sock, self)
+        self._greeting = b""
+        self._ready = False
+        self._speaks_ping = False
+        self._frame = 0  # index of the next frame in the current message
+        self._request: wire.Set | wire.KeyedRequest | None = None
+        self._skipping = False
+        self._refused = False  # once: one line of log a connection, whatever it goes on to send
+        self._collecting = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing half received, nothing to send."""
+        return self._frame == 0 and self.peer.idle
+
+    def keep_alive(self, now: float, held_back: bool) -> None:
+        """Say that we are there to a client that waits while nothing is read from it (`held_back`), or nothing behind
+        what it is sending: a PING of its own would not be answered."""
+        if self._speaks_ping and (held_back or self.peer.promised or self.write is not None):
+            self.peer.keep_alive(now)
+
+    def abandon(self) -> None:
+        """The connection ends: give back what a message half received holds."""
+        self.abort_write()
+        self._state.buffered_bytes -= self._collecting
+        self._collecting = 0
+
+    def on_readable(self, now: float) -> None:
+        """The socket has something for us."""
+        try:
+            if len(self._greeting) < zmtp.GREETING_BYTES and not self._read_greeting():
+                return
+            before = self._receiver.received
+            alive = self._receiver.receive(READ_BUDGET_BYTES)
+            self._state.bytes_in += self._receiver.received - before
+            if not alive:
+                self.peer.close("the client closed")
+        except BlockingIOError:
+            return
+        except OverlongFrame as error:
+            self._refuse(error)
+            self.peer.closing = True
+        except ZMTPError as error:
+            log.warning("client %s: %s", self.peer.address, error)
+            self._state.errors += 1
+            self.peer.close(str(error))
+        except OSError as error:
+            self.peer.close(f"connection lost: {error}")
+        except Exception:  # a defect of ours must cost one client its connection, not everybody the cache
+            self.peer.close_after_defect()
+
+    def _read_greeting(self) -> bool:
+        data = self.peer.sock.recv(zmtp.GREETING_BYTES - len(self._greeting))
+        if not data:
+            self.peer.close("the client closed")
+            return False
+        self._greeting += data
+        if not self._greeting.startswith(zmtp.SIGNATURE[:1]):
+            raise ZMTPError(f"no ZMTP greeting: it begins with {self._greeting[:10].hex()}")
+        if len(self._greeting) < zmtp.GREETING_BYTES:
+            return False
+        zmtp.check_greeting(self._greeting)
+        self._speaks_ping = self._greeting[10:12] >= b"\x03\x01"
+        return True
+
+    def command(self, name: bytes, body: bytes) -> None:
+        if name == b"READY":
+            kind = zmtp.socket_type(body)
+            if kind not in {b"DEALER", b"REQ", b"ROUTER"}:
+                raise ZMTPError(f"a socket of type {kind!r}: expected b'DEALER'")
+            self._ready = True
+            self.deadline = float("inf")
+        elif name == b"PING":
+            self.peer.queue(zmtp.command(b"PONG", body[2:18]))
+        elif name == b"ERROR":
+            raise ZMTPError(f"the client reports {body[1:]!r}")
+
+    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+        if not self._ready:
+            raise ZMTPError("a frame before READY")
+        if size > wire.MAX_BLOCK_BYTES:
+            raise OverlongFrame(ErrorCode.LIMIT, f"a frame of {size} bytes: expected at most {wire.MAX_BLOCK_BYTES}")
+        if self._frame == 0:
+            self.deadline = self._state.now + MESSAGE_S
+        try:
+            views = self._place(size)
+        except WireError as error:
+            self._refuse(error)
+            views = zmtp.discard_views(size)
+        if views is None:
+            self._collecting = size
+            self._state.buffered_bytes += size
+        return views
+
+    def _place(self, size: int) -> list[memoryview] | None:
+        """Where the next frame goes: None collects it."""
+        if self._skipping:
+            return zmtp.discard_views(size)
+        if self._frame == 0:
+            if size > wire.MAX_HEADER_BYTES:
+                raise WireError(ErrorCode.LIMIT, f"a header of {size} bytes: expected at most {wire.MAX_HEADER_BYTES}")
+        elif self._frame == 1:
+            request = self._request
+            assert request is not None
+            expected = request.count * request.key_bytes
+            if size != expected:
+                raise WireError(
+                    ErrorCode.PROTOCOL,
+                    f"a keys frame of {size} bytes: expected {request.count} keys of {request.key_bytes} bytes, "
+                    f"{expected} bytes",
+                )
+        elif self.write is not None:
+            return self._place_payload(self.write, size)
+        if size > SMALL_BUFFER_BYTES:
+            self._state.check_buffer_room(size)
+        return None
+
+    def _place_payload(self, write: Write, size: int) -> list[memoryview] | None:
+        left = write.request.count - write.arrived
+        if not left:
+            expected = write.request.count * wire.CHECKSUM_BYTES
+            if size != expected:
+                raise WireError(
+                    ErrorCode.PROTOCOL,
+                    f"a checksums frame of {size} bytes: expected {wire.CHECKSUM_BYTES} a block, {expected} bytes",
+                )
+            return None
+        namespace = write.namespace
+        block_bytes = namespace.block_bytes
+        count = min(left, namespace.frame_blocks)
+        if size != count * block_bytes:
+            raise WireError(
+                ErrorCode.BLOCK_SIZE,
+                f"a payload frame of {size} bytes: expected {count} block(s) of {block_bytes} bytes, "
+                f"{count * block_bytes} bytes",
+            )
+        slots = write.slots[write.arrived : write.arrived + count]
+        write.arrived += count
+        if int(slots.min()) >= 0:
+            return namespace.views(slots)
+        views: list[memoryview] = []
+        for at, slot in enumerate(slots):
+            views.extend(zmtp.discard_views(block_bytes) if slot < 0 else namespace.views(slots[at : at + 1]))
+        return views
+
+    def bytes_after_frame(self) -> int:
+        write = self.write
+        return (write.request.count - write.arrived) * write.namespace.block_bytes if write is not None else 0
+
+    def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
+        if self._collecting:
+            self._state.buffered_bytes -= self._collecting
+            self._collecting = 0
+        if not self._skipping:
+            try:
+                self._take(data, more)
+            except WireError as error:
+                self._refuse(error)
+        if more:
+            self._frame += 1
+        else:
+            self._frame = 0
+            self._request = None
+            self._skipping = False
+            self.deadline = float("inf")
+
+    def _take(self, data: bytes | bytearray | None, more: bool) -> None:
+        """A frame is complete."""
+        if self._frame == 0:
+            assert data is not None
+            self._take_header(data, more)
+        elif self._frame == 1:
+            assert data is not None and self._request is not None
+            self._take_keys(self._request, bytes(data), more)
+        elif self.write is not None:
+            if data is not None:
+                if more:
+                    raise WireError(ErrorCode.PROTOCOL, "a frame after the checksums: expected the message's end")
+                write, self.write = self.write, None
+                self._answers.commit(self.peer, write, bytes(data))
+            elif not more:
+                raise WireError(
+                    ErrorCode.PROTOCOL,
+                    f"the message ends after {self.write.arrived} of {self.write.request.count} blocks: "
+                    "expected the rest and the checksums",
+                )
+
+    def _take_header(self, header: bytes | bytearray, more: bool) -> None:
+        request = wire.decode_request(header)
+        if isinstance(request, wire.Set | wire.Get | wire.Contains | wire.MatchPrefix | wire.Delete):
+            self._request = request
+            self.deadline = self._state.now + request.deadline_ms / 1000
+            if not more:
+                raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} without its keys frame")
+            if not self.peer.namespace:
+                raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
+            return
+        if more:
+            raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} is one frame: more came", request.id)
+        # Small requests with large replies:
+        if self.peer.backed_up and isinstance(request, wire.Hello | wire.Info | wire.Hottest):
+            raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
+        self._answers.handle(self.peer, request)
+
+    def _take_keys(self, request: wire.Set | wire.KeyedRequest, keys: bytes, more: bool) -> None:
+        if isinstance(request, wire.Set):
+            self.writer = True
+            if not more:
+                raise WireError(ErrorCode.PROTOCOL, "SET without its payload and checksums frames")
+            self.write = self._answers.begin_write(self.peer, request, keys)
+        elif more:
+            raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} ends with its keys: more came")
+        else:
+            self._answers.handle_keyed(self.peer, request, keys)
+
+    def _refuse(self, error: WireError) -> None:
+        """Tell the sender, forget the message, skip what is left of it."""
+        request_id = self._request.id if self._request is not None else error.request_id
+        self._skipping = True
+        self.abort_write()
+        self._state.errors += 1
+        log.log(logging.DEBUG if self._refused else logging.INFO, "client %s: refused: %s", self.peer.address, error)
+        self._refused = True
+        self.peer.reply(wire.Error(request_id, int(error.code), str(error)))
+
+    def abort_write(self) -> None:
+        """Give the slots of an unfinished SET back."""
+        if self.write is not None:
+            write, self.write = self.write, None
+            write.namespace.memory.index.abort(write.slots)
+            write.namespace.wake_parked()
