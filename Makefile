@@ -34,8 +34,8 @@ format: ## put imports and layout in order
 demo: ## two engines share their prefixes through a server: examples/demo.py
 	@exec scripts/run.sh full python examples/demo.py $(ARGS)
 
-bench: ## every table of the benchmarks: ARGS are passed on
-	@exec scripts/run.sh full python -m benchmarks.remote_kv_cache.run_all $(ARGS)
+bench: ## every benchmark; says first how long it takes: ARGS="--resume" goes on, ARGS="--plan" only says
+	@exec scripts/run.sh full python -m benchmarks.run_all $(ARGS)
 
 build: ## the wheel, into dist/
 	@exec scripts/wheel.sh dist

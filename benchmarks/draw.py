@@ -14,13 +14,23 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.cluster_sim.tables import CLUSTER_TABLES
-from benchmarks.engine_tables import ENGINE_TABLES
 from benchmarks.eviction.tables import EVICTION_TABLES
+from benchmarks.ledger import claims_table, missed_table, rig_table
+from benchmarks.persistence_kv_cache.claims import PERSISTENCE_CLAIMS
 from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
+from benchmarks.remote_kv_cache.claims import REMOTE_CLAIMS
+from benchmarks.remote_kv_cache.engine_tables import ENGINE_TABLES
+from benchmarks.remote_kv_cache.tables import REMOTE_TABLES
 from benchmarks.results_reader import Results, read_results
-from benchmarks.tables import TABLES
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+CLAIMS: Final = (*REMOTE_CLAIMS, *PERSISTENCE_CLAIMS)
+LEDGER: Final = {
+    "claims": lambda results: claims_table(CLAIMS, results),
+    "missed": lambda results: missed_table(CLAIMS, results),
+    "rig": rig_table,
+}
+TABLES: Final = REMOTE_TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES
 _MARKED: Final = re.compile(r"(<!-- begin:(\w+) -->\n).*?(<!-- end:\2 -->)", re.DOTALL)
 
 
@@ -28,24 +38,25 @@ def fill(document: str, results: Results) -> str:
     """The document with its tables made anew. Raises `KeyError` for a marker that no table has."""
 
     def table(match: re.Match[str]) -> str:
-        needed, make = (TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES)[match[2]]
-        there = needed in results if needed else bool(results) or match[2] == "claims"
-        return f"{match[1]}{make(results) if there else 'Not measured yet.'}\n{match[3]}"
+        if match[2] in LEDGER:
+            return f"{match[1]}{LEDGER[match[2]](results)}\n{match[3]}"
+        needed, make = TABLES[match[2]]
+        return f"{match[1]}{make(results) if needed in results else 'Not measured yet.'}\n{match[3]}"
 
     return _MARKED.sub(table, document)
 
 
 def draw_charts(results: Results, folder: Path) -> list[Path]:
     """-> the files written."""
-    from benchmarks.charts import CHARTS
     from benchmarks.cluster_sim.charts import CLUSTER_CHARTS
-    from benchmarks.engine_charts import ENGINE_CHARTS
     from benchmarks.eviction.charts import EVICTION_CHARTS
     from benchmarks.persistence_kv_cache.charts import PERSISTENCE_CHARTS
+    from benchmarks.remote_kv_cache.charts import REMOTE_CHARTS
+    from benchmarks.remote_kv_cache.engine_charts import ENGINE_CHARTS
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    everything = CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS
+    everything = REMOTE_CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS
     for name, (needed, make) in everything.items():
         if needed in results:
             path = folder / f"{name}.svg"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+QUIET_BUSY: Final = 0.05  # of all cores' time in the two seconds before
+QUIET_LOAD: Final = 0.5  # the mean of the minute before, where that share was not measured
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,31 @@ class Result:
     @property
     def parameters(self) -> dict[str, Any]:
         return dict(self.data["parameters"])
+
+    @property
+    def rounds(self) -> int:
+        return int(self.data["rounds"])
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the machine did nothing else when the benchmark began."""
+        load = self.data["load"]
+        if load["busy_before"] is not None:
+            return bool(load["busy_before"] <= QUIET_BUSY)
+        return bool(load["average_before"] <= QUIET_LOAD)
+
+    @property
+    def load_text(self) -> str:
+        """What the machine did before."""
+        load = self.data["load"]
+        busy = load["busy_before"]
+        return f"{load['average_before']:.2f}" + ("" if busy is None else f", {busy:.0%} busy")
+
+    @property
+    def commit(self) -> str:
+        """Short id of the commit that was measured; empty: not known."""
+        commit = self.data["commit"]
+        return str(commit["id"]) if commit else ""
 
 
 Results = dict[str, Result]

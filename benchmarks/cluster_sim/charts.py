@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import matplotlib
 
-from benchmarks.charts import COLOURS, INK, LIMIT, STYLE
+from benchmarks.bars import COLOURS, INK, LIMIT, STYLE
 from benchmarks.cluster_sim.scenarios import CRASH, JOIN, JOIN_AT_ONCE, JOIN_FILLED, LEAVE, RESTART_FILLED, STEADY
 from benchmarks.cluster_sim.tables import BENCHMARK, GRACE_GROUP, LATENCY, RUN_GROUP, SCENARIO_GROUP
 from benchmarks.results_reader import CaseResult, Results

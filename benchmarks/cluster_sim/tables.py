@@ -20,9 +20,9 @@ from benchmarks.cluster_sim.scenarios import (
     RESTART_FILLED,
     STEADY,
 )
+from benchmarks.markdown import markdown
 from benchmarks.remote_kv_cache.report import Case
 from benchmarks.results_reader import CaseResult, Results
-from benchmarks.tables import markdown
 
 BENCHMARK: Final = "cluster_sim"
 LATENCY: Final = "batch_latency"

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import matplotlib
 
-from benchmarks.charts import COLOURS, LIMIT, STYLE
+from benchmarks.bars import COLOURS, LIMIT, STYLE
 from benchmarks.eviction.tables import BENCHMARK, DEFAULT, OPTIMUM, TEXTBOOK, TRACE_GROUP
 from benchmarks.results_reader import CaseResult, Results
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from benchmarks.eviction.cost import TARGET_S
 from benchmarks.eviction.live import AGREEMENT
+from benchmarks.markdown import markdown
 from benchmarks.remote_kv_cache.report import Case
 from benchmarks.results_reader import CaseResult, Results
-from benchmarks.tables import markdown
 
 BENCHMARK: Final = "eviction"
 TRACE_GROUP: Final = "trace"
@@ -29,14 +29,6 @@ TEXTBOOK: Final = (S3FIFO, ARC, SIEVE)
 ENVELOPE: Final = ("lru", S3FIFO, ARC)  # the default policy is held against the best of them at each capacity
 
 # Of the Mooncake conversation trace, from elsewhere: by capacity in percent. Its optimum breaks ties differently.
-PUBLISHED: Final[dict[str, dict[float, float]]] = {
-    "lru": {1: 0.052, 2: 0.079, 5: 0.196, 10: 0.279, 25: 0.353, 50: 0.363},
-    S3FIFO: {1: 0.077, 2: 0.112, 5: 0.190, 10: 0.244, 25: 0.344, 50: 0.362},
-    ARC: {1: 0.065, 2: 0.092, 5: 0.212, 10: 0.284, 25: 0.335},
-    SIEVE: {1: 0.058, 5: 0.126, 10: 0.195, 25: 0.336, 50: 0.363},
-    OPTIMUM: {1: 0.243, 2: 0.311, 5: 0.366, 10: 0.366, 25: 0.366, 50: 0.366},
-}
-PUBLISHED_TRACE: Final = "mooncake_conversation_trace.jsonl.gz"
 
 
 def envelope(case: CaseResult) -> list[float]:
@@ -121,25 +113,6 @@ def hit_rates(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def published(results: Results) -> str:
-    """Theirs and ours, on the trace that theirs are of."""
-    for case in results[BENCHMARK].group(TRACE_GROUP):
-        if case.name == PUBLISHED_TRACE:
-            break
-    else:
-        return "Not measured yet."
-    rates, capacities = case.parameters["hit_rate"], case.parameters["capacities"]
-    names = [name for name in PUBLISHED if name in rates]
-    rows = []
-    for at, share in enumerate(capacities):
-        cells = []
-        for name in names:
-            theirs = PUBLISHED[name].get(share)
-            cells += [f"{theirs:.3f}" if theirs is not None else "", f"{rates[name][at]:.3f}"]
-        rows.append((f"{share:g} %", *cells))
-    return markdown(("capacity", *(f"{name}{whose}" for name in names for whose in (", theirs", ", here"))), rows)
-
-
 def cost(results: Results) -> str:
     """ns a block."""
     cases = results[BENCHMARK].group(COST_GROUP)
@@ -172,7 +145,6 @@ def live(results: Results) -> str:
 # Marker in the document: the benchmark it needs, and the table.
 EVICTION_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "eviction": (BENCHMARK, hit_rates),
-    "eviction_published": (BENCHMARK, published),
     "eviction_cost": (BENCHMARK, cost),
     "eviction_live": (BENCHMARK, live),
 }

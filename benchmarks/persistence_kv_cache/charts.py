@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from benchmarks.charts import draw
+from benchmarks.bars import draw
 from benchmarks.persistence_kv_cache import names
 from benchmarks.persistence_kv_cache.placements import PLAIN, PLAIN_DIRECT
 from benchmarks.persistence_kv_cache.stores import CHURNED, COLD, REPLACE, THREADS, WRITE, operation_name, threaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+SHAPES: Final = ("Qwen2.5-7B", "16 KiB")
 WRITE_PART: Final = "write"
 READ_PART: Final = "read"
 HYBRID_PART: Final = "hybrid"

@@ -10,15 +10,10 @@ from typing import Final
 
 from rich.table import Table
 
+from benchmarks.markdown import markdown, spread_text
 from benchmarks.persistence_kv_cache import names
 from benchmarks.persistence_kv_cache.placements import (
-    FILES,
-    LEVELDB,
-    LMDB,
-    MAPPED,
     PLACEMENTS,
-    SEGMENTS,
-    SEGMENTS_DIRECT,
 )
 from benchmarks.persistence_kv_cache.stores import (
     CHURNED,
@@ -30,10 +25,8 @@ from benchmarks.persistence_kv_cache.stores import (
     operation_name,
     threaded,
 )
-from benchmarks.remote_kv_cache.copies import NAIVE
 from benchmarks.remote_kv_cache.report import Case
 from benchmarks.results_reader import CaseResult, Results
-from benchmarks.tables import markdown, spread_text
 
 PLACEMENT_GROUP: Final = "placement"
 RESTART_GROUP: Final = "restart"
@@ -47,20 +40,6 @@ MOVES: Final = (
     REPLACE,
     CHURNED,
     threaded(CHURNED),
-)
-
-# Multiples of block-to-block naive, 512 blocks; mmap was "slightly slower than files".
-PUBLISHED: Final = (
-    ("file write", "3.5 - 4.3", FILES, WRITE),
-    ("file read", "3.6 - 4.0", FILES, WARM),
-    ("mmap read", "slightly slower", MAPPED, WARM),
-    ("leveldb write", "8 - 20", LEVELDB, WRITE),
-    ("", "", LMDB, WRITE),
-    ("", "", LMDB, WARM),
-    ("", "", SEGMENTS, WRITE),
-    ("", "", SEGMENTS, WARM),
-    ("", "", SEGMENTS_DIRECT, WRITE),
-    ("", "", SEGMENTS_DIRECT, COLD),
 )
 
 
@@ -147,17 +126,6 @@ def placement_restart(results: Results) -> str:
                 size = f"{blocks} x {case.parameters['block_bytes']} B"
                 rows.append((name, size, spread_text(seconds.scaled(1e3)), each))
     return markdown(("restart", "blocks", "ms, median (min … max)", "µs a block"), rows)
-
-
-def placement_published(results: Results) -> str:
-    """Multiples of block-to-block naive, theirs and ours."""
-    cases = results["test_placement"].group(PLACEMENT_GROUP)
-    rows = []
-    for what, theirs, name, measure in PUBLISHED:
-        operation = operation_name(name, measure)
-        ours = [f"{case.ratio(operation, NAIVE):.1f}" if operation in case.operations else "-" for case in cases]
-        rows.append((what, theirs, operation, *ours))
-    return markdown((f"x {NAIVE}", "theirs", "here", *(case.name for case in cases)), rows)
 
 
 # ---- the server's disk tier -----------------------------------------------------------------------------------------
@@ -253,7 +221,6 @@ def target_lines(cases: Sequence[Case]) -> list[str]:
 PERSISTENCE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "placement": ("test_placement", placement),
     "placement_restart": ("test_placement", placement_restart),
-    "placement_published": ("test_placement", placement_published),
     "disk_tier": ("test_disk_tier", disk_tier),
     "disk_tier_hybrid": ("test_disk_tier", disk_tier_hybrid),
     "disk_tier_restart": ("test_disk_tier", disk_tier_restart),

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.remote_kv_cache.report import Case, case_table, console, matrix_table
-from benchmarks.remote_kv_cache.rig import load_average, rig, versions
+from benchmarks.remote_kv_cache.rig import busy_share, commit, load_average, rig, versions
 from benchmarks.remote_kv_cache.shapes import FULL, HEADLINE, MODELS, QUICK, Batch, Model
 
 DEFAULT_ROUNDS: Final = 11
@@ -77,6 +77,8 @@ class Benchmark:
         self.name = name
         self.cases: list[Case] = []
         self._load = load_average()
+        self._busy = None if self.quick else busy_share()
+        self._began = time.monotonic()
         self._stderr = Console(stderr=True)
 
     def measure(
@@ -136,10 +138,12 @@ class Benchmark:
             "benchmark": self.name.rpartition(".")[2],
             "command": self._command(),
             "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+            "commit": commit(),
+            "seconds": round(time.monotonic() - self._began, 1),
             "quick": self.quick,
             "rounds": self.rounds,
             "rig": rig(),
-            "load_average": {"before": self._load, "after": load_average()},
+            "load": {"average_before": self._load, "average_after": load_average(), "busy_before": self._busy},
             "versions": versions(),
             "parameters": parameters,
             "cases": [case.to_json() for case in self.cases],

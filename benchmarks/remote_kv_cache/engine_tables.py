@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from benchmarks.published import LONG_PREFILL, TRANSFER_IN_FILL, TRANSFER_IN_READ, TRANSFER_OUT
+from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
-from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
+from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, BATCH_SIZES, PREFILL, STORED
 from benchmarks.results_reader import CaseResult, Result, Results
-from benchmarks.tables import markdown, spread_text
 
 
 def transfer_out(results: Results) -> str:
     """Prompts a second with the connector, as a share of those without."""
     result = results["test_transfer_out"]
-    low, high = TRANSFER_OUT
     rows = [
         (
             case.name,
             _qps(case, WITHOUT),
             *(spread_text(case.to_limit(name).inverse) for name in (ANSWERED, STORED)),
-            f"{low} … {high}" if group == BATCH_SIZES else "",
         )
         for group in (BATCH_SIZES, PREFILL)
         for case in result.group(group)
     ]
-    headings = ("", "prompts/s without", "until answered, ÷ without", "until stored, ÷ without", "theirs, ÷ without")
+    headings = ("", "prompts/s without", "until answered, ÷ without", "until stored, ÷ without")
     scales = [_scale(cases[0]) for cases in map(result.group, (BATCH_SIZES, PREFILL)) if cases]
     return f"{markdown(headings, rows)}\n\n{'; '.join(scales)}. {_checked(result)}"
 
@@ -37,17 +34,14 @@ def transfer_out(results: Results) -> str:
 def transfer_in(results: Results) -> str:
     """Prompts a second by hit rate."""
     result = results["test_transfer_in"]
-    low, high = (rate / TRANSFER_IN_FILL for rate in TRANSFER_IN_READ)
     cases = result.cases
     rows = []
     for case in cases:
         runs = (_qps(case, name) for name in (WITHOUT, FILL, READ))
-        theirs = f"{low:.1f} … {high:.1f}" if case is cases[0] else ""
-        rows.append((case.name, *runs, f"{case.ratio(FILL, READ):.2f}", theirs))
-    headings = ("prompts/s at prefix hit rate", WITHOUT, FILL, READ, "read ÷ fill", "theirs, read ÷ fill")
+        rows.append((case.name, *runs, f"{case.ratio(FILL, READ):.2f}"))
+    headings = ("prompts/s at prefix hit rate", WITHOUT, FILL, READ, "read ÷ fill")
     given = result.parameters
-    theirs_count = f"{given['prompts'] * given['scale']:.0f} prompts"
-    scale = f"{given['prompts']} prompts, {given['model']['name']} model (theirs: {theirs_count})"
+    scale = f"{given['prompts']} prompts, {given['model']['name']} model"
     return f"{markdown(headings, rows)}\n\n{scale}. {_checked(result)}"
 
 
@@ -65,28 +59,6 @@ def long_prefill(results: Results) -> str:
     if not parts:
         return "Not measured yet."
     return "\n\n".join([*parts, f"{scale}. {_checked(result)}"])
-
-
-def long_prefill_published(results: Results) -> str:
-    """Two tokens of output: multiples of computing, theirs and ours."""
-    cases = {
-        case.parameters["mode"]: case
-        for case in results["test_long_prefill"].group(ROWS)
-        if case.parameters["output_tokens"] == 2
-    }
-    cached, uncached = MODES["cache on"], MODES["cache off"]
-    ours = (
-        ("engine's cache", cached, cached.rows[1]),
-        ("store", cached, REMOTE),
-        ("CPU tier", uncached, uncached.rows[1]),
-    )
-    rows = []
-    for tier, mode, row in ours:
-        if mode.name in cases:
-            case = cases[mode.name]
-            theirs = LONG_PREFILL[tier] / LONG_PREFILL["compute"]
-            rows.append((tier, f"{theirs:.1f}", f"{case.seconds(COMPUTE).median / case.seconds(row).median:.1f}"))
-    return markdown(("prompts/s, x compute and fill", "theirs", "ours"), rows)
 
 
 def first_token(results: Results) -> str:
@@ -111,7 +83,7 @@ def _scale(case: CaseResult) -> str:
     """How large the workload was, beside the reference's."""
     given = case.parameters
     said = f"{given['prompts']} prompts of {given['prompt_tokens']} tokens, {given['model']['name']} model"
-    return f"{said} (theirs: {given['prompt_tokens'] * given['scale']:.0f} tokens)"
+    return said
 
 
 def _checked(result: Result) -> str:
@@ -130,6 +102,5 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "transfer_out": ("test_transfer_out", transfer_out),
     "transfer_in": ("test_transfer_in", transfer_in),
     "long_prefill": ("test_long_prefill", long_prefill),
-    "long_prefill_published": ("test_long_prefill", long_prefill_published),
     "first_token": ("test_long_prefill", first_token),
 }

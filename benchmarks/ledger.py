@@ -1,0 +1,140 @@
+"""The ledger of targets: what each is, the command that measures it, what was reached, and what may be said of it.
+
+A target is *met* or *missed* only by a result of at least `MIN_ROUNDS` rounds on a machine that did nothing else when
+the benchmark began; anything else is *not established*, whatever the figure. A result is *stale* when what it measured
+has changed since the commit that it carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.markdown import markdown
+from benchmarks.remote_kv_cache.rig import changed_since
+from benchmarks.results_reader import Result, Results
+
+MIN_ROUNDS: Final = 5
+MET: Final = "met"
+MISSED: Final = "**missed**"
+NOT_ESTABLISHED: Final = "not established"
+NOT_MEASURED: Final = "not measured"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was reached, the limit of the same run, and whether that meets the target. `rounds`: of this figure, where
+    it has other rounds than its benchmark."""
+
+    reached: str
+    limit: str
+    met: bool
+    rounds: int | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A target. `find` raises `KeyError` when its case was not measured."""
+
+    package: str
+    target: str
+    benchmark: str
+    arguments: str
+    find: Callable[[Result], Finding]
+
+    @property
+    def command(self) -> str:
+        """How to measure it."""
+        module = f"{self.package}.{self.benchmark}" if self.benchmark.startswith("test_") else self.package
+        return f"python -m {module}{self.arguments and ' ' + self.arguments}"
+
+    def look(self, results: Results) -> Finding | None:
+        """None while nobody has measured it."""
+        try:
+            return self.find(results[self.benchmark])
+        except KeyError:
+            return None
+
+
+def verdict(finding: Finding | None, result: Result | None) -> str:
+    """What may be said of a target."""
+    if finding is None or result is None:
+        return NOT_MEASURED
+    rounds = result.rounds if finding.rounds is None else finding.rounds
+    if result.data["quick"] or rounds < MIN_ROUNDS or not result.quiet:
+        return NOT_ESTABLISHED
+    return MET if finding.met else MISSED
+
+
+def why_not(finding: Finding, result: Result) -> str:
+    """Why a target is not established."""
+    rounds = result.rounds if finding.rounds is None else finding.rounds
+    reasons = []
+    if result.data["quick"]:
+        reasons.append("a quick run")
+    if rounds < MIN_ROUNDS:
+        reasons.append(f"{rounds} round{'s' * (rounds != 1)}")
+    if not result.quiet:
+        reasons.append(f"the machine was busy (load {result.load_text})")
+    return ", ".join(reasons)
+
+
+def age(result: Result) -> str:
+    """The commit of a result, and whether it is stale."""
+    if not result.commit:
+        return "not known"
+    changed = changed_since(result.commit)
+    return f"`{result.commit}`" + (", **stale**" if changed else "" if changed is False else ", age not known")
+
+
+def claims_table(claims: Sequence[Claim], results: Results) -> str:
+    """All targets."""
+    rows = []
+    for claim in claims:
+        found = claim.look(results)
+        if found is None:
+            cells = ("", NOT_MEASURED, "", "")
+        else:
+            result = results[claim.benchmark]
+            said = verdict(found, result)
+            if said == NOT_ESTABLISHED:
+                said = f"{said}: {why_not(found, result)}"
+            cells = (found.reached, said, found.limit, age(result))
+        rows.append((claim.target, *cells, f"`{claim.command}`"))
+    return markdown(("target", "reached", "verdict", "limit, same run", "commit", "command"), rows, figures=False)
+
+
+def missed_table(claims: Sequence[Claim], results: Results) -> str:
+    """All targets whose figures are beyond them, established or not."""
+    rows = []
+    for claim in claims:
+        found = claim.look(results)
+        if found is not None and not found.met:
+            said = verdict(found, results[claim.benchmark])
+            rows.append((claim.target, found.reached, said, age(results[claim.benchmark]), f"`{claim.command}`"))
+    if not rows:
+        return "None."
+    return markdown(("target", "reached", "verdict", "commit", "command"), rows, figures=False)
+
+
+def rig_table(results: Results) -> str:
+    """Where and when, at which commit, and how quiet it was."""
+    if not results:
+        return "Not measured yet."
+    rows = []
+    for name, result in results.items():
+        data = result.data
+        rows.append((name, data["date"], age(result), str(result.rounds), result.load_text, f"`{data['command']}`"))
+    any_data = next(iter(results.values())).data
+    where, versions = any_data["rig"], any_data["versions"]
+    quick = [name for name, result in results.items() if result.data["quick"]]
+    lines = [
+        f"{where['cpu']}, {where['cores']} cores, {where['memory_bytes'] / 2**30:.0f} GiB, {where['kernel']}, "
+        f"Python {where['python']}; {where['network']}.",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+        *([f"**Quick runs, not fit for any claim: {', '.join(quick)}.**"] if quick else []),
+        "",
+        markdown(("benchmark", "date", "commit", "rounds", "load before", "command"), rows, figures=False),
+    ]
+    return "\n".join(lines)
