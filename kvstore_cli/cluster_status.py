@@ -74,7 +74,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 def cluster_status(client: KVStoreClient) -> ClusterStatus:
     """Ask every shard. Shards that do not answer are counted as down, also without `fail_open`."""
     view = client._core.view
-    calls = client._ask_all(wire.Info)
+    calls = client._exchange.ask_all(wire.Info, client._options(None))
     infos: dict[str, wire.ShardInfo] = {}
     for call in calls:
         reply = outcome(call, wire.InfoReply, fail_open=True)

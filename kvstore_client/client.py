@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -21,16 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore.wire.zmtp import frame
 from kvstore_client._calls.exchange import Exchange, outcome
+from kvstore_client._calls.options import Options
 from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
-from kvstore_client._calls.requests import Call, chunks, first_occurrences, keyed_message, milliseconds
+from kvstore_client._calls.requests import first_occurrences
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.buffers import BlockSource, writable_rows
 from kvstore_client._links.core import Core
-from kvstore_client._links.operations import Operation
-from kvstore_client._links.sending import Message
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
 from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
@@ -89,7 +87,7 @@ class KVStoreClient:
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
-        self._writer = Writer(self._exchange, namespace.block_bytes, replicas, self._repairs)
+        self._writer = Writer(self._exchange, namespace.block_bytes, replicas, self._repairs, self._reader)
         self._core.connect(fail_open)
         _clients.add(self)
 
@@ -142,20 +140,15 @@ class KVStoreClient:
         """
         if priority not in range(wire.MAX_PRIORITY + 1):
             raise ValueError(f"priority={priority!r}: expected 0 to {wire.MAX_PRIORITY}")
-        timeout_s = self._timeout_s(timeout_s)
+        options = self._options(timeout_s, force=force, deferred=deferred, priority=int(priority))
         packed = pack_keys(keys)
         source = BlockSource(blocks, self.namespace.block_bytes)
         if source.count != len(packed):
             raise ValueError(f"{len(packed)} keys and {source.count} blocks: expected as many blocks as keys")
-        deadline_ms = milliseconds(timeout_s)
-
-        def options(request_id: int, count: int, key_bytes: int) -> wire.Set:
-            return wire.Set(request_id, deadline_ms, count, key_bytes, force, int(priority), outcomes=True)
-
         _, unique = first_occurrences(packed)
         if not len(packed):
             return SetResult(0, 0, 0, 0, 0, 0)
-        result = self._writer.set(packed, unique, source, options, force, deferred, timeout_s, self.fail_open)
+        result = self._writer.set(packed, unique, source, options)
         self.stats.blocks_set += result.created + result.forced
         self.stats.bytes_out += len(packed) * self.namespace.block_bytes
         return result
@@ -165,43 +158,13 @@ class KVStoreClient:
     ) -> npt.NDArray[np.bool_]:
         """Which keys are present, one bool a key. `refresh` counts as a use; `pin_s` > 0 keeps the blocks found from
         eviction for that long (as far as the server allows), so that a `get` that follows finds them."""
-        timeout_s = self._timeout_s(timeout_s)
-        packed = pack_keys(keys)
-        return self._reader.contains(packed, refresh, pin_s, timeout_s, self.fail_open)
+        return self._reader.contains(pack_keys(keys), self._options(timeout_s, refresh=refresh, pin_s=pin_s))
 
     def match_prefix(
         self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
     ) -> int:
         """How many keys of the chain, from its head, are present without a gap."""
-        timeout_s = self._timeout_s(timeout_s)
-        packed = pack_keys(keys)
-        links = self._core.links
-        if len(links) != 1:
-            absent = np.flatnonzero(~self.contains(packed, refresh, pin_s, timeout_s=timeout_s))
-            return int(absent[0]) if len(absent) else len(packed)
-
-        deadline_ms = milliseconds(timeout_s)
-
-        def message(call: Call) -> Message:
-            some = packed[call.positions]
-            return keyed_message(
-                wire.MatchPrefix(call.operation.id, deadline_ms, len(some), some.shape[1], refresh, pin_s), some
-            )
-
-        calls = [
-            Call(links[0], Operation(self._core.next_id()), some, message)
-            for some in chunks(np.arange(len(packed)), wire.MAX_KEYS)
-        ]
-        self._exchange.run(calls, time.monotonic() + timeout_s)
-        length = 0
-        for call in calls:
-            if isinstance(call.operation.error, TRANSPORT_ERRORS):
-                self.stats.unanswered += call.count
-            reply = outcome(call, wire.MatchReply, self.fail_open)
-            length += reply.length if reply is not None else 0
-            if reply is None or reply.length < call.count:
-                break
-        return length
+        return self._reader.match_prefix(pack_keys(keys), self._options(timeout_s, refresh=refresh, pin_s=pin_s))
 
     def get(self, keys: Keys) -> GetResult:
         """All blocks at once, in memory of the client's: `blocks[i]` is read-only, None on a miss."""
@@ -209,7 +172,7 @@ class KVStoreClient:
         block_bytes = self.namespace.block_bytes
         rows = np.empty((len(packed), block_bytes), dtype=np.uint8)
         first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, None, first, unique, self._core.timeout_s)
+        present = self._get_into(packed, rows, None, first, unique, self._options(None))
         flat = memoryview(rows.reshape(-1)).toreadonly()
         blocks = [
             flat[row * block_bytes : (row + 1) * block_bytes] if hit else None
@@ -227,7 +190,7 @@ class KVStoreClient:
         missing may have been written to. Raises `IndexError` for a slot outside `out`, `ValueError` for two equal
         slots.
         """
-        timeout_s = self._timeout_s(timeout_s)
+        options = self._options(timeout_s)
         packed = pack_keys(keys)
         rows = writable_rows(out, self.namespace.block_bytes)
         places = list(range(len(packed))) if slots is None else [int(slot) for slot in slots]
@@ -239,7 +202,7 @@ class KVStoreClient:
         if slots is not None and len(set(places)) != len(places):
             raise ValueError("slots: one is named twice: expected a row of its own for each block")
         first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, None if slots is None else places, first, unique, timeout_s)
+        present = self._get_into(packed, rows, None if slots is None else places, first, unique, options)
         if len(unique) < len(packed):
             for position, origin in enumerate(first.tolist()):
                 if origin != position and present[position]:
@@ -257,7 +220,7 @@ class KVStoreClient:
         if len(unique) < len(packed):
             for position, origin in enumerate(first.tolist()):
                 repeats.setdefault(origin, []).append(position)
-        return self._stream(packed, unique, repeats)
+        return self._stream(packed, unique, repeats, self._options(None))
 
     def delete(self, keys: Keys) -> int:
         """Remove blocks. -> how many were there."""
@@ -265,33 +228,28 @@ class KVStoreClient:
         if not len(packed):
             return 0
         _, unique = first_occurrences(packed)
-        packed = packed[unique]
-
-        def contains(timeout_s: float) -> npt.NDArray[np.bool_]:
-            return self._reader.contains(packed, False, 0.0, timeout_s, self.fail_open)
-
-        return self._writer.delete(packed, contains, self.fail_open)
+        return self._writer.delete(packed[unique], self._options(None))
 
     def flush(self) -> None:
         """Return when every deferred set of this client can be read."""
         places = {place.link: place.node for place in self._core.view.places}
-        calls = self._ask_all(wire.Sync)
-        failed = {places.get(call.link, "") for call in calls if isinstance(call.operation.error, TRANSPORT_ERRORS)}
+        calls = self._exchange.ask_all(wire.Sync, self._options(None))
+        failed = {places.get(call.link, "") for call in calls if isinstance(call.error, TRANSPORT_ERRORS)}
         for call in calls:  # fewer nodes than there are copies: the others have the blocks
             outcome(call, wire.SyncReply, self.fail_open or len(failed) < self.replicas)
 
     def ping(self) -> float:
         """Seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, also with `fail_open`."""
         start = time.perf_counter()
-        for call in self._ask_all(wire.Ping):
-            if call.operation.error is not None:
-                raise call.operation.error
+        for call in self._exchange.ask_all(wire.Ping, self._options(None)):
+            if call.error is not None:
+                raise call.error
         return time.perf_counter() - start
 
     def info(self) -> StoreInfo:
         """The state of all shards that answer."""
         shards = []
-        for call in self._ask_all(wire.Info):
+        for call in self._exchange.ask_all(wire.Info, self._options(None)):
             reply = outcome(call, wire.InfoReply, self.fail_open)
             if reply is not None:
                 shards.append(msgspec.msgpack.decode(reply.info, type=wire.ShardInfo))
@@ -309,32 +267,19 @@ class KVStoreClient:
         -> by shard (its `name` in `info`), the `disk.scrub_passes` with which the check is complete; 0: the
         shard has no disk tier that is on. Shards that do not answer are left out with `fail_open`.
         """
-        calls = self._ask_all(wire.Scrub)
+        calls = self._exchange.ask_all(wire.Scrub, self._options(None))
         replies = [(call.link.name, outcome(call, wire.ScrubReply, self.fail_open)) for call in calls]
         return {name: reply.passes for name, reply in replies if reply is not None}
 
     # ---- how they work ---------------------------------------------------------------------------------------
 
-    def _timeout_s(self, given: float | None) -> float:
-        """What one call may take: what it was given, or the client's own."""
-        if given is None:
-            return self._core.timeout_s
-        _check_timeout(given)
-        return given
-
-    def _ask_all(self, request: Callable[[int, int], wire.Request]) -> list[Call]:
-        timeout_s = self._core.timeout_s
-
-        def message(call: Call) -> Message:
-            return [[frame(wire.encode(request(call.operation.id, milliseconds(timeout_s))), False)]]
-
-        links = self._core.links
-        if not links and not self.fail_open:
-            raise self._core.no_shards()
-        nobody = np.empty(0, dtype=np.intp)
-        calls = [Call(link, Operation(self._core.next_id()), nobody, message) for link in links]
-        self._exchange.run(calls, time.monotonic() + timeout_s)
-        return calls
+    def _options(self, timeout_s: float | None, **chosen: Any) -> Options:
+        """What one call was given, completed by what the client was given."""
+        if timeout_s is None:
+            timeout_s = self._core.timeout_s
+        else:
+            _check_timeout(timeout_s)
+        return Options(timeout_s=timeout_s, fail_open=self.fail_open, **chosen)
 
     def _get_into(
         self,
@@ -343,23 +288,27 @@ class KVStoreClient:
         slots: Sequence[int] | None,
         first: npt.NDArray[np.intp],
         unique: npt.NDArray[np.intp],
-        timeout_s: float,
+        options: Options,
     ) -> npt.NDArray[np.bool_]:
         if not len(packed):
             return np.zeros(0, dtype=np.bool_)
-        found = self._reader.get_into(packed, unique, rows, slots, timeout_s, self.fail_open)
+        found = self._reader.get_into(packed, unique, rows, slots, options)
         present: npt.NDArray[np.bool_] = found[first]
         self.stats.hits += int(present.sum())
         self.stats.misses += int((~present).sum())
         return present
 
     def _stream(
-        self, packed: npt.NDArray[np.uint8], unique: npt.NDArray[np.intp], repeats: dict[int, list[int]]
+        self,
+        packed: npt.NDArray[np.uint8],
+        unique: npt.NDArray[np.intp],
+        repeats: dict[int, list[int]],
+        options: Options,
     ) -> Generator[tuple[int, memoryview], None, None]:
         hits = 0
         try:
             if len(packed):
-                with contextlib.closing(self._reader.stream(packed, unique, self.fail_open)) as arriving:
+                with contextlib.closing(self._reader.stream(packed, unique, options)) as arriving:
                     for position, block in arriving:
                         for repeat in repeats.get(position, (position,)):
                             hits += 1

@@ -10,11 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
+import numpy as np
+
 from kvstore import wire
+from kvstore.wire.zmtp import frame
+from kvstore_client._calls.options import Options
 from kvstore_client._calls.requests import Call
 from kvstore_client._links.core import Core, protocol_error
 from kvstore_client._links.link import Link
-from kvstore_client._links.sending import Sending, send_all
+from kvstore_client._links.operations import Operation
+from kvstore_client._links.sending import Message, Sending, send_all
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
 
 _T = TypeVar("_T", bound=wire.Reply)
@@ -50,6 +55,21 @@ class Exchange:
         if again and not (enough is not None and enough()):
             self.send_again(again, deadline, patience_s)
             self.wait(again, deadline, patience_s, enough)
+
+    def ask_all(self, request: Callable[[int, int], wire.Request], options: Options) -> list[Call]:
+        """Ask every shard the same: `request(id, deadline_ms)`. -> the calls, done."""
+        deadline_ms = options.deadline_ms
+
+        def message(call: Call) -> Message:
+            return [[frame(wire.encode(request(call.operation.id, deadline_ms)), False)]]
+
+        links = self.core.links
+        if not links and not options.fail_open:
+            raise self.core.no_shards()
+        no_keys = np.empty(0, dtype=np.intp)
+        calls = [Call(link, Operation(self.core.next_id()), no_keys, message) for link in links]
+        self.run(calls, time.monotonic() + options.timeout_s)
+        return calls
 
     def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
         """Send calls whose connection had died unnoticed once more."""

@@ -1,4 +1,4 @@
-"""Looking for blocks: `contains`, `get_into` and `stream_get` over as many shards and rounds as it takes.
+"""Looking for blocks: `contains`, `match_prefix`, `get_into`, `stream_get`, over as many shards and rounds as needed.
 
 Copies: slot -> kernel -> destination; a block found somewhere else than at its owner is copied once more, for its
 repair. Blocks whose bytes are wrong count as not found where they came from: they are dropped there, and looked for
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore_client._calls.exchange import Exchange
+from kvstore_client._calls.exchange import Exchange, outcome
+from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.requests import Call, chunks, keyed_message, milliseconds, take
 from kvstore_client._calls.rounds import Rounds
@@ -47,17 +48,17 @@ class Reader:
         self._verify = verify
         self._repairs = repairs
 
-    def contains(self, packed: KeyArray, refresh: bool, pin_s: float, timeout_s: float, fail_open: bool) -> Present:
+    def contains(self, packed: KeyArray, options: Options) -> Present:
         """One bool a key."""
         present = np.zeros(len(packed), dtype=np.bool_)
-        deadline_ms = milliseconds(timeout_s)
+        deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
             request = wire.Contains(call.operation.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
             return keyed_message(request, keys)
 
-        rounds = Rounds(self._core, packed, np.arange(len(packed)), self._replicas, timeout_s)
+        rounds = Rounds(self._core, packed, np.arange(len(packed)), self._replicas, options.timeout_s)
         while groups := rounds.next():
             calls = [
                 Call(link, Operation(self._core.next_id()), some, message)
@@ -74,8 +75,36 @@ class Reader:
                 else:
                     present[call.positions] = np.frombuffer(reply.present, dtype=np.bool_)
             rounds.settle(calls, present)
-        self._end(rounds, fail_open)
+        self._end(rounds, options)
         return present
+
+    def match_prefix(self, packed: KeyArray, options: Options) -> int:
+        """How many keys from the head of the chain are there without a gap."""
+        links = self._core.links
+        if len(links) != 1:  # a chain is spread over all shards: each knows of some of its keys only
+            absent = np.flatnonzero(~self.contains(packed, options))
+            return int(absent[0]) if len(absent) else len(packed)
+        deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
+
+        def message(call: Call) -> Message:
+            keys = take(packed, call.positions)
+            request = wire.MatchPrefix(call.operation.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
+            return keyed_message(request, keys)
+
+        calls = [
+            Call(links[0], Operation(self._core.next_id()), some, message)
+            for some in chunks(np.arange(len(packed)), wire.MAX_KEYS)
+        ]
+        self._exchange.run(calls, time.monotonic() + options.timeout_s)
+        length = 0
+        for call in calls:
+            if isinstance(call.error, TRANSPORT_ERRORS):
+                self._core.stats.unanswered += call.count
+            reply = outcome(call, wire.MatchReply, options.fail_open)
+            length += reply.length if reply is not None else 0
+            if reply is None or reply.length < call.count:
+                break
+        return length
 
     def get_into(
         self,
@@ -83,13 +112,12 @@ class Reader:
         unique: Numbers,
         rows: npt.NDArray[np.uint8],
         slots: Sequence[int] | None,
-        timeout_s: float,
-        fail_open: bool,
+        options: Options,
     ) -> Present:
         """Blocks at positions `unique` into their rows. -> one bool a position."""
         target = IntoTarget(rows, slots, len(packed), self._verify)
-        message = self._get_message(packed, timeout_s, credit=0)
-        rounds = Rounds(self._core, packed, unique, self._replicas, timeout_s)
+        message = self._get_message(packed, options, credit=0)
+        rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
         while groups := rounds.next():
             lacking = rounds.lacking()
             calls = self._get_calls(groups, target, message)
@@ -98,19 +126,18 @@ class Reader:
             for link, positions in lacking:
                 found = positions[target.present[positions]]
                 self._repairs.put(link, packed[found], map(target.row, found.tolist()))
-        self._end(rounds, fail_open)
+        self._end(rounds, options)
         return target.present
 
     def stream(
-        self, packed: KeyArray, unique: Numbers, fail_open: bool
+        self, packed: KeyArray, unique: Numbers, options: Options
     ) -> Generator[tuple[int, memoryview], None, None]:
         """Blocks at positions `unique`, as they arrive, in any order."""
-        core = self._core
         present = np.zeros(len(packed), dtype=np.bool_)
         target = QueueTarget(self._block_bytes, self._verify)
         credit = max(STREAM_CREDIT_BYTES, 2 * self._block_bytes)
-        message = self._get_message(packed, core.timeout_s, credit)
-        rounds = Rounds(core, packed, unique, self._replicas, core.timeout_s)
+        message = self._get_message(packed, options, credit)
+        rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
         while groups := rounds.next():
             lacking: dict[int, list[Link]] = {}
             for link, positions in rounds.lacking():
@@ -118,7 +145,7 @@ class Reader:
                     lacking.setdefault(position, []).append(link)
             calls = self._get_calls(groups, target, message)
             try:
-                for position, block in self._arriving(calls, target, credit, rounds):
+                for position, block in self._arriving(calls, target, credit, rounds, options.timeout_s):
                     present[position] = True
                     for link in lacking.get(position, ()):
                         self._repairs.put(link, packed[position : position + 1], [block])
@@ -130,13 +157,13 @@ class Reader:
                         call.link.abandon(call.operation)
                         call.link.post(wire.encode(wire.Cancel(call.operation.id)), DISCARD_TIMEOUT_S)
             self._settle(rounds, calls, present, packed, target)
-        self._end(rounds, fail_open)
+        self._end(rounds, options)
 
     def _arriving(
-        self, calls: Sequence[Call], target: QueueTarget, credit: int, rounds: Rounds
+        self, calls: Sequence[Call], target: QueueTarget, credit: int, rounds: Rounds, timeout_s: float
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """One round of a stream. Each block may take the client's timeout, from when the last one was done with."""
-        core, exchange, patience_s = self._core, self._exchange, rounds.patience_s
+        """One round of a stream. Each block may take `timeout_s`, from when the caller was done with the last one."""
+        exchange, patience_s = self._exchange, rounds.patience_s
         granted = [0] * len(calls)
         hits = 0
         exchange.send(calls, rounds.deadline, patience_s)
@@ -158,20 +185,20 @@ class Reader:
                 hits += 1
                 yield position, block
                 del block
-                rounds.deadline = time.monotonic() + core.timeout_s
+                rounds.deadline = time.monotonic() + timeout_s
             for number, call in enumerate(calls):
                 assert isinstance(call.operation, GetOperation)
                 taken = call.operation.arrived * self._block_bytes
                 if not call.operation.done and taken - granted[number] >= credit // 2:
                     grant = wire.Credit(call.operation.id, taken - granted[number])
-                    call.link.post(wire.encode(grant), core.timeout_s)
+                    call.link.post(wire.encode(grant), timeout_s)
                     granted[number] = taken
 
     # ---- what they share -------------------------------------------------------------------------------------
 
     @staticmethod
-    def _get_message(packed: KeyArray, timeout_s: float, credit: int) -> Callable[[Call], Message]:
-        deadline_ms = milliseconds(timeout_s)
+    def _get_message(packed: KeyArray, options: Options, credit: int) -> Callable[[Call], Message]:
+        deadline_ms = options.deadline_ms
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
@@ -226,8 +253,8 @@ class Reader:
             elif error is not None:
                 raise error
 
-    def _end(self, rounds: Rounds, fail_open: bool) -> None:
+    def _end(self, rounds: Rounds, options: Options) -> None:
         stats = self._core.stats
         stats.found_elsewhere += rounds.found_elsewhere
         stats.failovers += rounds.failovers
-        rounds.check(fail_open)
+        rounds.check(options.fail_open)

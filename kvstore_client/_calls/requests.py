@@ -14,7 +14,7 @@ from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.link import Link
 from kvstore_client._links.operations import GetOperation, Operation
 from kvstore_client._links.sending import Message
-from kvstore_client.errors import ConnectionLost
+from kvstore_client.errors import ConnectionLost, KVStoreError
 from kvstore_client.keys import KeyArray
 
 
@@ -39,6 +39,11 @@ class Call:
 
     def message(self) -> Message:
         return self._make_message(self)
+
+    @property
+    def error(self) -> KVStoreError | None:
+        """Why there is no reply, once it is done."""
+        return self.operation.error
 
     @property
     def count(self) -> int:

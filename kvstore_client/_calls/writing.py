@@ -8,7 +8,7 @@ stored only then: it survives the death of all replicas but one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -17,6 +17,8 @@ import numpy.typing as npt
 from kvstore import wire
 from kvstore.wire import Outcome
 from kvstore_client._calls.exchange import Exchange, outcome
+from kvstore_client._calls.options import Options
+from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.requests import Call, chunks, keyed_message, milliseconds, set_message, take
 from kvstore_client._links.buffers import BlockSource
@@ -40,8 +42,9 @@ _RANKS[_OUTCOMES[_REFUSED:]] = np.arange(_REFUSED, len(_OUTCOMES))
 class Writer:
     """Sets and deletes blocks of one namespace. Thread-safe."""
 
-    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int, repairs: Repairs) -> None:
+    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int, repairs: Repairs, reader: Reader) -> None:
         self._exchange = exchange
+        self._reader = reader
         self._repairs = repairs
         self._core = exchange.core
         self._replicas = replicas
@@ -52,28 +55,24 @@ class Writer:
         packed: KeyArray,
         unique: Numbers,
         source: BlockSource,
-        options: Callable[[int, int, int], wire.Set],
-        force: bool,
-        deferred: bool,
-        timeout_s: float,
-        fail_open: bool,
+        options: Options,
     ) -> SetResult:
-        """Store the blocks at positions `unique`. `options(id, count, key_bytes)` makes a request."""
-        deadline = time.monotonic() + timeout_s
-        if force:
-            self._repairs.cancel(packed, timeout_s / 2)
+        """Store the blocks at positions `unique`, those of the keys without repetition."""
+        deadline = time.monotonic() + options.timeout_s
+        if options.force:
+            self._repairs.cancel(packed, options.timeout_s / 2)
         outcomes = np.full(len(packed), _UNKNOWN, dtype=np.uint8)
         left = unique
         error: KVStoreError | None = None
         while True:
             view = self._core.view
-            left, error = self._set_under(view, packed, left, source, options, deferred, deadline, outcomes)
-            if force:
+            left, error = self._set_under(view, packed, left, source, options, deadline, outcomes)
+            if options.force:
                 self._delete_elsewhere(view, packed, unique, deadline)
             if not len(left) or self._core.view is view or time.monotonic() >= deadline:
                 break  # Otherwise the shards that failed have left: their blocks have other owners now
         self._core.stats.unanswered += len(left)
-        if error is not None and len(left) and not (fail_open and isinstance(error, TRANSPORT_ERRORS)):
+        if error is not None and len(left) and not (options.fail_open and isinstance(error, TRANSPORT_ERRORS)):
             raise error
         counts = np.bincount(outcomes[unique], minlength=_UNKNOWN + 1)
         return SetResult(
@@ -91,8 +90,7 @@ class Writer:
         packed: KeyArray,
         positions: Numbers,
         source: BlockSource,
-        options: Callable[[int, int, int], wire.Set],
-        deferred: bool,
+        options: Options,
         deadline: float,
         outcomes: npt.NDArray[np.uint8],
     ) -> tuple[Numbers, KVStoreError | None]:
@@ -101,36 +99,39 @@ class Writer:
             return positions, self._core.no_shards()
         owners = view.owners(take(packed, positions), self._replicas)
         replicas = owners.shape[1]
+        deadline_ms, force, priority = options.deadline_ms, options.force, options.priority
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            return set_message(options(call.operation.id, len(keys), keys.shape[1]), keys, call.positions, source)
+            request = wire.Set(call.operation.id, deadline_ms, len(keys), keys.shape[1], force, priority, outcomes=True)
+            return set_message(request, keys, call.positions, source)
 
         calls = [
             Call(link, Operation(self._core.next_id()), some, message)
             for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
             for some in chunks(mine, self._per_request)
         ]
-        tally = _Tally(calls, len(packed), 1 if deferred else replicas)
-        self._exchange.run(calls, deadline, enough=tally.enough if deferred and replicas > 1 else None)
+        tally = _Tally(calls, len(packed), 1 if options.deferred else replicas)
+        self._exchange.run(calls, deadline, enough=tally.enough if options.deferred and replicas > 1 else None)
         return tally.result(positions, outcomes)
 
-    def delete(self, packed: KeyArray, contains: Callable[[float], npt.NDArray[np.bool_]], fail_open: bool) -> int:
-        """Remove blocks from every shard that may have them. -> how many there were, by `contains(timeout_s)`."""
-        timeout_s = self._core.timeout_s
-        deadline = time.monotonic() + timeout_s
-        self._repairs.cancel(packed, timeout_s / 2)
+    def delete(self, packed: KeyArray, options: Options) -> int:
+        """Remove blocks, of keys without repetition, from every shard that may have them. -> how many there were."""
+        deadline = time.monotonic() + options.timeout_s
+        self._repairs.cancel(packed, options.timeout_s / 2)
         view = self._core.view
         if not view.links:
-            if fail_open:
+            if options.fail_open:
                 return 0
             raise self._core.no_shards()
         readers = view.readers(packed, self._replicas)
         several = readers.shape[1] > 1
         # With several copies of a block, the replies do not tell how many blocks there were.
-        present = int(contains(max(0.001, (deadline - time.monotonic()) / 2)).sum()) if several else 0
+        present = 0
+        if several:
+            present = int(self._reader.contains(packed, options.within((deadline - time.monotonic()) / 2)).sum())
         calls = self._delete_from(view, packed, np.arange(len(packed)), readers, deadline)
-        replies = [outcome(call, wire.DeleteReply, fail_open) for call in calls]
+        replies = [outcome(call, wire.DeleteReply, options.fail_open) for call in calls]
         return present if several else sum(reply.deleted for reply in replies if reply is not None)
 
     def _delete_elsewhere(self, view: View, packed: KeyArray, positions: Numbers, deadline: float) -> None:

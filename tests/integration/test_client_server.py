@@ -463,8 +463,8 @@ def test_a_block_being_replaced_is_read_as_it_was(server: Server, client: KVStor
     client.set(keys, old)
     with RawClient(server) as raw:
         raw.hello(client.namespace.canonical())
-        header, joined, payload, sums = set_frames(5, keys, new)
-        raw.send(header[:-2] + b"\xc3\xc3", joined, more=True)  # force
+        header, joined, payload, sums = set_frames(5, keys, new, force=True)
+        raw.send(header, joined, more=True)
         wait_until(lambda: namespace_info(client).writing == 1)
         assert client.get(keys).blocks == old
         raw.send(payload, sums)

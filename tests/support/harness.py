@@ -366,8 +366,8 @@ class RawClient:
 
 
 def set_frames(
-    request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None
+    request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None, force: bool = False
 ) -> list[bytes]:
     """A SET of blocks that fit one payload frame."""
-    header = pack(SET, request_id, 10_000, len(keys), len(keys[0]))
+    header = pack(SET, request_id, 10_000, len(keys), len(keys[0]), force)
     return [header, b"".join(keys), b"".join(blocks), sums_of(blocks) if sums is None else sums]
