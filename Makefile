@@ -1,18 +1,22 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak torture chaos lint format demo bench build check-install clean clean-cache
+.PHONY: help serve check test soak torture chaos lint format demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 24
-	@echo "Settings: PYTHON=, ENGINE=0 (no vLLM), KVSTORE_CACHE=FOLDER (environments), CI=true (nothing may be missing)"
+	@echo "Settings: PYTHON=, ENGINE=0 (no vLLM), KVSTORE_CACHE=FOLDER (environments), CI=true (nothing may be missing),"
+	@echo "          TEST_WORKERS=N (tests at once), HYPOTHESIS_PROFILE=dev|ci (few or all examples of property tests)"
 
 serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB"
 	@exec scripts/serve.sh $(ARGS)
 
-test: ## style, types, a real install, all tests: PYTEST_ARGS="-k prefix" runs only the tests it selects
+check: ## style, types, the quick tests: what to run while working (up to 3 minutes)
+	@exec scripts/run.sh full scripts/check.sh $(PYTEST_ARGS)
+
+test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k prefix" runs only the tests it selects
 	@exec scripts/run.sh full scripts/test.sh $(PYTEST_ARGS)
 
 soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=600 seconds each

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvstore_client import Namespace
+from tests.support import scheduling
 from tests.support.harness import MakeNamespace, Server, StartServer, make_namespace
 
 _numbers = itertools.count()
 
 
+# How many examples property tests try: `dev` is for quick runs, `ci` is the whole budget. A test that wants more or
+# fewer takes a multiple, see tests/support/properties.py.
+settings.register_profile("dev", max_examples=20, deadline=None)
+settings.register_profile("ci", max_examples=100, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(scheduling)
     config.addinivalue_line("markers", "soak: its length is KVSTORE_SOAK_S seconds")
+    config.addinivalue_line("markers", "slow: takes more than 3 s on a quiet machine; `make check` leaves it out")
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ one_copy = pytest.mark.parametrize("cluster", [1], indirect=True, ids=["one-copy
 two_copies = pytest.mark.parametrize("cluster", [2], indirect=True, ids=["two-copies"])
 one_and_two_copies = pytest.mark.parametrize("cluster", [1, 2], indirect=True, ids=["one-copy", "two-copies"])
 any_copies = one_and_two_copies if FULL else two_copies
+pytestmark = pytest.mark.exclusive  # calls must end within LATE_S of their deadline
 
 
 class Copies(Cluster):

@@ -153,6 +153,7 @@ def test_an_impaired_host_answers_late_and_every_byte_arrives(network: Network) 
         ask(other)
 
 
+@pytest.mark.exclusive
 def test_a_relayed_link_is_fast_enough_for_a_test(network: Network) -> None:
     with echo(network, "a"), connect(network, "b", "a", 30.0) as sock:
         direct_s = exchange(sock, 32 * MiB)

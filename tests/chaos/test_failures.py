@@ -203,6 +203,7 @@ def calls_of(client: KVStoreClient) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize("name", ["set", "set of much", "get", "get_into", "stream_get", "contains", "flush"])
 def test_a_call_on_a_server_that_hangs_returns_in_time(
     start_server: StartServer, new_namespace: MakeNamespace, name: str
@@ -220,6 +221,7 @@ def test_a_call_on_a_server_that_hangs_returns_in_time(
                     assert isinstance(result, Timeout)
 
 
+@pytest.mark.exclusive
 def test_a_server_that_hangs_is_a_miss_at_once_until_it_goes_on(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
@@ -248,6 +250,7 @@ def hanging_under_load(load: Load, server: Any) -> Iterator[None]:
     load.wait_for_hits()
 
 
+@pytest.mark.exclusive
 def test_threads_in_the_middle_of_calls_survive_a_server_that_hangs(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:

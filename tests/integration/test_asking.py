@@ -171,6 +171,7 @@ def test_nobody_there_is_an_error() -> None:
             Asking(taken.getsockname(), TIMEOUT_S)
 
 
+@pytest.mark.exclusive
 def test_silence_is_an_error_in_time(start_server: StartServer) -> None:
     server = start_server()
     with Asking(address(server), 0.4, NAMESPACE.canonical()) as asking, server.stopped():
@@ -184,6 +185,7 @@ def test_silence_is_an_error_in_time(start_server: StartServer) -> None:
         assert time.monotonic() - before < 1.5
 
 
+@pytest.mark.exclusive
 def test_a_shard_that_takes_nothing_is_an_error_in_time(start_server: StartServer) -> None:
     server = start_server()
     namespace, keys = make_namespace(1 << 20, "m"), make_keys(40)

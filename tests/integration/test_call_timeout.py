@@ -33,6 +33,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
+@pytest.mark.exclusive
 @calls
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_call_ends_in_the_time_it_was_given(
@@ -65,6 +66,7 @@ def test_a_call_may_take_longer_than_the_client_allows_others(
             thawing.join()
 
 
+@pytest.mark.exclusive
 @calls
 def test_a_client_that_fails_open_misses_at_the_calls_deadline(
     start_server: StartServer, new_namespace: MakeNamespace, call: Callable[..., Any]
@@ -89,6 +91,7 @@ def test_a_time_that_cannot_be_is_an_error(
         assert not client.contains(KEYS).any()
 
 
+@pytest.mark.exclusive
 @calls
 def test_the_asynchronous_client_passes_it_on(
     start_server: StartServer, new_namespace: MakeNamespace, call: Callable[..., Any]
@@ -163,6 +166,7 @@ def test_impatient_calls_beside_large_ones_cost_those_nothing(server: Server, ne
         assert client.stats.failures == 0 and client.stats.reconnects == 0
 
 
+@pytest.mark.exclusive
 def test_a_call_does_not_wait_for_another_ones_connecting_beyond_its_own_time(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
 # ---- one shard ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_connections_to_all_replicas_that_died_unnoticed_cost_a_set_nothing(
     start_server: StartServer, namespace: Namespace
 ) -> None:
@@ -158,6 +159,7 @@ def test_connections_to_all_replicas_that_died_unnoticed_cost_a_set_nothing(
         assert (result.created, result.error) == (COUNT, 0)
 
 
+@pytest.mark.exclusive
 def test_a_shard_that_hangs_at_the_first_connection_costs_its_own_blocks(
     fleet: Fleet, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, in_background: InBackground
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_shard_that_hangs_at_the_first_connection_costs_its_own_blocks(
         assert [place.node for place in client._core.view.places if place.link.broken] == ["a"]
 
 
+@pytest.mark.exclusive
 def test_a_shard_that_hangs_does_not_keep_a_client_from_starting(
     fleet: Fleet, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +248,7 @@ def test_another_program_on_the_port_of_a_dead_replica_fails_no_call(
             assert client.match_prefix(KEYS) == COUNT
 
 
+@pytest.mark.exclusive
 def test_connecting_again_to_a_host_that_says_nothing_leaves_time_for_the_replica(
     start_server: StartServer, namespace: Namespace
 ) -> None:
@@ -260,6 +264,7 @@ def test_connecting_again_to_a_host_that_says_nothing_leaves_time_for_the_replic
             assert list(client.get(KEYS).blocks) == BLOCKS
 
 
+@pytest.mark.exclusive
 def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
     start_server: StartServer, big: Namespace, in_background: InBackground, no_turns: None
 ) -> None:
@@ -282,6 +287,7 @@ def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
 # ---- time --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_a_resolver_that_hangs_takes_no_longer_than_the_deadline(
     start_server: StartServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +311,7 @@ def test_a_resolver_that_hangs_takes_no_longer_than_the_deadline(
         wait_until(lambda: client.set(KEYS, BLOCKS).error == 0, what="the name is known now")
 
 
+@pytest.mark.exclusive
 def test_close_does_not_wait_for_shards_that_hang(fleet: Fleet, namespace: Namespace) -> None:
     with impostor() as port:
         shards = [ShardAddress(f"hung/{number}", "127.0.0.1", port, 1.0) for number in range(8)]

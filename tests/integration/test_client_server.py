@@ -443,6 +443,7 @@ def test_a_block_whose_writer_vanishes_is_a_miss(server: Server, client: KVStore
     assert client.set(keys, blocks_of(keys, 4 * KiB)) == SetResult(2, 1, 1, 0, 0, 0)
 
 
+@pytest.mark.exclusive
 def test_a_get_waits_no_longer_than_its_deadline(
     server: Server, connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:

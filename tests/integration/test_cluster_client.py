@@ -258,6 +258,7 @@ def test_more_replicas_than_nodes_are_as_many_as_there_are(fleet: Fleet, namespa
         assert client.get(KEYS).hit == COUNT
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(fleet: Fleet, namespace: Namespace, how: str) -> None:
     fleet.start("a", "b", "c")
@@ -373,6 +374,7 @@ def test_a_list_of_nodes_can_have_replicas(start_server: StartServer, namespace:
 # ---- silence -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_a_shard_that_vanishes_is_noticed_within_3_s(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace, timeout_s=30.0) as client:
@@ -386,6 +388,7 @@ def test_a_shard_that_vanishes_is_noticed_within_3_s(start_server: StartServer, 
         assert client.get(KEYS).hit == COUNT
 
 
+@pytest.mark.exclusive
 def test_a_slow_shard_does_not_stall_a_batch_for_the_fast_ones(start_server: StartServer, namespace: Namespace) -> None:
     fast, slow = start_server(), start_server()
     with KVStoreClient([fast.endpoint, slow.endpoint], namespace, timeout_s=1.0, fail_open=True) as client:

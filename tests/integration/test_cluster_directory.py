@@ -152,6 +152,7 @@ def test_other_clusters_and_drains_are_no_change(url: str, directory: EtcdDirect
     other.close()
 
 
+@pytest.mark.exclusive
 def test_closing_wakes_who_waits_for_a_change(directory: EtcdDirectory) -> None:
     epoch = directory.membership().epoch
     ended: list[BaseException] = []
@@ -204,6 +205,7 @@ def test_a_drain_is_asked_for_written_on_and_ended(directory: EtcdDirectory) -> 
     assert directory.read_drain("a") is None
 
 
+@pytest.mark.exclusive
 def test_an_endpoint_that_is_dead_or_silent_makes_room_for_the_next(own_etcd: Etcd, tmp_path: Path) -> None:
     (dead,) = free_ports(1)
     with Etcd(tmp_path / "silent") as silent:
@@ -296,6 +298,7 @@ def test_a_callback_that_fails_is_logged_and_the_next_change_is_told(
     assert "taking a new view" in caplog.text
 
 
+@pytest.mark.exclusive
 def test_closing_a_follower_is_quick_and_nothing_is_told_after_it(url: str, directory: EtcdDirectory) -> None:
     directory.register(member("a"), directory.grant(60))
     following = Following(url)

@@ -678,6 +678,7 @@ def test_small_blocks_on_a_large_disk_stay_within_memory(
 # ---- starting ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_sets_and_gets_work_while_a_large_tier_is_recovered(
     start_server: StartServer, folder: Path, new_namespace: MakeNamespace
 ) -> None:
@@ -866,6 +867,7 @@ def test_a_damaged_mark_is_repaired_from_its_copy(
 # ---- time to live --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_blocks_expire_on_disk_and_over_a_restart(
     start_server: StartServer, folder: Path, namespace: Namespace
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_store_that_dies_and_comes_back_is_used_again(
     wait_until(lambda: holds(guard, keys) == 0)
 
 
+@pytest.mark.exclusive
 def test_a_frozen_store_costs_the_first_call_its_deadline_and_the_others_nothing(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard
 ) -> None:
@@ -195,17 +196,18 @@ def test_many_failures_are_one_line_in_the_log_which_the_next_one_sums_up(
 
     assert counters.take() == {"failed_calls": 200}
     assert len(lines()) == 1
-    monkeypatch.setattr("kvstore_client.guard.LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr("kvstore_client.engine.guard.LOG_INTERVAL_S", 0.0)
     guard._next_log = 0.0  # as if the interval were over
     holds(guard, make_keys(1))
     assert len(lines()) == 2 and "199 more since" in lines()[1]
 
 
+@pytest.mark.exclusive
 def test_a_store_that_refuses_is_asked_again_only_after_a_pause(
     start_server: StartServer, new_namespace: MakeNamespace, make_guard: MakeGuard, monkeypatch: Any
 ) -> None:
     """A block larger than its segments is refused by this store, and by the next one on the same port is not."""
-    monkeypatch.setattr("kvstore_client.guard.REFUSED_PAUSE_S", 0.5)
+    monkeypatch.setattr("kvstore_client.engine.guard.REFUSED_PAUSE_S", 0.5)
     server = start_server(memory="8MiB", segment="1MiB")
     counters = Counters()
     guard = make_guard(server.endpoint, new_namespace(2 << 20), counters)

@@ -207,6 +207,7 @@ def test_what_is_put_while_the_old_index_is_read_replaces_it(start: Callable[...
     }
 
 
+@pytest.mark.exclusive
 def test_a_commit_follows_within_its_delay_or_at_once_when_asked(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     canonical, key_bytes = NAMESPACES[0]
@@ -249,6 +250,7 @@ def test_fresh_forgets_the_old_index(start: Callable[..., Loop]) -> None:
     assert start().recovered() == RecoveryDone(0, 0, "")
 
 
+@pytest.mark.exclusive
 def test_100_000_entries_are_recovered_within_two_seconds(start: Callable[..., Loop], tmp_path: Path) -> None:
     canonical, key_bytes = NAMESPACES[0]
     loop = start(fresh=True)
@@ -326,6 +328,7 @@ def test_the_backlog_of_a_keeper_that_does_not_read_is_visible(start: Callable[.
     assert loop.keeper.backlog_bytes == 0 and not loop.keeper.wants_write
 
 
+@pytest.mark.exclusive
 def test_stop_gives_up_at_its_deadline(start: Callable[..., Loop]) -> None:
     loop = start(fresh=True)
     loop.put(*NAMESPACES[0], make_keys(10), 1)

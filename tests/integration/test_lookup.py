@@ -68,6 +68,7 @@ def answer(lookups: PrefixLookups, lookup: Lookup) -> int:
     return lookup.stored
 
 
+@pytest.mark.exclusive
 def test_the_answer_is_pending_and_then_there(
     start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
@@ -158,6 +159,7 @@ def test_what_is_found_is_pinned_until_it_can_have_been_read(
         assert namespace_info(client).pinned == 3
 
 
+@pytest.mark.exclusive
 def test_a_frozen_store_is_a_miss_at_the_deadline_and_nobody_waits_longer(
     start_server: StartServer, new_namespace: MakeNamespace, start_lookups: StartLookups, counters: Counters
 ) -> None:

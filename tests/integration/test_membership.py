@@ -138,6 +138,7 @@ def test_a_node_registers_its_shards_and_withdraws_at_sigterm(cluster: Cluster) 
     assert "has withdrawn from" in server.log_text()
 
 
+@pytest.mark.exclusive
 def test_a_killed_node_is_out_of_every_view_within_three_seconds(cluster: Cluster) -> None:
     cluster.start("a")
     cluster.wait_for(a="serving")
@@ -149,6 +150,7 @@ def test_a_killed_node_is_out_of_every_view_within_three_seconds(cluster: Cluste
     assert time.monotonic() - began < DEATH_S
 
 
+@pytest.mark.exclusive
 def test_a_node_that_joins_serves_after_its_grace_period(cluster: Cluster) -> None:
     cluster.start("a")
     cluster.wait_for(a="serving")

@@ -226,6 +226,7 @@ def test_the_hottest_go_first(start_server: StartServer) -> None:
     assert len(there) >= 30
 
 
+@pytest.mark.exclusive
 def test_it_ends_at_the_deadline(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
     servers = [start_server(memory="128MiB") for _ in range(2)]
     members = [member_of(server) for server in servers]
@@ -483,7 +484,7 @@ def test_a_drain_sends_a_full_shard_every_block_once(start_server: StartServer) 
 def test_a_drain_gives_up_what_fails_for_good_and_says_so(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.cluster.draining.FAILING_S", 0.5)
+    monkeypatch.setattr("kvstore.moving.draining.FAILING_S", 0.5)
     members = [member_of(start_server()) for _ in range(2)]
     good, bad = make_keys(100), make_keys(20, first=1000)
     put(members[0].shards[0], SMALL, good)
@@ -492,6 +493,7 @@ def test_a_drain_gives_up_what_fails_for_good_and_says_so(
     assert (progress.total, progress.done, progress.moved, progress.failed) == (120, 120, 100, 20)
 
 
+@pytest.mark.exclusive
 def test_in_the_background_it_works_a_quarter_of_the_time_and_can_be_stopped(start_server: StartServer) -> None:
     members = [member_of(start_server(memory="128MiB")) for _ in range(2)]
     put(members[0].shards[0], LARGE, make_keys(300))

@@ -228,6 +228,7 @@ def test_a_total_that_is_told_late_is_not_counted_twice(
     assert counters.take()["checksum_errors"] == 3
 
 
+@pytest.mark.exclusive
 def test_a_frozen_store_is_given_up_at_the_deadline(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_key_queued_twice_is_named_twice(server: Server, new_namespace: MakeNa
     assert out.drain(10) and out.outcomes.keys() == {"one", "two"}
 
 
+@pytest.mark.exclusive
 def test_a_frozen_store_makes_nobody_wait_and_costs_the_oldest_blocks(
     start_server: StartServer,
     new_namespace: MakeNamespace,
@@ -238,6 +239,7 @@ def test_closing_sends_what_waits(server: Server, new_namespace: MakeNamespace, 
     assert not out._thread.is_alive()
 
 
+@pytest.mark.exclusive
 def test_closing_waits_for_a_frozen_store_no_longer_than_it_was_told(
     start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import _cext
+from tests.support.properties import examples
 
 VARIANTS = _cext._xxh3_variants()
 SEEDS = [0, 1, 0x9E3779B185EBCA87, 2**64 - 1]
@@ -241,7 +242,7 @@ def test_prefix_keys_refuse_other_arrays_parents_and_block_sizes():
             _cext.prefix_keys(tokens, block_tokens)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(0.2))
 @given(st.integers(0, 3), st.integers(1, 5))
 def test_too_few_tokens_give_no_keys(count, more):
     assert _cext.prefix_keys(np.arange(count), count + more).shape == (0, 16)

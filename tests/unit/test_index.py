@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore._cext import BlockIndex
+from tests.support.properties import examples
 
 FREE, WRITING, READY, GONE = BlockIndex.FREE, BlockIndex.WRITING, BlockIndex.READY, BlockIndex.GONE
 EXISTED, DUPLICATE, NO_SPACE = BlockIndex.EXISTED, BlockIndex.DUPLICATE, BlockIndex.NO_SPACE
@@ -383,7 +384,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert index.segment_recency(ordinal, self.now) == (newest, busy)
 
 
-IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=examples(1.5), stateful_step_count=40)
 TestIndexMachine = IndexMachine.TestCase
 
 

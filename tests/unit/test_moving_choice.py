@@ -18,6 +18,7 @@ from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import Place, View
+from tests.support.properties import examples
 
 
 def member(node: str, shards: int, zone: str) -> Member:
@@ -48,7 +49,7 @@ def gaining(node: Member, plan: Plan, copies: int) -> tuple[list[set[str]], list
     return [{gains.targets[target].name for target in row if target != NOBODY} for row in targets.tolist()], list(ranks)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(0.3))
 @given(Nodes, st.integers(1, 3))
 def test_who_leaves_gives_what_it_has_to_all_who_own_it_then_as_clients_place(
     nodes: list[tuple[int, str]], copies: int
@@ -72,7 +73,7 @@ def test_who_leaves_gives_what_it_has_to_all_who_own_it_then_as_clients_place(
     assert not any(ranks), "nobody else sends"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(0.3))
 @given(Nodes, st.integers(1, 3), st.data())
 def test_who_joins_is_given_its_share_by_each_that_had_it_and_by_one_of_them_first(
     nodes: list[tuple[int, str]], copies: int, data: st.DataObject

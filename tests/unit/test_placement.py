@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvstore._cext import group_by_owner, rendezvous
 from kvstore.cluster.placement import Placement
@@ -67,7 +67,6 @@ def test_a_growing_weight_only_attracts() -> None:
     assert (after[before != after] == 2).all()
 
 
-@settings(deadline=None)
 @given(st.permutations(range(6)))
 def test_the_order_of_shards_does_not_matter(order: list[int]) -> None:
     weights = [1.0, 2.0, 3.0, 1.5, 1.0, 4.0]
@@ -225,7 +224,6 @@ def chosen_names(shards: Sequence[Shard], keys: npt.NDArray[np.uint8], count: in
     return [[shards[number].name for number in row] for row in placed(shards).replicas(keys, count).tolist()]
 
 
-@settings(deadline=None)
 @given(clusters(), st.integers(1, 5), st.integers(0, 1000))
 def test_replicas_are_those_of_the_rule(shards: list[Shard], count: int, start: int) -> None:
     keys = KEYS[start : start + 20]
@@ -233,7 +231,6 @@ def test_replicas_are_those_of_the_rule(shards: list[Shard], count: int, start: 
     assert chosen_names(shards, keys, count) == expected
 
 
-@settings(deadline=None)
 @given(clusters(), st.integers(1, 5))
 def test_replicas_fail_apart(shards: list[Shard], count: int) -> None:
     by_name = {shard.name: shard for shard in shards}
@@ -248,7 +245,6 @@ def test_replicas_fail_apart(shards: list[Shard], count: int) -> None:
         assert len({by_name[name].zone for name in row}) >= zones
 
 
-@settings(deadline=None)
 @given(clusters(), st.integers(1, 4), st.data())
 def test_a_node_that_joins_or_leaves_concerns_only_its_own_replicas(
     shards: list[Shard], count: int, data: st.DataObject

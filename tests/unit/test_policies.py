@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore._cext import BlockIndex
+from tests.support.properties import examples
 
 READY = BlockIndex.READY
 every_policy = pytest.mark.parametrize("policy", BlockIndex.POLICIES)
@@ -148,6 +149,7 @@ def test_victims_are_what_is_then_evicted(policy: str) -> None:
             assert keys == expected
 
 
+@pytest.mark.exclusive
 @every_policy
 def test_pinned_blocks_at_the_old_end_do_not_slow_every_eviction_down(policy: str) -> None:
     cache = Cache(policy, 300_000)
@@ -381,7 +383,7 @@ class PolicyMachine(RuleBasedStateMachine):
         assert index.free + index.ready + index.gone == index.slots == len(self.attached) * self.per_segment
 
 
-PolicyMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+PolicyMachine.TestCase.settings = settings(max_examples=examples(2), stateful_step_count=40)
 TestPolicyMachine = PolicyMachine.TestCase
 
 

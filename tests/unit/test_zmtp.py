@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from kvstore.wire import zmtp
 from kvstore.wire.zmtp import Receiver, ZMTPError
@@ -85,7 +85,6 @@ def encoded(frames: list[tuple[bytes, bool]]) -> bytes:
 _sizes = st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([8191, 8192, 8193, 16_384, 100_000, 300_000])
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(_sizes, st.booleans()), max_size=12),
     cuts=st.lists(st.integers(0, 1 << 22), max_size=20),
@@ -108,7 +107,6 @@ def test_frames_arrive_as_they_were_sent(
         assert not receiver.receive(BUDGET)
 
 
-@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 1 << 20), max_size=10), size=st.integers(0, 600))
 def test_commands_between_frames_are_told_apart(cuts: list[int], size: int) -> None:
     data = (
@@ -229,7 +227,6 @@ def test_any_ready_names_a_socket_type_or_none(body: bytes) -> None:
     assert isinstance(zmtp.socket_type(body), bytes)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=2000))
 def test_any_bytes_are_frames_or_a_zmtp_error(data: bytes) -> None:
     class Bounded(Sink):
