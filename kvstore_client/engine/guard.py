@@ -1,7 +1,7 @@
-"""A client that cannot hurt the engine it serves: every failure is a miss, counted, and said at most every 10 s.
+"""A client that cannot hurt the engine it serves: every failure is a miss, counted, and logged at most every 10 s.
 
-The client itself bounds each call by a deadline and fails at once while a shard is out of reach, probing it in the
-background. What is added here: an engine may start before its store, and no exception comes out.
+The client itself ends each call by a deadline, fails at once while a shard is out of reach, and probes that shard in
+the background. This module adds two things: an engine may start before its store, and no exception comes out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore_client.keys import Namespace
 T = TypeVar("T")
 
 LOG_INTERVAL_S: Final = 10.0
-# A store that refuses us (its version, our rights) is asked again this often.
+# A store that refused this client (another version, no rights) is asked again this often.
 REFUSED_PAUSE_S: Final = 10.0
 
 
@@ -31,13 +31,13 @@ class Counters:
         self._news: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Count; an amount of 0 leaves no trace."""
+        """Add to a number; an amount of 0 changes nothing."""
         if amount:
             with self._lock:
                 self._news[name] = self._news.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """What was added since the last time."""
+        """What was added since the last call."""
         with self._lock:
             news, self._news = self._news, {}
         return news
@@ -56,8 +56,8 @@ class StoreGuard:
         replicas: int = 1,
         logger: logging.Logger | None = None,
     ) -> None:
-        """Connects. A store out of reach or one that refuses us is logged; an endpoint that can never work raises
-        ValueError. timeout_s: the longest a call takes that is not given a time of its own."""
+        """Connects. A store that is out of reach or refuses this client is logged. Raises ValueError for an endpoint
+        that is not one. timeout_s: the deadline of each call that is given none of its own."""
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
@@ -77,8 +77,8 @@ class StoreGuard:
             self.failed(error)
 
     def call(self, operation: Callable[[KVStoreClient], T], miss: T) -> T:
-        """``operation(client)``, or ``miss`` when it fails. Never raises. A shard that fails costs its own blocks: they
-        are misses in what ``operation`` returns, and the failure is counted and logged all the same."""
+        """``operation(client)``, or ``miss`` when it fails. Never raises. If one shard fails, only its own blocks are
+        misses in what ``operation`` returns; that failure, too, is counted and logged."""
         try:
             client = self._client or self._connect()
             before = client.stats.unanswered
@@ -91,7 +91,7 @@ class StoreGuard:
         return result
 
     def close(self) -> None:
-        """Disconnect; calls are misses from now on. Never raises."""
+        """Disconnect. From now on every call is a miss. Never raises."""
         with self._lock:
             self._closed = True
             client, self._client = self._client, None
@@ -107,7 +107,9 @@ class StoreGuard:
                 raise KVStoreError("this engine is shutting down")
             if self._client is None:
                 if time.monotonic() < self._refused_until:
-                    raise KVStoreError("the store refused this client; it is asked again soon")
+                    raise KVStoreError(
+                        f"the store refused this client; it is asked again every {REFUSED_PAUSE_S:.0f} s"
+                    )
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
                 self._client = KVStoreClient(
                     self._endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, replicas=self._replicas
@@ -115,7 +117,7 @@ class StoreGuard:
             return self._client
 
     def failed(self, error: Exception) -> None:
-        """Count and log a failure that happened on the store's behalf."""
+        """Count and log a failure of the store."""
         self._counters.add("failed_calls")
         if self._closed:
             return
@@ -133,5 +135,5 @@ class StoreGuard:
             unlogged,
             type(error).__name__,
             error,
-            exc_info=not isinstance(error, KVStoreError),  # anything else is a defect of ours
+            exc_info=not isinstance(error, KVStoreError),  # anything else is an error in our own code
         )

@@ -35,7 +35,7 @@ MOST_THREADS: Final = 16
 
 
 @dataclass
-class Lookup:
+class PrefixLookup:
     """A request's question. ``stored``: leading blocks of ``keys`` in the store, None until it is known; at least so
     many if it is not ``certain``, because the store did not say more in time."""
 
@@ -82,15 +82,15 @@ class PrefixLookups:
         """Questions on their way."""
         return len(self._questions)
 
-    def ask(self, keys: Sequence[bytes]) -> Lookup:
+    def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
         """Begin to find out. `poll` tells when it is known; already now, if it is known from others."""
         now = time.monotonic()
-        lookup = Lookup(keys, now + self._timeout_s, asked_at=now)
+        lookup = PrefixLookup(keys, now + self._timeout_s, asked_at=now)
         self._counters.add("lookups")
         self.poll(lookup)
         return lookup
 
-    def poll(self, lookup: Lookup) -> int | None:
+    def poll(self, lookup: PrefixLookup) -> int | None:
         """``lookup.stored`` as far as it is known now. Never blocks; from the deadline on it is what was found."""
         if lookup.stored is not None:
             return lookup.stored

@@ -34,7 +34,7 @@ Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 CHUNK_BYTES: Final = 32 << 20
 
 
-class Outcome(enum.Enum):
+class SendOutcome(enum.Enum):
     """What became of a block on its way out."""
 
     STORED = "stored"
@@ -49,7 +49,7 @@ class _Waiting(NamedTuple):
     token: Hashable
 
 
-Done: TypeAlias = Callable[[Sequence[tuple[Hashable, Outcome]]], None]
+Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
 
 
 class TransferOut:
@@ -86,7 +86,7 @@ class TransferOut:
             surplus = len(self._queue) if self._closed else max(0, len(self._queue) - self._limit)
             dropped = [self._queue.popleft() for _ in range(surplus)]
             self._changed.notify_all()
-        self._report(dropped, Outcome.DROPPED)
+        self._report(dropped, SendOutcome.DROPPED)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing waits or is on the wire. -> whether that came to be in time."""
@@ -101,7 +101,7 @@ class TransferOut:
             dropped = list(self._queue)
             self._queue.clear()
             self._changed.notify_all()
-        self._report(dropped, Outcome.DROPPED)
+        self._report(dropped, SendOutcome.DROPPED)
         self._thread.join(self._guard.timeout_s)
 
     def _run(self) -> None:
@@ -123,21 +123,21 @@ class TransferOut:
         keys = [each.key for each in batch]
         present = self._guard.call(lambda client: client.contains(keys), None)
         if present is None:
-            return self._report(batch, Outcome.FAILED)
+            return self._report(batch, SendOutcome.FAILED)
         missing = [each for each, there in zip(batch, present, strict=True) if not there]
-        self._report([each for each, there in zip(batch, present, strict=True) if there], Outcome.PRESENT)
+        self._report([each for each, there in zip(batch, present, strict=True) if there], SendOutcome.PRESENT)
         if not missing:
             return None
         failed = self._guard.call(lambda client: _set(client, missing), len(missing))
         # Which of a batch the store had no room for is not told; the last are, since it takes them in order.
         stored = len(missing) - failed
-        self._report(missing[:stored], Outcome.STORED)
-        self._report(missing[stored:], Outcome.FAILED)
+        self._report(missing[:stored], SendOutcome.STORED)
+        self._report(missing[stored:], SendOutcome.FAILED)
 
-    def _report(self, blocks: Sequence[_Waiting], outcome: Outcome) -> None:
+    def _report(self, blocks: Sequence[_Waiting], outcome: SendOutcome) -> None:
         if not blocks:
             return
-        if outcome is Outcome.STORED:
+        if outcome is SendOutcome.STORED:
             self._counters.add("transfer_out_blocks", len(blocks))
             self._counters.add("transfer_out_bytes", len(blocks) * self._guard.namespace.block_bytes)
         else:
@@ -146,9 +146,9 @@ class TransferOut:
 
 
 _COUNTERS: Final = {
-    Outcome.PRESENT: "present_blocks",
-    Outcome.DROPPED: "dropped_blocks",
-    Outcome.FAILED: "unsaved_blocks",
+    SendOutcome.PRESENT: "present_blocks",
+    SendOutcome.DROPPED: "dropped_blocks",
+    SendOutcome.FAILED: "unsaved_blocks",
 }
 
 

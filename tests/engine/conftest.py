@@ -3,17 +3,23 @@ skipped, except in CI, where it fails."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.engine.engines import Engine, Expected, StartEngine, save_model
 from tests.engine.slow_link import SlowLink
 from tests.support.harness import Server
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from tests.engine.engine_config import Rank
 
 HERE = Path(__file__).parent
 MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
@@ -88,3 +94,27 @@ def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
     yield start
     for engine in engines:
         engine.stop()
+
+
+@pytest.fixture(scope="session")
+def real_config(model: Path) -> VllmConfig:
+    from tests.engine.engine_config import engine_config  # with torch: only when a test needs it
+
+    return engine_config(model)
+
+
+@pytest.fixture
+def config(real_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """vLLM's configuration of an engine: a copy to change, in an environment without a hash seed."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    return copy.deepcopy(real_config)
+
+
+@pytest.fixture
+def rank(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A worker of that engine."""
+    from tests.engine.engine_config import Rank
+
+    rank = Rank(config, monkeypatch)
+    rank.be()
+    return rank

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore_client.engine.guard import Counters
-from kvstore_client.engine.lookup import Lookup
+from kvstore_client.engine.lookup import PrefixLookup
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.plan import StepPlan
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
@@ -47,14 +47,14 @@ class FakeLookups:
         self.asked: list[Sequence[bytes]] = []
         self.forgotten = 0
 
-    def ask(self, keys: Sequence[bytes]) -> Lookup:
+    def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
         # Asked at the end of time: an answer never grows too old by the machine's clock.
-        lookup = Lookup(list(keys), deadline=math.inf, asked_at=math.inf)
+        lookup = PrefixLookup(list(keys), deadline=math.inf, asked_at=math.inf)
         self.asked.append(lookup.keys)
         self.poll(lookup)
         return lookup
 
-    def poll(self, lookup: Lookup) -> int | None:
+    def poll(self, lookup: PrefixLookup) -> int | None:
         if lookup.stored is None and self.answering:
             lookup.certain = self.certain
             lookup.stored = self.leading(lookup.keys) if self.certain else 0

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from kvstore_client.vllm.shared.keys import BlockKeys
+    from kvstore_client.vllm.connector.block_keys import BlockKeys
 
 BLOCK_TOKENS = 16
 

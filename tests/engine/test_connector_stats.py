@@ -24,7 +24,8 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-    from kvstore_client.vllm.connector.stats import COUNTERS, GAUGES, PromMetrics, TrafficLog, TransferStats
+    from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
+    from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES
 
 TRANSFER_CONFIG = KVTransferConfig(
     kv_connector="KVStoreConnector",

@@ -202,7 +202,7 @@ def test_caches_on_other_devices_are_refused() -> None:
 
 
 def test_the_installed_vllm_has_the_parts_that_a_device_needs() -> None:
-    from kvstore_client.vllm.shared.compat import batched_copy, host_register
+    from kvstore_client.vllm.connector.vllm_parts import batched_copy, host_register
 
     def needed(function: object) -> list[str]:
         parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]

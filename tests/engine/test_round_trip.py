@@ -100,7 +100,7 @@ def test_an_unknown_option_stops_the_engine_and_names_the_valid_ones(start_engin
     assert engine.stop() == 1
     said = engine.log_text()
     assert "unknown option 'time_out_s'; did you mean 'timeout_s'?" in said
-    assert "Valid options: endpoint, cpu_bytes, cpu_policy, staging_bytes, timeout_s" in said
+    assert "Valid options: endpoint, timeout_s, lookup_timeout_s, tenant, replicas, cpu_bytes" in said
 
 
 def test_blocks_of_bfloat16_come_back_as_they_were(server: Server, start_engine: StartEngine) -> None:

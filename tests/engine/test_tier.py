@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from vllm.v1.kv_offload.base import ReqContext
 
-    from kvstore_client.vllm.tier.tier import KVStoreTier
+    from kvstore_client.vllm.tier.secondary_tier import KVStoreTier
     from tests.engine.tier_engine import CHUNK_BYTES, SLOWEST_CALL_S, TieredEngine, offload_keys
 
 TIMEOUT_S = 1.5

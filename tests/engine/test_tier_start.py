@@ -11,8 +11,8 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the engine's parts about each other
     pytest.importorskip("vllm")
-    from kvstore_client.vllm.tier.identity import engine_configs
-    from kvstore_client.vllm.tier.tier import TierConfig
+    from kvstore_client.vllm.tier.chunk_namespace import engine_configs
+    from kvstore_client.vllm.tier.options import TierOptions
     from tests.engine.tier_engine import TieredEngine
 
 
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     ("options", "said"),
     [
         ({"end_point": "tcp://127.0.0.1:1"}, "did you mean 'endpoint'"),
-        ({"lookup_timout_s": 1}, f"Valid options: {', '.join(TierConfig.__struct_fields__)}"),
+        ({"lookup_timout_s": 1}, f"Valid options: {', '.join(TierOptions.__struct_fields__)}"),
         ({"timeout_s": 0}, "timeout_s is 0"),
         ({"waiting_chunks": -1}, "waiting_chunks is -1"),
         ({"locality": "NEAR"}, "locality"),

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 
 from kvstore_client import KVStoreClient
-from kvstore_client.vllm.tier.tier import KVStoreTier
+from kvstore_client.vllm.tier.secondary_tier import KVStoreTier
 from tests.support.harness import block_of, make_keys, wait_until
 
 BLOCK_TOKENS = 32

@@ -11,7 +11,7 @@ import pytest
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.engine import lookup as lookup_module
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.lookup import Lookup, PrefixLookups
+from kvstore_client.engine.lookup import PrefixLookup, PrefixLookups
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
 
 TIMEOUT_S = 1.0
@@ -62,7 +62,7 @@ def put(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> None:
         client.set(keys, blocks_of(keys, namespace.block_bytes), deferred=False)
 
 
-def answer(lookups: PrefixLookups, lookup: Lookup) -> int:
+def answer(lookups: PrefixLookups, lookup: PrefixLookup) -> int:
     wait_until(lambda: lookups.poll(lookup) is not None)
     assert lookup.stored is not None
     return lookup.stored

@@ -15,7 +15,7 @@ import pytest
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.engine import transfer as transfer_module
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import Outcome, TransferOut
+from kvstore_client.engine.transfer import SendOutcome, TransferOut
 from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 
 TIMEOUT_S = 1.0
@@ -26,7 +26,7 @@ BLOCK_BYTES = 64 << 10
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 StartOut: TypeAlias = Callable[..., "Out"]
 
-STORED, PRESENT, DROPPED, FAILED = Outcome.STORED, Outcome.PRESENT, Outcome.DROPPED, Outcome.FAILED
+STORED, PRESENT, DROPPED, FAILED = SendOutcome.STORED, SendOutcome.PRESENT, SendOutcome.DROPPED, SendOutcome.FAILED
 
 
 class Out(TransferOut):
@@ -34,13 +34,13 @@ class Out(TransferOut):
 
     def __init__(self, guard: StoreGuard, counters: Counters, limit: int) -> None:
         self.guard = guard
-        self.outcomes: dict[Hashable, Outcome] = {}
+        self.outcomes: dict[Hashable, SendOutcome] = {}
         self.named: Counter[Hashable] = Counter()
         self.rows: dict[Hashable, Rows] = {}
         self._told = threading.Lock()
         super().__init__(guard, limit=limit, counters=counters, done=self._note)
 
-    def _note(self, results: Sequence[tuple[Hashable, Outcome]]) -> None:
+    def _note(self, results: Sequence[tuple[Hashable, SendOutcome]]) -> None:
         with self._told:
             for token, outcome in results:
                 self.named[token] += 1
@@ -53,10 +53,10 @@ class Out(TransferOut):
             self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
         self.put(keys, [self.rows[key] for key in keys], keys)
 
-    def of(self, keys: Sequence[bytes]) -> list[Outcome | None]:
+    def of(self, keys: Sequence[bytes]) -> list[SendOutcome | None]:
         return [self.outcomes.get(key) for key in keys]
 
-    def tally(self) -> dict[Outcome, int]:
+    def tally(self) -> dict[SendOutcome, int]:
         return dict(Counter(self.outcomes.values()))
 
     def all_named_once(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore_client.vllm.shared.compat import batched_copy, host_register
+from kvstore_client.vllm.connector.vllm_parts import batched_copy, host_register
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

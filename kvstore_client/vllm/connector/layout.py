@@ -19,13 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvstore import _cext
+from kvstore_client.engine.transfer import Rows
 from kvstore_client.vllm.connector.device import Addresses, Runs, SideStreams, pinned_rows
-
-Rows = npt.NDArray[np.uint8]
 
 
 class Copy(Protocol):

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore_client.engine.guard import Counters
-from kvstore_client.engine.lookup import FOUND_VALID_S, Lookup, PrefixLookups
+from kvstore_client.engine.lookup import FOUND_VALID_S, PrefixLookups
+from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.host_tier import HostTier
+from kvstore_client.vllm.connector.pending import PendingCopies, PendingLoad, TrackedRequest, WaitingRequest
 from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
-from kvstore_client.vllm.shared.keys import BlockKeys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,48 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-@dataclass
-class Waiting:
-    """A request that asked what it may load and has no blocks yet."""
-
-    lookup: Lookup | None = None  # None: the store is not asked for it
-    local: int = 0  # leading blocks in the engine's own cache
-    awaited: str | None = None  # the request whose load it waited for, to share it
-
-
-@dataclass
-class Tracked:
-    """A request that has blocks."""
-
-    request: Request
-    lookup: Lookup | None
-    next_save: int  # blocks before this one are in the store, or were handed to the workers to save
-    stored: int | None = None  # leading blocks the store has, once that is known
-    last_job: int = -1  # the last one that copies out of this request's blocks
-    outdated: bool = False  # its blocks were computed with other weights
-
-
-@dataclass
-class Loading:
-    """Blocks on their way to a request, until every rank is done."""
-
-    keys: Sequence[bytes]
-    block_ids: list[int]
-    held: list[int]  # slots of the host tier that are read
-    fetched: list[int] = field(default_factory=list)  # slots of the host tier that are written …
-    fetched_block_ids: list[int] = field(default_factory=list)  # … and the cache blocks filled from them
-    failed: set[int] = field(default_factory=set)
-
-
-@dataclass
-class Copying:
-    """A job's copies out of the cache, until every rank has made them."""
-
-    slots: list[int]
-    ranks_left: int
-    broken: bool = False  # on some rank they could not be made
 
 
 class SchedulerHalf:
@@ -106,14 +64,14 @@ class SchedulerHalf:
         self._may_save = may_save
         self._counters = counters
         self._prefix_caching = prefix_caching
-        self._waiting: dict[str, Waiting] = {}
-        self._tracked: dict[str, Tracked] = {}
-        self._loading: dict[str, Loading] = {}
+        self._waiting: dict[str, WaitingRequest] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._loading: dict[str, PendingLoad] = {}
         self._arriving: dict[bytes, str] = {}  # key -> the request whose load brings it
         self._failed_loads: set[str] = set()
         self._loads: list[Load] = []
         self._saves = Saves(job=0)
-        self._copying: dict[int, Copying] = {}
+        self._copying: dict[int, PendingCopies] = {}
         self._sending: Counter[tuple[int, int]] = Counter()  # (job, slot) -> ranks that still read it
         self._held: dict[str, int] = {}  # finished requests whose blocks the engine keeps, and until which job
         self._newly_held: dict[str, int] = {}
@@ -138,7 +96,7 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond the ``computed_tokens`` of the engine's own cache that can be loaded: whole blocks only,
         and never the last token, which the engine must compute to go on. None: not known yet, ask again."""
-        waiting = self._waiting.setdefault(request.request_id, Waiting())
+        waiting = self._waiting.setdefault(request.request_id, WaitingRequest())
         local = waiting.local = computed_tokens // self._block_tokens
         keys = self._keys.of(request)
         usable = min(len(keys), (request.num_tokens - 1) // self._block_tokens)
@@ -167,7 +125,7 @@ class SchedulerHalf:
         tokens = int(len(present) if present.all() else present.argmin()) * self._block_tokens
         return tokens if tokens >= self._min_hit_tokens else 0
 
-    def _awaits(self, waiting: Waiting, key: bytes) -> bool:
+    def _awaits(self, waiting: WaitingRequest, key: bytes) -> bool:
         """Whether another request is loading the block: it will then be in the engine's own cache, for all. One such
         load is waited for; after it has failed everybody is on his own, or the last would wait for all the others."""
         bringer = self._arriving.get(key)
@@ -181,7 +139,7 @@ class SchedulerHalf:
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:  # the second call of a loaded request, which changes nothing
             return
-        tracked = self._tracked[request.request_id] = Tracked(request, waiting.lookup, next_save=waiting.local)
+        tracked = self._tracked[request.request_id] = TrackedRequest(request, waiting.lookup, next_save=waiting.local)
         self._settle_lookup(tracked)
         if tracked.stored is not None:
             tracked.next_save = tracked.stored
@@ -203,7 +161,7 @@ class SchedulerHalf:
         load.slots = self._slots_to_fetch_into(load.keys)
         self._loads.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
-        self._loading[request.request_id] = Loading(
+        self._loading[request.request_id] = PendingLoad(
             keys, block_ids, load.host_slots, load.slots or [], load.block_ids if load.slots else []
         )
         host_tokens = len(in_host) * self._block_tokens
@@ -253,12 +211,12 @@ class SchedulerHalf:
         if not saves:
             return None
         if saves.slots:
-            self._copying[saves.job] = Copying(saves.slots, self._ranks)
+            self._copying[saves.job] = PendingCopies(saves.slots, self._ranks)
         for slot in (*saves.slots, *saves.send_slots):
             self._sending[saves.job, slot] = self._ranks
         return saves
 
-    def _save(self, tracked: Tracked, computed_tokens: int, block_ids: Sequence[int]) -> int:
+    def _save(self, tracked: TrackedRequest, computed_tokens: int, block_ids: Sequence[int]) -> int:
         """Plan to save what is complete once ``computed_tokens`` are, and is not saved yet. -> for how many blocks
         there was no room, because all slots are read or written; the next step tries again."""
         if tracked.outdated:
@@ -292,7 +250,7 @@ class SchedulerHalf:
         self._tier.touch(chain[:end])
         return unplaced
 
-    def _settle_lookup(self, tracked: Tracked) -> None:
+    def _settle_lookup(self, tracked: TrackedRequest) -> None:
         """Save from where the store's run of blocks ends, once that is known. Until then, and when the store did not
         say, what the engine has itself counts as saved: it was, when it was computed."""
         lookup = tracked.lookup

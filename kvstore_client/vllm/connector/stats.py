@@ -1,11 +1,8 @@
-"""What the connector counted, in the forms the engine collects, exports and logs.
+"""What the connector counted, in the forms in which the engine collects, exports and logs it.
 
-Every rank and the scheduler count by the names of ``COUNTERS`` and ``GAUGES`` and hand a ``TransferStats`` to the
-engine, which adds them up over ranks and time and gives the sum to its log line and to ``PromMetrics``, in the front
-end's process. ``TrafficLog`` writes our own line a minute.
-
-The metrics are named ``vllm:kvstore_…`` although they are ours: when an engine is made again in one process, vLLM
-clears the registry of names that begin with ``vllm:``, and any other would be registered twice, which is an error.
+Every rank and the scheduler count under the names of ``COUNTERS`` and ``GAUGES`` and hand a ``TransferStats`` to the
+engine. The engine adds them up over ranks and time, and gives the sum to its log line and to ``PromMetrics``, in the
+front end's process. ``TrafficLog`` writes one line a minute of ours.
 """
 
 from __future__ import annotations
@@ -13,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvstore.sizes import format_size
+from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,77 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 LOG_INTERVAL_S = 60.0
-
-
-class Metric(NamedTuple):
-    """A name for the engine's metrics page, without the prefix, and what the number means."""
-
-    name: str
-    meaning: str
-    label: str = ""  # the one label beside the engine's own, if any
-
-
-class Sample(NamedTuple):
-    """Where a counter goes: a metric, and the value of its label."""
-
-    metric: Metric
-    label_value: str = ""
-
-
-HIT_TOKENS: Final = Metric(
-    "hit_tokens_total", "Prompt tokens loaded instead of computed, by the tier that had them.", "tier"
-)
-TRANSFER_BLOCKS: Final = Metric("transfer_blocks_total", "Blocks moved between host memory and the store.", "direction")
-TRANSFER_BYTES: Final = Metric("transfer_bytes_total", "Bytes moved between host memory and the store.", "direction")
-TRANSFER_SECONDS: Final = Metric(
-    "transfer_seconds_total", "Time spent in calls that moved blocks, summed over threads and ranks.", "direction"
-)
-SWAP_BLOCKS: Final = Metric(
-    "swap_blocks_total", "Blocks moved between the engine's cache and host memory.", "direction"
-)
-SWAP_BYTES: Final = Metric("swap_bytes_total", "Bytes moved between the engine's cache and host memory.", "direction")
-SWAP_SECONDS: Final = Metric(
-    "swap_seconds_total", "Time spent moving blocks between the engine's cache and host memory.", "direction"
-)
-
-COUNTERS: Final[Mapping[str, Sample]] = {
-    "hit_tokens_cpu": Sample(HIT_TOKENS, "cpu"),
-    "hit_tokens_store": Sample(HIT_TOKENS, "store"),
-    "transfer_in_blocks": Sample(TRANSFER_BLOCKS, "in"),
-    "transfer_out_blocks": Sample(TRANSFER_BLOCKS, "out"),
-    "transfer_in_bytes": Sample(TRANSFER_BYTES, "in"),
-    "transfer_out_bytes": Sample(TRANSFER_BYTES, "out"),
-    "transfer_in_seconds": Sample(TRANSFER_SECONDS, "in"),
-    "transfer_out_seconds": Sample(TRANSFER_SECONDS, "out"),
-    "swap_in_blocks": Sample(SWAP_BLOCKS, "in"),
-    "swap_out_blocks": Sample(SWAP_BLOCKS, "out"),
-    "swap_in_bytes": Sample(SWAP_BYTES, "in"),
-    "swap_out_bytes": Sample(SWAP_BYTES, "out"),
-    "swap_in_seconds": Sample(SWAP_SECONDS, "in"),
-    "swap_out_seconds": Sample(SWAP_SECONDS, "out"),
-    "present_blocks": Sample(Metric("present_blocks_total", "Blocks not sent because the store had them.")),
-    "dropped_blocks": Sample(Metric("dropped_blocks_total", "Blocks not sent because too many waited; oldest first.")),
-    "unsaved_blocks": Sample(
-        Metric("unsaved_blocks_total", "Blocks the store did not take, or could not be asked to.")
-    ),
-    "missed_blocks": Sample(Metric("missed_blocks_total", "Blocks the store had when asked and did not deliver.")),
-    "checksum_errors": Sample(Metric("checksum_errors_total", "Blocks that arrived damaged; each counts as missed.")),
-    "lookups": Sample(Metric("lookups_total", "Questions to the store how much it has of a prompt.")),
-    "lookup_timeouts": Sample(
-        Metric("lookup_timeouts_total", "Lookups not answered in lookup_timeout_s, which count as nothing found.")
-    ),
-    "skipped_lookups": Sample(Metric("skipped_lookups_total", "Lookups not made because too many were under way.")),
-    "failed_loads": Sample(Metric("failed_loads_total", "Requests that computed what a load should have brought.")),
-    "failed_calls": Sample(Metric("failed_calls_total", "Calls of the store that failed, each one a miss.")),
-    "defects": Sample(
-        Metric("defects_total", "Errors of the connector itself, treated as misses. Please report them.")
-    ),
-}
-
-# Counted at several places at once: each source's last value counts, and the metric is their sum.
-GAUGES: Final[Mapping[str, Metric]] = {
-    "waiting_blocks": Metric("waiting_blocks", "Blocks in host memory that wait to be sent to the store."),
-}
 
 
 @dataclass
@@ -162,7 +89,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         families = {
             metric: self._counter_cls(
-                name=f"vllm:kvstore_{metric.name}",
+                name=PREFIX + metric.name,
                 documentation=metric.meaning,
                 labelnames=[*labelnames, metric.label] if metric.label else labelnames,
             )
@@ -182,7 +109,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._gauges = {
             name: create_metric_per_engine(
                 self._gauge_cls(
-                    name=f"vllm:kvstore_{metric.name}",
+                    name=PREFIX + metric.name,
                     documentation=metric.meaning,
                     labelnames=labelnames,
                     multiprocess_mode="mostrecent",

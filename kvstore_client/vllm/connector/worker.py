@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import Outcome, TransferIn, TransferOut
-from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
+from kvstore_client.engine.transfer import Rows, SendOutcome, TransferIn, TransferOut
+from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -34,7 +34,7 @@ LOADING_THREADS = 2
 IDLE_WAIT_S = 0.001
 
 
-class Copying(NamedTuple):
+class OrderedCopies(NamedTuple):
     """A job whose copies out of the cache were ordered."""
 
     saves: Saves
@@ -68,7 +68,7 @@ class WorkerHalf:
         limit = slots // 2 - min(self._in.chunk_blocks, slots // 4)
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent)
         self._staging = threading.local()
-        self._copying: deque[Copying] = deque()
+        self._copying: deque[OrderedCopies] = deque()
         self._copied_job = -1
         self._held: dict[str, int] = {}
         self._report = WorkerReport()
@@ -90,10 +90,10 @@ class WorkerHalf:
     def load(self, load: Load) -> None:
         """Begin. The request ends up in `take_finished` whatever happens, its missing blocks among the failed."""
         if load.slots is not None:
-            loading = Loading(load, self._layout, self._pool, lambda: self._pool, load.slots)
+            loading = RankLoad(load, self._layout, self._pool, lambda: self._pool, load.slots)
         else:
             places = [index % (2 * self._in.chunk_blocks) for index in range(len(load.keys))]
-            loading = Loading(load, self._layout, self._pool, self._staging_rows, places)
+            loading = RankLoad(load, self._layout, self._pool, self._staging_rows, places)
         try:
             self._layout.fence()
         except Exception:
@@ -117,7 +117,7 @@ class WorkerHalf:
             rows = self._staging.rows = self._layout.pool(2 * self._in.chunk_blocks)
         return rows
 
-    def _loaded(self, loading: Loading) -> None:
+    def _loaded(self, loading: RankLoad) -> None:
         started = time.monotonic()
         try:
             loading.finish()
@@ -129,7 +129,7 @@ class WorkerHalf:
         self._counters.add("swap_in_seconds", loading.seconds + time.monotonic() - started)
         self._end(loading)
 
-    def _end(self, loading: Loading) -> None:
+    def _end(self, loading: RankLoad) -> None:
         with self._lock:
             self._finished.add(loading.load.request_id)
             self._failed_block_ids |= loading.missing
@@ -173,7 +173,7 @@ class WorkerHalf:
                 copy = self._layout.swap_out(saves.block_ids, self._pool, saves.slots)
             except Exception:
                 logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
-            self._copying.append(Copying(saves, copy, started))
+            self._copying.append(OrderedCopies(saves, copy, started))
         self._send(saves.job, saves.send_keys, saves.send_slots)
 
     def take_saved(self) -> set[str]:
@@ -228,7 +228,7 @@ class WorkerHalf:
     def _is_mine(self, key: bytes) -> bool:
         return int.from_bytes(key[:4], "big") % self._replicas == self._replica
 
-    def _sent(self, results: Sequence[tuple[Hashable, Outcome]]) -> None:
+    def _sent(self, results: Sequence[tuple[Hashable, SendOutcome]]) -> None:
         self._released.extend(cast("tuple[int, int]", token) for token, _ in results)
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class WorkerHalf:
         self._in.close()
 
 
-class Loading:
+class RankLoad:
     """One request's blocks on their way in. Used by one transfer thread."""
 
     def __init__(

@@ -24,15 +24,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
 
 from kvstore.wire import MAX_BLOCK_BYTES
 from kvstore_client import Namespace
-from kvstore_client.vllm.shared.identity import (
-    check_hash_reproducible,
-    check_inputs,
-    config_digest,
-    draft_identity,
-    hash_probe,
-    load_identity,
-    model_identity,
-)
+from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible, hash_probe
+from kvstore_client.vllm.shared.engine_checks import check_inputs
+from kvstore_client.vllm.shared.model_identity import config_digest, draft_identity, load_identity, model_identity
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -77,7 +71,7 @@ def check_chunks(engine: VllmConfig, cache: KVCacheConfig, chunk_bytes: int) -> 
         )
 
 
-def tier_namespace(
+def chunk_namespace(
     offloading: OffloadingConfig,
     engine: VllmConfig,
     cache: KVCacheConfig,

@@ -23,9 +23,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -43,13 +42,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstore.wire import MAX_REPLICAS
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import Outcome, TransferIn, TransferOut
-from kvstore_client.vllm.connector.config import LONGEST_TIMEOUT_S, parse_options
-from kvstore_client.vllm.connector.stats import COUNTERS, GAUGES
-from kvstore_client.vllm.tier.identity import check_chunks, engine_configs, tier_namespace
-from kvstore_client.vllm.tier.lookup import TierLookups
+from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
+from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, PREFIX
+from kvstore_client.vllm.shared.store_options import parse_options
+from kvstore_client.vllm.tier.chunk_lookups import ChunkLookups
+from kvstore_client.vllm.tier.chunk_namespace import check_chunks, chunk_namespace, engine_configs
+from kvstore_client.vllm.tier.options import TierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -68,7 +67,6 @@ LOAD_THREADS = 2
 GENERATION_BYTES = 16
 # Of the CPU tier: chunks that wait are pinned in it, as many more can be on the wire, and the engine needs the rest.
 WAITING_SHARE = 0.25
-PREFIX = "vllm:kvstore_"  # as the connector's
 # Of what the connector counts, what a tier does: lookups, transfers, and what went wrong with them.
 TIER_COUNTERS = frozenset(
     {
@@ -89,36 +87,6 @@ TIER_COUNTERS = frozenset(
         "defects",
     }
 )
-
-
-class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of one entry of ``secondary_tiers``, beside those the framework takes itself. Durations in seconds.
-
-    endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or a cluster's URL.
-    timeout_s: deadline of one load, after which its chunks count as missing, and of every call that sends chunks.
-    lookup_timeout_s: how long a request waits to learn whether the store has a chunk, before it counts as missing.
-    waiting_chunks: chunks that wait to be sent at most; then the oldest are dropped. 0: a quarter of the CPU tier.
-    tenant: chunks are shared only within one tenant.
-    locality: where the store is, seen from the engine, for the framework's per-request filters and its backpressure.
-    replicas: nodes of a cluster that hold a copy of each chunk, 1 to 3; the same in every engine that shares chunks.
-    """
-
-    endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
-    timeout_s: float = 5.0
-    lookup_timeout_s: float = 1.0
-    waiting_chunks: int = 0
-    tenant: str = ""
-    locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
-    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
-
-    def __post_init__(self) -> None:
-        for name in ("timeout_s", "lookup_timeout_s"):
-            if not 0 < getattr(self, name) <= LONGEST_TIMEOUT_S:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; expected seconds, above 0 and at most {LONGEST_TIMEOUT_S}"
-                )
-        if self.waiting_chunks < 0:
-            raise ValueError(f"waiting_chunks is {self.waiting_chunks}; expected 0 or more chunks")
 
 
 @dataclass
@@ -181,43 +149,43 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Connects; a store out of reach is logged and used as soon as it is there. Raises ValueError for options or
         an engine that cannot work; the engine stops with the message."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        config = parse_options(TierConfig, options, f"secondary_tiers, {tier_type}")
-        self.locality = Locality(config.locality)
-        self._timeout_s = config.timeout_s
+        given = parse_options(TierOptions, options, f"secondary_tiers, {tier_type}")
+        self.locality = Locality(given.locality)
+        self._timeout_s = given.timeout_s
         self._rows: Rows | None = _rows_of(primary_kv_view)
         engine, cache = engine_configs()
         check_chunks(engine, cache, self.block_size_bytes)
-        self.namespace = tier_namespace(
+        self.namespace = chunk_namespace(
             offloading_spec.config,
             engine,
             cache,
             chunk_bytes=self.block_size_bytes,
             page_bytes=offloading_spec.cpu_page_size_per_worker,
-            tenant=config.tenant,
+            tenant=given.tenant,
         )
         self._counters = Counters()
         self._guard, lookup_guard = (
             StoreGuard(
-                config.endpoint,
+                given.endpoint,
                 self.namespace,
                 timeout_s=timeout_s,
                 counters=self._counters,
-                replicas=config.replicas,
+                replicas=given.replicas,
                 logger=logger,
             )
-            for timeout_s in (config.timeout_s, config.lookup_timeout_s)
+            for timeout_s in (given.timeout_s, given.lookup_timeout_s)
         )
         self._lookup_guard = lookup_guard
-        self._lookups = TierLookups(lookup_guard, timeout_s=config.lookup_timeout_s, counters=self._counters)
-        self._most_waiting = config.waiting_chunks or max(1, int(len(self._rows) * WAITING_SHARE))
+        self._lookups = ChunkLookups(lookup_guard, timeout_s=given.lookup_timeout_s, counters=self._counters)
+        self._most_waiting = given.waiting_chunks or max(1, int(len(self._rows) * WAITING_SHARE))
         self._out = TransferOut(self._guard, limit=self._most_waiting, counters=self._counters, done=self._sent)
         self._in = TransferIn(self._guard, threads=LOAD_THREADS, counters=self._counters)
         self._stores: dict[JobId, StoreJob] = {}  # the scheduler's alone
-        self._named: deque[Sequence[tuple[Hashable, Outcome]]] = deque()  # from the transfer's thread
+        self._named: deque[Sequence[tuple[Hashable, SendOutcome]]] = deque()  # from the transfer's thread
         self._loads: deque[LoadJob] = deque()  # finished ones, from the transfer's threads
         self._unstarted: list[JobResult] = []
         self._generation = b""
-        logger.info("kvstore: chunks are stored at %s as %s", config.endpoint, self.namespace)
+        logger.info("kvstore: chunks are stored at %s as %s", given.endpoint, self.namespace)
 
     # Lookups.
 
@@ -234,7 +202,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     @_never_raises(None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._lookups.flush()
+        self._lookups.end_step()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Each chunk is offered once, when it enters the CPU tier: every engine can read it from the store then."""
@@ -350,15 +318,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             return list(keys)
         return [hashlib.blake2b(key, digest_size=len(key), key=self._generation).digest() for key in keys]
 
-    def _sent(self, named: Sequence[tuple[Hashable, Outcome]]) -> None:
+    def _sent(self, named: Sequence[tuple[Hashable, SendOutcome]]) -> None:
         self._named.append(named)
 
-    def _name(self, job_id: JobId, outcome: Outcome) -> list[JobResult]:
+    def _name(self, job_id: JobId, outcome: SendOutcome) -> list[JobResult]:
         """One chunk's end, and the job's if it was its last."""
         job = self._stores[job_id]
         job.unnamed -= 1
-        job.stored += outcome is Outcome.STORED
-        job.lost += outcome in (Outcome.DROPPED, Outcome.FAILED)
+        job.stored += outcome is SendOutcome.STORED
+        job.lost += outcome in (SendOutcome.DROPPED, SendOutcome.FAILED)
         if job.unnamed:
             return []
         del self._stores[job_id]

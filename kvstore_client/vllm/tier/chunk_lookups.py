@@ -34,7 +34,7 @@ PIN_S: Final = 10.0
 MOST_TOUCHES: Final = 1 << 16
 
 
-class Answer:
+class ChunkLookup:
     """Whether the store has a key: None until it is known. Set once by the asking thread, or by the scheduler."""
 
     __slots__ = ("asked_at", "found", "holders")
@@ -45,7 +45,7 @@ class Answer:
         self.holders = 0  # requests that have used it
 
 
-class TierLookups:
+class ChunkLookups:
     """The lookups of one tier. Every method is called by the scheduler and none blocks.
 
     guard: of these lookups alone, since on one connection answers would wait behind blocks. Its thread is the only one
@@ -56,13 +56,13 @@ class TierLookups:
         self._guard = guard
         self._timeout_s = timeout_s
         self._counters = counters
-        self._latest: dict[bytes, Answer] = {}
-        self._of_request: dict[str, dict[bytes, Answer]] = {}
-        self._step: dict[bytes, Answer] = {}  # asked for in this step
+        self._latest: dict[bytes, ChunkLookup] = {}
+        self._of_request: dict[str, dict[bytes, ChunkLookup]] = {}
+        self._step: dict[bytes, ChunkLookup] = {}  # asked for in this step
         self._step_touches: dict[bytes, None] = {}
-        self._unheld: list[tuple[bytes, Answer]] = []  # still on their way
+        self._unheld: list[tuple[bytes, ChunkLookup]] = []  # still on their way
         self._changed = threading.Condition()  # guards the following
-        self._unasked: dict[bytes, Answer] = {}
+        self._unasked: dict[bytes, ChunkLookup] = {}
         self._untouched: dict[bytes, None] = {}
         self._sending = 0
         self._closed = False
@@ -85,7 +85,7 @@ class TierLookups:
         """Refresh the recency of keys, some time."""
         self._step_touches.update(dict.fromkeys(keys))
 
-    def flush(self) -> None:
+    def end_step(self) -> None:
         """The step is over: send what was asked in it."""
         self._unheld = [(key, answer) for key, answer in self._unheld if not self._drop(key, answer)]
         if not self._step and not self._step_touches:
@@ -132,15 +132,15 @@ class TierLookups:
             self._changed.notify()
         self._thread.join(self._timeout_s)
 
-    def _ask(self, key: bytes) -> Answer:
+    def _ask(self, key: bytes) -> ChunkLookup:
         now = time.monotonic()
         latest = self._latest.get(key)
         if latest is not None and (latest.found is None or now - latest.asked_at < VALID_S):
             return latest
-        self._latest[key] = self._step[key] = answer = Answer(now)
+        self._latest[key] = self._step[key] = answer = ChunkLookup(now)
         return answer
 
-    def _drop(self, key: bytes, answer: Answer) -> bool:
+    def _drop(self, key: bytes, answer: ChunkLookup) -> bool:
         """Forget an answer that nobody holds any more; not while it is on its way, for others to share."""
         if answer.found is None and not answer.holders:
             return False
@@ -166,7 +166,7 @@ class TierLookups:
             with self._changed:
                 self._sending = 0
 
-    def _answer(self, asked: dict[bytes, Answer]) -> None:
+    def _answer(self, asked: dict[bytes, ChunkLookup]) -> None:
         left = min(answer.asked_at for answer in asked.values()) + self._timeout_s - time.monotonic()
         present = None
         if left > 0:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
-
-class BatchedCopy(Protocol):
-    """``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]`` for every i, in one call to the driver where it can
-    (cuMemcpyBatchAsync, CUDA 12.8), queued on the current stream. The three are int64 tensors in host memory."""
-
-    def __call__(self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, /) -> None: ...
+# Takes ``src, dst, sizes``: int64 tensors in host memory.
+BatchedCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def batched_copy() -> BatchedCopy:
-    """Raises RuntimeError when this vLLM has none. Later versions take more arguments, all optional."""
+    """Copies ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]`` for every i, queued on the current stream: in one
+    call to the driver where that is possible (cuMemcpyBatchAsync, CUDA 12.8). Raises RuntimeError when this vLLM has no
+    such function. Later versions take more arguments, all optional."""
     copy: BatchedCopy = _part("vllm._custom_ops", "swap_blocks_batch")
     return copy
 

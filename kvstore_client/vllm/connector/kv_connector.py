@@ -5,12 +5,12 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": "tcp://127.0.0.1:7070"}}'
 
-The engine makes one of these in its scheduler and one in every worker, usually in different processes; each holds
-one half and passes the engine's calls on to it. The workers tell the scheduler their namespaces through the engine's
-handshake, since only they know their tensors.
+The engine makes one of these in its scheduler and one in every worker, usually in different processes. Each holds one
+half and passes the engine's calls on to it. Only the workers know their tensors, so they send their namespaces to the
+scheduler, through the engine's handshake.
 
-No exception leaves a connector once the engine runs: the store's failures end in the guards, and what a defect of
-ours might raise ends at the calls here.
+No exception leaves a connector once the engine runs: the guards catch the store's failures, and `_never_raise` catches
+what a defect of ours raises.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvstore_client import Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
-from kvstore_client.vllm.connector.config import parse_config
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.layout import BlockLayout
+from kvstore_client.vllm.connector.mismatch import explain_mismatch
+from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.connector.plan import StepPlan, WorkerReport
+from kvstore_client.vllm.connector.rank_namespace import rank_namespace, replica
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
 from kvstore_client.vllm.connector.worker import WorkerHalf
-from kvstore_client.vllm.shared.identity import (
-    check_engine,
-    check_same_hash,
-    explain_strangers,
-    rank_namespace,
-    replica,
-)
+from kvstore_client.vllm.shared.block_hashes import check_same_hash
+from kvstore_client.vllm.shared.engine_checks import check_engine
+from kvstore_client.vllm.shared.store_options import parse_options
 
 if TYPE_CHECKING:
     import torch
@@ -63,27 +61,31 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
 
-# With fewer rows than this a host pool only gets in its own way.
+# With fewer rows in a host pool, a block would wait for another one in every step.
 MIN_SLOTS = 8
 
 
 @dataclass
 class RankStore(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler, pickled by the engine: where its part of every block lies, and how many
-    blocks its host pool has room for."""
+    """What a worker sends to the scheduler (the engine pickles it): the namespace of its part of every block, and how
+    many blocks its host pool has room for."""
 
     namespace: Namespace
     slots: int
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """One class for both halves, as the engine wants it; see the module for what they are."""
+    """One class for both halves, as vLLM requires; the module says what the halves are. No call blocks on the store.
+
+    Thread: in each process the one thread that the engine calls its connector from.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises ValueError for options or an engine that cannot work; the engine stops with the message."""
+        """Raises ValueError for wrong options and for an engine whose blocks cannot be shared. The engine then stops
+        with the message."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = self._kv_transfer_config
-        self._config = parse_config(transfer.kv_connector_extra_config)
+        self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_engine(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -94,56 +96,56 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._waiting_told = 0
         if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
             logger.warning(
-                "kvstore: kv_load_failure_policy is %r, so a request whose blocks cannot be loaded fails; "
-                'set "kv_load_failure_policy": "recompute" to have them computed instead',
+                "kvstore: kv_load_failure_policy is %r, so a request fails if its blocks cannot be loaded. "
+                'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to compute them instead',
                 transfer.kv_load_failure_policy,
             )
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped save is a later miss, nothing else."""
+        """Whether vLLM must wait for every save. No: a dropped save is a later miss, nothing else."""
         return False
 
     # The scheduler's half.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Called once while the engine starts, with what every worker's ``get_handshake_metadata`` returned. Raises
-        ValueError when the workers do not hash as this process does."""
+        ValueError when a worker hashes blocks differently than this process."""
         ranks = [told for told in metadata.values() if isinstance(told, RankStore)]
         if len(ranks) != len(metadata):
             logger.warning(
-                "kvstore: another connector's handshake arrived in place of ours (two connectors that both need it "
-                "cannot share one engine); nothing will be loaded or saved"
+                "kvstore: the handshake brought the data of another KV connector, so nothing will be loaded or saved. "
+                "Two connectors that both use the handshake cannot run in one engine: leave one of them out"
             )
             return
         check_same_hash(self._vllm_config, [rank.namespace for rank in ranks])
         # Ranks that hold the same part have one namespace, and one answer.
         distinct = {rank.namespace.id: rank.namespace for rank in ranks}
-        self._guards = [self._guard(namespace, self._config.lookup_timeout_s) for namespace in distinct.values()]
-        self._explain_strangers(self._guards[0])
+        self._guards = [self._guard(namespace, self._options.lookup_timeout_s) for namespace in distinct.values()]
+        self._explain_mismatch(self._guards[0])
         transfer = self._kv_transfer_config
         self._scheduler = SchedulerHalf(
-            PrefixLookups(self._guards, timeout_s=self._config.lookup_timeout_s, counters=self._counters),
+            PrefixLookups(self._guards, timeout_s=self._options.lookup_timeout_s, counters=self._counters),
             HostTier(
-                min(rank.slots for rank in ranks), keep=self._config.cpu_bytes > 0, policy=self._config.cpu_policy
+                min(rank.slots for rank in ranks), keep=self._options.cpu_bytes > 0, policy=self._options.cpu_policy
             ),
             ranks=len(ranks),
             block_tokens=self._vllm_config.cache_config.block_size,
-            min_hit_tokens=self._config.min_hit_tokens,
-            save_decode=self._config.save_decode,
+            min_hit_tokens=self._options.min_hit_tokens,
+            save_decode=self._options.save_decode,
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
             counters=self._counters,
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
 
-    def _explain_strangers(self, guard: StoreGuard) -> None:
-        """Say why nothing will be found, if the store has this model's blocks under another description."""
+    def _explain_mismatch(self, guard: StoreGuard) -> None:
+        """Log why nothing will be found, if the store has blocks of this model under other namespaces only."""
         info = guard.call(lambda client: client.info(), None)
         if info is None:
             return
         known = {namespace.namespace for shard in info.shards for namespace in shard.namespaces}
-        if warning := explain_strangers(guard.namespace, known):
+        if warning := explain_mismatch(guard.namespace, known):
             logger.warning("kvstore: %s", warning)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -153,7 +155,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if half := self._scheduler:  # not guarded: a promised load that is forgotten would park the request for ever
+        if half := self._scheduler:  # not caught: without the promised load the request would wait for ever
             half.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -186,49 +188,53 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def reset_cache(self) -> bool | None:
-        """Called with new weights, among others: from now on nothing that was saved before is found by this engine,
-        neither in the host tier nor in the store, where the blocks stay for the others."""
+        """Called when the engine gets new weights, among others. From now on this engine finds nothing that was saved
+        before, neither in its host memory nor in the store. Other engines still find it in the store."""
         if half := self._scheduler:
             self._never_raise(half.reset, None)
-            logger.warning("kvstore: cache reset; until its restart this engine shares no blocks with others")
+            logger.warning(
+                "kvstore: the engine's cache was reset, perhaps for new weights, so from now on it shares no blocks "
+                "with other engines; restart it to share again"
+            )
         return True
 
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Called once while the engine starts. Raises ValueError for a cache that has no uniform blocks."""
+        """Called once while the engine starts. Raises ValueError for a cache whose layers have different pages."""
         modules = self._vllm_config.compilation_config.static_forward_context
         layers = [modules[name] for name in kv_caches if name in modules]
         layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks)
-        namespace = rank_namespace(self._vllm_config, layout, layers, self._config.tenant)
+        namespace = rank_namespace(self._vllm_config, layout, layers, self._options.tenant)
         slots = self._pool_slots(layout.block_bytes)
         self._rank_store = RankStore(namespace, slots)
-        self._guards = [self._guard(namespace, self._config.timeout_s)]
+        self._guards = [self._guard(namespace, self._options.timeout_s)]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
             slots=slots,
-            timeout_s=self._config.timeout_s,
+            timeout_s=self._options.timeout_s,
             replica=replica(self._vllm_config),
             counters=self._counters,
         )
-        logger.info("kvstore: blocks are stored at %s as %s", self._config.endpoint, namespace)
+        logger.info("kvstore: blocks are stored at %s as %s", self._options.endpoint, namespace)
         logger.info(
-            "kvstore: %s of %d blocks in host memory",
-            "a CPU tier" if self._config.cpu_bytes else "no CPU tier (cpu_bytes is 0); room",
+            "kvstore: host memory of this rank: %d blocks, %s",
             slots,
+            "the CPU tier" if self._options.cpu_bytes else "for blocks on their way (cpu_bytes is 0: no CPU tier)",
         )
 
     def _pool_slots(self, block_bytes: int) -> int:
-        """Rows of this rank's host pool."""
-        if not self._config.cpu_bytes:
-            return max(MIN_SLOTS, self._config.staging_bytes // block_bytes)
+        """How many rows this rank's host pool has."""
+        if not self._options.cpu_bytes:
+            return max(MIN_SLOTS, self._options.staging_bytes // block_bytes)
         ranks: int = self._vllm_config.parallel_config.world_size
-        slots = self._config.cpu_bytes // ranks // block_bytes
+        slots = self._options.cpu_bytes // ranks // block_bytes
         if slots < MIN_SLOTS:
             raise ValueError(
-                f"kvstore: cpu_bytes is {self._config.cpu_bytes}, which is room for {slots} blocks of {block_bytes} "
-                f"bytes on each of {ranks} ranks; expected room for at least {MIN_SLOTS}, or 0 for no CPU tier"
+                f"kvstore: cpu_bytes is {self._options.cpu_bytes}, room for {slots} blocks of {block_bytes} bytes on "
+                f"each of {ranks} ranks; expected room for at least {MIN_SLOTS} blocks (cpu_bytes="
+                f"{MIN_SLOTS * ranks * block_bytes}), or 0 for no CPU tier"
             )
         return slots
 
@@ -258,7 +264,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing to do: a block holds all layers, so it is saved when the step's last layer is computed."""
 
     def wait_for_save(self) -> None:
-        """Orders the copies out of the cache; they end, and are sent, behind the engine's back."""
+        """Starts the copies out of the cache. They end, and the blocks are sent, in the background."""
         if self._worker and (saves := self._plan().saves):
             self._worker.save(saves)
 
@@ -277,7 +283,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Both halves.
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        """What was counted since the last call; the engine logs it, sums it over the workers, and exports it."""
+        """What was counted since the last call. The engine adds it up over the workers, logs and exports it."""
         counters = self._counters.take()
         if self._role == KVConnectorRole.SCHEDULER:
             stats = TransferStats.of(counters)
@@ -318,11 +324,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _guard(self, namespace: Namespace, timeout_s: float) -> StoreGuard:
         return StoreGuard(
-            self._config.endpoint,
+            self._options.endpoint,
             namespace,
             timeout_s=timeout_s,
             counters=self._counters,
-            replicas=self._config.replicas,
+            replicas=self._options.replicas,
             logger=logger,
         )
 
@@ -330,6 +336,6 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         try:
             return call()
         except Exception:
-            logger.exception("kvstore: a defect of the connector, treated as a miss")
+            logger.exception("kvstore: an error in the connector itself, treated as a miss; please report it")
             self._counters.add("defects")
             return otherwise

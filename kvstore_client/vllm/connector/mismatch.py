@@ -1,0 +1,77 @@
+"""Why an engine finds nothing although another one stores the same model: said once, in a WARNING at the start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from kvstore_client import Namespace
+
+# What to do about a difference: by field of the namespace. Fields that only follow from others come last.
+ADVICE: Mapping[str, str] = {
+    "hash": "set the same PYTHONHASHSEED (or none) and --prefix-caching-hash-algo for every engine",
+    "model": "load the same --revision",
+    "engine": "run the same vLLM version",
+    "block_tokens": "set the same --block-size",
+    "dtype": "set the same --dtype",
+    "kv_dtype": "set the same --kv-cache-dtype",
+    "parallel": "set the same --tensor-parallel-size and --pipeline-parallel-size",
+    "config": "set the same --quantization, --hf-overrides and other options of the model",
+    "loaded": "set the same --load-format",
+    "draft": "set the same --speculative-config",
+    "world": "store the same parts",
+    "layers": "split the layers alike",
+    "layout": "use the same attention backend and kind of processor",
+    "block_bytes": "store blocks of one size",
+}
+CAUSES = ("block_tokens", "dtype", "kv_dtype", "parallel", "draft", "model", "config")
+CONSEQUENCES = ("world", "layers", "layout", "block_bytes")
+
+
+def explain_mismatch(mine: Namespace, store_namespaces: Iterable[str]) -> str | None:
+    """Why another engine's blocks of the same model will not be found, or None if there is nothing to explain.
+
+    mine: of rank 0. store_namespaces: the canonical JSON of the namespaces in the store, some of which may be of no
+    engine. Another tenant is meant to be separate. Nothing is said if the store has blocks of this engine's namespace
+    too, except that others hash differently: nobody wants that.
+    """
+    own = _flat(mine.canonical())
+    differences = []
+    for text in store_namespaces:
+        other = _flat(text)
+        if other is not None and own is not None and _same_model(own, other):
+            differences.append((other, [name for name in ADVICE if other.get(name) != own.get(name)]))
+    familiar = any(not names for _, names in differences)
+    nearest = min(
+        ((other, names) for other, names in differences if names and (names == ["hash"] or not familiar)),
+        key=lambda found: len(found[1]),
+        default=None,
+    )
+    if nearest is None:
+        return None
+    other, names = nearest
+    if set(names) & set(CAUSES):
+        names = [name for name in names if name not in CONSEQUENCES]
+    told = ", ".join(f"{name}={other.get(name)}, this one uses {own.get(name) if own else None}" for name in names)
+    return (
+        f"another engine stores the same model with {told}: the two do not share blocks. "
+        f"If they should, {'; '.join(ADVICE[name] for name in names)}"
+    )
+
+
+def _flat(canonical: str | bytes) -> dict[str, object] | None:
+    """A namespace's fields and its extra ones in one dict; None if it is not the namespace of an engine."""
+    try:
+        fields = json.loads(canonical)
+        extra = fields.pop("extra")
+        return {**fields, **extra} if str(extra["engine"]).startswith("vllm-") else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _same_model(own: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Whether the two look like parts of one deployment, in the same terms. Hub models compare by name, so that a
+    revision can be the difference; a fingerprint of files is all there is to compare."""
+    mine, theirs = str(own["model"]), str(other.get("model"))
+    same = mine == theirs or ("/" in mine and mine.partition("@")[0] == theirs.partition("@")[0])
+    return same and own.keys() == other.keys() and all(own[name] == other.get(name) for name in ("tenant", "rank"))

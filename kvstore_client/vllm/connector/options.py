@@ -1,0 +1,39 @@
+"""The options of ``kv_connector_extra_config`` for the connector."""
+
+from __future__ import annotations
+
+from kvstore._cext import BlockIndex
+from kvstore_client.vllm.shared.store_options import Size, StoreOptions
+
+MIN_STAGING_BYTES = 1 << 20
+
+
+class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
+    """What an operator may set beside `StoreOptions`. Sizes in bytes, or as text with a unit ("64GiB").
+
+    cpu_bytes: host memory of the CPU tier between the engine's cache and the store, for the whole engine: every rank
+        has an equal share. 0: no CPU tier.
+    cpu_policy: which block of the CPU tier is evicted first, as the server's ``--policy``.
+    staging_bytes: without a CPU tier, the host memory of each rank for blocks on their way to and from the store. When
+        the store is slower than the engine it fills, and the blocks that have waited longest are dropped.
+    min_hit_tokens: the store is not asked for prompts shorter than this, and shorter hits are not loaded.
+    save_decode: also save the blocks that generated tokens fill. They are part of the next turn's prompt.
+    """
+
+    cpu_bytes: Size = Size(0)
+    cpu_policy: str = "default"
+    staging_bytes: Size = Size(512 << 20)
+    min_hit_tokens: int = 0
+    save_decode: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cpu_policy not in BlockIndex.POLICIES:
+            raise ValueError(f"cpu_policy is {self.cpu_policy!r}; expected one of {', '.join(BlockIndex.POLICIES)}")
+        if self.staging_bytes < MIN_STAGING_BYTES:
+            raise ValueError(
+                f"staging_bytes is {self.staging_bytes}; expected at least 1MiB: room for one block of the model, and "
+                "better for hundreds. Leave the option out to have 512MiB"
+            )
+        if self.min_hit_tokens < 0:
+            raise ValueError(f"min_hit_tokens is {self.min_hit_tokens}; expected 0 or more tokens")

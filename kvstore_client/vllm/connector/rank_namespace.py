@@ -1,0 +1,172 @@
+"""The namespace of a rank's part of every block: what must agree before two engines may share blocks.
+
+A block's key is the engine's own hash of its tokens and of everything before them. The namespace must name the rest
+of what decides the block's bytes. A too narrow namespace costs hits; a too wide one serves wrong bytes, so when in
+doubt it is here. Where each thing is named (verified in vLLM 0.32; ``hash`` is ``generate_block_hash_extra_keys``):
+
+=============================== =====================================================================================
+tokens, cache salt              hash (the salt in the first block, hence in all)
+prompt embeddings               hash, by content
+images, audio, video            hash, by content, or by the id a request gives them, which is taken at its word. With
+                                prefix caching and the processor's cache both off they are named by a counter: refused
+LoRA adapter                    hash, but only by name and path, which hold other weights elsewhere and tomorrow:
+                                ``block_keys`` adds the content
+weights                         model: revision of the hub, or a fingerprint of the files; how they are loaded: loaded
+rope and window overrides, …    config: all of the configuration as the engine runs it, quantization included
+processing of images            config
+drafting layers' weights        draft. Their last entry of a block depends on the next token too, which costs a
+                                proposal at worst, never a token
+which layers, which heads       layers (pipeline stages may be cut anywhere), rank and world, parallel
+dtypes                          dtype, kv_dtype, and in layout the one each layer has. fp8 scales are the
+                                checkpoint's or 1, never measured while running; those per token lie in the page
+page layout, attention backend  layout
+block size                      block_tokens; hashes of another granularity are refused
+hash function and its seed      hash
+engine version                  engine
+bytes that depend on later      refused: non-causal layers, diffusion models
+tokens
+pages that are no plain table   refused: windows, sinks, states, compression, context parallelism
+=============================== =====================================================================================
+
+Weights that change while the engine runs are in no namespace: see ``block_keys``. What is refused: see
+``shared/engine_checks.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import vllm
+import xxhash
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from kvstore_client import Namespace
+from kvstore_client.vllm.connector.layout import BlockLayout
+from kvstore_client.vllm.shared.block_hashes import hash_probe
+from kvstore_client.vllm.shared.model_identity import config_digest, draft_identity, load_identity, model_identity
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+# How a model's configuration may call the number of KV heads, of all its layers or of some.
+KV_HEADS_NAME = re.compile(r"kv_heads|key_value_heads|n_head_kv|query_group|heads_in_group|attention_groups")
+
+
+def rank_namespace(vllm_config: VllmConfig, layout: BlockLayout, layers: Iterable[object], tenant: str) -> Namespace:
+    """The namespace of this worker's part of every block. ``layers``: the attention layers that have KV caches.
+
+    Ranks that hold the same part (see ``replica``) have the same namespace. Engines of different parallel sizes have
+    different ones even where a part has the same heads: weights quantized while they are loaded get scales of their
+    shard.
+    """
+    model = vllm_config.model_config
+    layers = list(layers)
+    tp, pp = get_tp_group(), get_pp_group()
+    replicas = tp_replicas(vllm_config)
+    parts = tp.world_size // replicas
+    identity = model_identity(model)
+    if "@" not in identity and tp.rank_in_group == pp.rank_in_group == 0:
+        logger.warning(
+            "kvstore: the revision of model %s is unknown, so every engine that loads a model of this name shares "
+            "blocks. If its weights change under this name, give the option 'tenant' another value each time",
+            identity,
+        )
+    return Namespace(
+        model=identity,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_tokens=vllm_config.cache_config.block_size,
+        block_bytes=layout.block_bytes,
+        layout=f"{'+'.join(sorted(set(map(attention_kind, layers))))}:{layout.description}",
+        rank=pp.rank_in_group * parts + tp.rank_in_group // replicas,
+        world=pp.world_size * parts,
+        tenant=tenant,
+        extra={
+            "engine": f"vllm-{vllm.__version__}",
+            "config": config_digest(model),
+            "loaded": load_identity(vllm_config.load_config),
+            "draft": draft_identity(vllm_config),
+            "kv_dtype": f"{vllm_config.cache_config.cache_dtype}/{layout.dtype}",
+            "layers": _names_digest(vllm_config, layers),
+            "parallel": f"tp{tp.world_size}pp{pp.world_size}",
+            "hash": hash_probe(vllm_config),
+        },
+    )
+
+
+def replica(vllm_config: VllmConfig) -> tuple[int, int]:
+    """The index of this rank among the ranks that hold the same part of every block, and how many they are. For a
+    worker, once its model is loaded."""
+    replicas = tp_replicas(vllm_config)
+    return get_tp_group().rank_in_group % replicas, replicas
+
+
+def tp_replicas(vllm_config: VllmConfig) -> int:
+    """How many consecutive tensor-parallel ranks hold the same bytes, in every layer this worker has.
+
+    vLLM says it of MLA (a layer's ``max_tp_shards``). KV heads fewer than ranks are replicated to consecutive ranks
+    too (``QKVParallelLinear.num_kv_head_replicas``), but of that it only tells the number of heads of the model as a
+    whole, and for models whose layers differ it may be that of one layer. Wrongly assumed, a rank would read another
+    one's heads; wrongly denied, some bytes are stored twice. So it counts only where the model's configuration has one
+    number of KV heads and every layer agrees with it.
+    """
+    tp = int(get_tp_group().world_size)
+    heads = None if vllm_config.speculative_config is not None else uniform_kv_heads(vllm_config.model_config)
+    specs = list(_layer_specs(vllm_config))
+    replicas = tp if specs else 1
+    for spec in specs:
+        shards = getattr(spec, "max_tp_shards", None)
+        if shards is None and heads is not None and getattr(spec, "num_kv_heads", 0) == max(1, heads // tp):
+            shards = heads
+        replicas = math.gcd(replicas, tp // shards if shards and tp % shards == 0 else 1)
+    return replicas
+
+
+def uniform_kv_heads(model: ModelConfig) -> int | None:
+    """The number of KV heads, of every layer and over all ranks, if the model's configuration leaves no doubt."""
+    if model.using_transformers_backend() or model.model_arch_config.per_layer_overrides is not None:
+        return None
+    named = [value for name, value in _items(model.hf_text_config.to_dict()) if KV_HEADS_NAME.search(name)]
+    total = int(model.get_total_num_kv_heads())
+    return total if named == [total] else None
+
+
+def _items(fields: object) -> Iterator[tuple[str, object]]:
+    """All names and values of nested dicts and lists."""
+    if isinstance(fields, Mapping):
+        for name, value in fields.items():
+            yield str(name), value
+            yield from _items(value)
+    elif isinstance(fields, list | tuple):
+        for value in fields:
+            yield from _items(value)
+
+
+def _layer_specs(vllm_config: VllmConfig) -> Iterator[KVCacheSpec]:
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        tell = getattr(layer, "get_kv_cache_spec", None)
+        if tell is not None and (spec := tell(vllm_config)) is not None:
+            yield spec
+
+
+def _names_digest(vllm_config: VllmConfig, layers: Sequence[object]) -> str:
+    """How many layers, and a digest of which."""
+    wanted = {id(layer) for layer in layers}
+    modules: Mapping[str, object] = vllm_config.compilation_config.static_forward_context
+    names = sorted(name for name, module in modules.items() if id(module) in wanted)
+    return f"{len(names)}-{xxhash.xxh3_64_hexdigest('/'.join(names).encode())}"
+
+
+def attention_kind(layer: object) -> str:
+    """The backend that decides what the bytes of a page mean, with the CPU backend's instruction set, and the dtype
+    the layer keeps."""
+    backend = getattr(layer, "get_attn_backend", None)
+    name = backend().get_name() if backend is not None else type(layer).__name__
+    details = (getattr(layer, "isa", None), getattr(layer, "kv_cache_dtype", None))
+    return "/".join([str(name), *(str(detail) for detail in details if detail)])

@@ -1,0 +1,58 @@
+"""The engine's block hashes: whether other processes make the same ones.
+
+A block's key is the engine's own hash of its tokens and of everything before them. If two processes hash differently,
+neither ever finds what the other stored. So that is checked while the engine starts, and the namespace says how an
+engine hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
+
+from kvstore_client import Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PROBE_TOKENS = tuple(range(1, 17))
+
+
+def check_hash_reproducible(vllm_config: VllmConfig) -> None:
+    """Raise ValueError when this process hashes with a random seed, which no other process has."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    function = get_hash_fn_by_name(algorithm)
+    if resolve_none_hash_seed(function) != resolve_none_hash_seed(function):
+        raise ValueError(
+            f"kvstore: --prefix-caching-hash-algo is {algorithm!r}, whose block hashes differ in every process unless "
+            "PYTHONHASHSEED is set: no engine would find a block of another one, or its own after a restart. Set "
+            "--prefix-caching-hash-algo sha256 (or sha256_cbor), or set PYTHONHASHSEED to the same value for every "
+            "engine"
+        )
+
+
+def hash_probe(vllm_config: VllmConfig) -> str:
+    """How this process hashes: the algorithm, and a digest of the hash of a fixed block. Two processes have equal
+    probes exactly if they have equal hashes. It does not reveal the seed, and does not change vLLM's own state."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    function = get_hash_fn_by_name(algorithm)
+    root = BlockHash(function(resolve_none_hash_seed(function)))  # what init_none_hash makes the first block's parent
+    block = hash_block_tokens(function, root, PROBE_TOKENS, (("cache_salt", "kvstore"),))
+    return f"{algorithm}-{hashlib.sha256(block).hexdigest()[:16]}"
+
+
+def check_same_hash(vllm_config: VllmConfig, namespaces: Iterable[Namespace]) -> None:
+    """Called in the scheduler's process with the workers' namespaces. Raises ValueError when a worker hashes
+    differently than this process."""
+    mine = hash_probe(vllm_config)
+    for namespace in namespaces:
+        if (theirs := namespace.extra["hash"]) != mine:
+            raise ValueError(
+                f"kvstore: the worker of rank {namespace.rank} and the scheduler hash blocks differently ({theirs} and "
+                f"{mine}), so what the worker stores would never be found. Start all processes of the engine, on every "
+                "node, with the same PYTHONHASHSEED (or all without it) and the same version of Python"
+            )

@@ -1,0 +1,77 @@
+"""Engines whose blocks cannot be shared are refused while they start, with a message that says what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
+
+from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ValueError, saying what to change, for an engine whose blocks cannot be shared."""
+    check_hash_reproducible(vllm_config)
+    check_inputs(vllm_config)
+    if (groups := len(kv_cache_config.kv_cache_groups)) != 1:
+        raise ValueError(
+            f"kvstore: this model has {groups} KV cache groups; KVStoreConnector supports 1. Start the engine with "
+            "--disable-hybrid-kv-cache-manager. A model that needs several groups even then cannot use it"
+        )
+    for spec in iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
+        _check_layer(spec)
+        sizes = {spec.block_size, kv_cache_config.hash_block_size or spec.block_size}
+        if sizes != {block_tokens := vllm_config.cache_config.block_size}:
+            raise ValueError(
+                f"kvstore: a block of the KV cache has {spec.block_size} tokens, one hash covers "
+                f"{kv_cache_config.hash_block_size}, and --block-size is {block_tokens}; all three must be equal. "
+                f"Leave out --prefix-match-unit, and set --block-size {spec.block_size}"
+            )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) != 1:
+            raise ValueError(
+                f"kvstore: --{name.replace('_', '-')} is {size}; context parallelism is not supported. Leave it out"
+            )
+
+
+def _check_layer(spec: KVCacheSpec) -> None:
+    """Accepts only the two plain kinds, and no class derived from them: a window, a sink or a compression changes which
+    blocks a request has, or what is in them."""
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise ValueError(
+            f"kvstore: this model has a KV cache of kind {type(spec).__name__}; supported are only kinds that keep "
+            "every token (FullAttentionSpec, MLAAttentionSpec). If the model mixes kinds, start the engine with "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    if spec.non_causal:
+        raise ValueError(
+            "kvstore: this model has layers that attend to later tokens, so a block depends on more than the tokens "
+            "before it and cannot be shared. Run this model without kvstore"
+        )
+    if spec.tokens_per_state != 1:
+        raise ValueError(
+            f"kvstore: this model's KV cache keeps one state for {spec.tokens_per_state} tokens; only one state for "
+            "each token is supported. Run this model without kvstore"
+        )
+
+
+def check_inputs(vllm_config: VllmConfig) -> None:
+    """Raise ValueError when a block's hash would not say all that decides its bytes."""
+    model = vllm_config.model_config
+    if model.is_diffusion:
+        raise ValueError(
+            "kvstore: this is a diffusion model, whose blocks depend on later tokens and cannot be shared. Run this "
+            "model without kvstore"
+        )
+    multimodal, caching = model.multimodal_config, vllm_config.cache_config.enable_prefix_caching
+    if multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not caching:
+        raise ValueError(
+            "kvstore: prefix caching is off and --mm-processor-cache-gb is 0. Then vLLM names images by a counter "
+            "instead of their content, so blocks of different images would have the same key. Set "
+            "--mm-processor-cache-gb above 0, or --enable-prefix-caching"
+        )

@@ -1,0 +1,83 @@
+"""The metrics of the connector and of the tier: what is counted under which name, and what the number means.
+
+The metrics are named ``vllm:kvstore_…`` although they are ours: when an engine is made again in one process, vLLM
+clears the registry of names that begin with ``vllm:``, and any other would be registered twice, which is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+PREFIX: Final = "vllm:kvstore_"
+
+
+class Metric(NamedTuple):
+    """A name for the engine's metrics page, without the prefix, and what the number means."""
+
+    name: str
+    meaning: str
+    label: str = ""  # the one label beside the engine's own, if any
+
+
+class Sample(NamedTuple):
+    """Where a counter goes: a metric, and the value of its label."""
+
+    metric: Metric
+    label_value: str = ""
+
+
+HIT_TOKENS: Final = Metric(
+    "hit_tokens_total", "Prompt tokens loaded instead of computed, by the tier that had them.", "tier"
+)
+TRANSFER_BLOCKS: Final = Metric("transfer_blocks_total", "Blocks moved between host memory and the store.", "direction")
+TRANSFER_BYTES: Final = Metric("transfer_bytes_total", "Bytes moved between host memory and the store.", "direction")
+TRANSFER_SECONDS: Final = Metric(
+    "transfer_seconds_total", "Time spent in calls that moved blocks, summed over threads and ranks.", "direction"
+)
+SWAP_BLOCKS: Final = Metric(
+    "swap_blocks_total", "Blocks moved between the engine's cache and host memory.", "direction"
+)
+SWAP_BYTES: Final = Metric("swap_bytes_total", "Bytes moved between the engine's cache and host memory.", "direction")
+SWAP_SECONDS: Final = Metric(
+    "swap_seconds_total", "Time spent moving blocks between the engine's cache and host memory.", "direction"
+)
+
+COUNTERS: Final[Mapping[str, Sample]] = {
+    "hit_tokens_cpu": Sample(HIT_TOKENS, "cpu"),
+    "hit_tokens_store": Sample(HIT_TOKENS, "store"),
+    "transfer_in_blocks": Sample(TRANSFER_BLOCKS, "in"),
+    "transfer_out_blocks": Sample(TRANSFER_BLOCKS, "out"),
+    "transfer_in_bytes": Sample(TRANSFER_BYTES, "in"),
+    "transfer_out_bytes": Sample(TRANSFER_BYTES, "out"),
+    "transfer_in_seconds": Sample(TRANSFER_SECONDS, "in"),
+    "transfer_out_seconds": Sample(TRANSFER_SECONDS, "out"),
+    "swap_in_blocks": Sample(SWAP_BLOCKS, "in"),
+    "swap_out_blocks": Sample(SWAP_BLOCKS, "out"),
+    "swap_in_bytes": Sample(SWAP_BYTES, "in"),
+    "swap_out_bytes": Sample(SWAP_BYTES, "out"),
+    "swap_in_seconds": Sample(SWAP_SECONDS, "in"),
+    "swap_out_seconds": Sample(SWAP_SECONDS, "out"),
+    "present_blocks": Sample(Metric("present_blocks_total", "Blocks not sent because the store had them.")),
+    "dropped_blocks": Sample(Metric("dropped_blocks_total", "Blocks not sent because too many waited; oldest first.")),
+    "unsaved_blocks": Sample(
+        Metric("unsaved_blocks_total", "Blocks the store did not take, or could not be asked to.")
+    ),
+    "missed_blocks": Sample(Metric("missed_blocks_total", "Blocks the store had when asked and did not deliver.")),
+    "checksum_errors": Sample(Metric("checksum_errors_total", "Blocks that arrived damaged; each counts as missed.")),
+    "lookups": Sample(Metric("lookups_total", "Questions to the store how much it has of a prompt.")),
+    "lookup_timeouts": Sample(
+        Metric("lookup_timeouts_total", "Lookups not answered in lookup_timeout_s, which count as nothing found.")
+    ),
+    "skipped_lookups": Sample(Metric("skipped_lookups_total", "Lookups not made because too many were under way.")),
+    "failed_loads": Sample(Metric("failed_loads_total", "Requests that computed what a load should have brought.")),
+    "failed_calls": Sample(Metric("failed_calls_total", "Calls of the store that failed, each one a miss.")),
+    "defects": Sample(
+        Metric("defects_total", "Errors of the connector itself, treated as misses. Please report them.")
+    ),
+}
+
+# Counted at several places at once: each source's last value counts, and the metric is their sum.
+GAUGES: Final[Mapping[str, Metric]] = {
+    "waiting_blocks": Metric("waiting_blocks", "Blocks in host memory that wait to be sent to the store."),
+}

@@ -1,0 +1,109 @@
+"""Options that an engine's operator writes as JSON, read into a typed struct.
+
+A wrong option stops the engine while it starts: an option that is misspelt and silently ignored costs its user a day.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+
+from kvstore.sizes import parse_size
+from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
+
+MAX_TIMEOUT_S = MAX_DEADLINE_MS // 1000
+MAX_TENANT = 256  # characters
+JSON_TYPES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "array": "a list"}
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Size(int):
+    """Bytes, given as a whole number or as text with a unit: 68719476736 or "64GiB"."""
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the connector and the tier both need to know of the store. Durations in seconds.
+
+    endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or the URL of a cluster.
+    timeout_s: the deadline of a request's load, after which its missing blocks are computed, and of every other call
+        that moves blocks.
+    lookup_timeout_s: how long a request waits for the store to say what it has. After that it counts as a miss.
+    tenant: blocks are shared only within one tenant.
+    replicas: how many nodes of a cluster hold a copy of each block, 1 to 3. Equal in all engines that share blocks.
+    """
+
+    endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
+    timeout_s: float = 5.0
+    lookup_timeout_s: float = 1.0
+    tenant: str = ""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
+
+    def __post_init__(self) -> None:
+        addresses = [self.endpoint] if isinstance(self.endpoint, str) else self.endpoint
+        if not addresses or not all(addresses):
+            raise ValueError(
+                f"endpoint is {self.endpoint!r}; expected an address such as 'tcp://127.0.0.1:7070', "
+                "a list of them, or the URL of a cluster such as 'etcd://127.0.0.1:2379/NAME'"
+            )
+        for name in ("timeout_s", "lookup_timeout_s"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; expected seconds, above 0 and at most {MAX_TIMEOUT_S}"
+                )
+        if len(self.tenant) > MAX_TENANT:
+            raise ValueError(
+                f"tenant has {len(self.tenant)} characters; expected a name of at most {MAX_TENANT}, the same in "
+                "every engine that shares blocks"
+            )
+
+
+def parse_options(kind: type[T], options: Mapping[str, Any], what: str) -> T:
+    """``options`` as the struct ``kind``, whose fields are the valid options.
+
+    Raises ValueError beginning with ``what``, the place where the options stand: for an unknown option (with the
+    nearest valid one and the list of all), a missing one, one of the wrong type, and whatever ``kind`` itself refuses.
+    """
+    valid = kind.__struct_fields__
+    if unknown := [name for name in options if name not in valid]:
+        close = difflib.get_close_matches(str(unknown[0]), valid, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise ValueError(f"{what}: unknown option {unknown[0]!r}{hint} Valid options: {', '.join(valid)}")
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in options:
+            examples = [meta.examples[0] for meta in get_args(field.type)[1:] if meta.examples]
+            example = f", for example {field.name}={examples[0]!r}" if examples else ""
+            raise ValueError(f"{what}: {field.name} is missing; it must be given{example}")
+    try:
+        return msgspec.convert(dict(options), kind, dec_hook=_read_size)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{what}: {_with_the_value(str(error), options)}") from None
+
+
+def _read_size(kind: type, given: object) -> Size:
+    if kind is not Size:
+        raise NotImplementedError(f"options of type {kind}")
+    try:
+        if isinstance(given, str):
+            return Size(parse_size(given))
+        if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+            return Size(given)
+    except ValueError:
+        pass  # says the same as the error below
+    raise ValueError("expected a number of bytes, or text with a unit such as '64GiB'")
+
+
+def _with_the_value(said: str, options: Mapping[str, Any]) -> str:
+    """msgspec's message in JSON's terms, with the value that was given: msgspec names only the place."""
+    place = re.fullmatch(r"(.*) - at `\$\.(\w+).*`", said, re.DOTALL)
+    if place is None:
+        return said
+    expectation, name = place.groups()
+    for python_type, words in JSON_TYPES.items():
+        expectation = re.sub(rf"\b{python_type}\b", words, expectation)
+    expectation = expectation.replace("`", "").replace(" | ", " or ")
+    return f"{name} is {options[name]!r}; {expectation[0].lower()}{expectation[1:]}"

@@ -1,0 +1,24 @@
+"""The options of one entry of ``secondary_tiers``, beside those that vLLM itself takes (type, module_path, …)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvstore_client.vllm.shared.store_options import StoreOptions
+
+
+class TierOptions(StoreOptions, frozen=True, kw_only=True):
+    """What an operator may set beside `StoreOptions`. A block of the store is here a chunk of vLLM's CPU tier.
+
+    waiting_chunks: how many chunks may wait to be sent. Beyond that the ones that have waited longest are dropped.
+        0: a quarter of the CPU tier.
+    locality: where the store is, seen from the engine, for vLLM's filters by request and for its backpressure.
+    """
+
+    waiting_chunks: int = 0
+    locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.waiting_chunks < 0:
+            raise ValueError(f"waiting_chunks is {self.waiting_chunks}; expected 0 or more chunks")

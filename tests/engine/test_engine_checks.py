@@ -1,0 +1,166 @@
+"""Engines whose blocks no other engine could use are refused. On vLLM's real configuration of a real model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        RSWASpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    from kvstore_client.vllm.connector import mismatch
+    from kvstore_client.vllm.shared import block_hashes, engine_checks
+    from kvstore_client.vllm.shared.block_hashes import check_same_hash, hash_probe
+    from kvstore_client.vllm.shared.engine_checks import check_engine
+    from tests.engine.engine_config import PLAIN, Rank, cache, heads
+
+# ---- hashes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_follows_algorithm_and_seed(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = hash_probe(config)
+    assert hash_probe(config) == default
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    seeded = hash_probe(config)
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    assert len({default, seeded, hash_probe(config)}) == 3
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("seed", ["0", "1234"])
+def test_probes_are_equal_exactly_where_the_engines_own_hashes_are(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str
+) -> None:
+    def own_hash() -> bytes:
+        function = get_hash_fn_by_name(algorithm)
+        kv_cache_utils.init_none_hash(function)
+        return kv_cache_utils.hash_block_tokens(function, None, [1, 2, 3])
+
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    config.cache_config.prefix_caching_hash_algo = algorithm  # type: ignore[assignment]
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    probe, block = hash_probe(config), own_hash()
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    assert (hash_probe(config) == probe) == (own_hash() == block) == (seed == "0")
+
+
+def test_probing_leaves_the_engines_root_hash_alone(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"root", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "seed")
+    hash_probe(config)
+    assert (kv_cache_utils.NONE_HASH, kv_cache_utils._NONE_HASH_SEED) == (b"root", "seed")
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_a_random_seed_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, algorithm: Any) -> None:
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    with pytest.raises(ValueError, match="PYTHONHASHSEED to the same value"):
+        check_engine(config, cache())
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    check_engine(config, cache())
+
+
+def test_a_worker_that_hashes_otherwise_is_refused(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = rank.namespace(heads(4))
+    check_same_hash(rank.config, [namespace])
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with pytest.raises(ValueError, match=r"rank 0 and the scheduler hash blocks differently.*same PYTHONHASHSEED"):
+        check_same_hash(rank.config, [namespace])
+
+
+# ---- engines that are refused --------------------------------------------------------------------------------------
+
+
+def test_a_plain_engine_is_accepted(config: VllmConfig) -> None:
+    check_engine(config, cache())
+    check_engine(config, cache(MLAAttentionSpec(**PLAIN)))
+
+
+def with_images(*, prefix_caching: bool, processor_cache_gb: float) -> Callable[[VllmConfig], None]:
+    def change(config: VllmConfig) -> None:
+        config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=processor_cache_gb)  # type: ignore
+        config.cache_config.enable_prefix_caching = prefix_caching
+
+    return change
+
+
+def context_parallel(config: VllmConfig) -> None:
+    config.parallel_config.decode_context_parallel_size = 2
+
+
+def diffusion(config: VllmConfig) -> None:
+    config.model_config.__dict__.pop("is_diffusion", None)  # kept since it was first asked
+    config.model_config.hf_config.canvas_length = 32
+
+
+REFUSED = {
+    "window": (SlidingWindowSpec(**PLAIN, sliding_window=64), {}, None, "SlidingWindowSpec"),
+    "decode window": (RSWASpec(**PLAIN, rswa_window=64), {}, None, "RSWASpec"),
+    "sink": (SinkFullAttentionSpec(**PLAIN, sink_len=32), {}, None, "SinkFullAttentionSpec"),
+    "state": (MambaSpec(block_size=32, shapes=((1,),), dtypes=(torch.float32,)), {}, None, "MambaSpec"),
+    "compressed": (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, None, "one state for 4 tokens"),
+    "non-causal": (FullAttentionSpec(**PLAIN, non_causal=True), {}, None, "attend to later tokens"),
+    "groups": (None, {"groups": 2}, None, "2 KV cache groups"),
+    "finer hashes": (None, {"hash_block_size": 16}, None, "one hash covers 16"),
+    "other block size": (
+        FullAttentionSpec(**{**PLAIN, "block_size": 64}),
+        {},
+        None,
+        "the KV cache has 64 tokens",
+    ),
+    "context parallel": (None, {}, context_parallel, "--decode-context-parallel-size is 2"),
+    "diffusion": (None, {}, diffusion, "diffusion model"),
+    "nameless images": (None, {}, with_images(prefix_caching=False, processor_cache_gb=0), "names images by a counter"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_engine_whose_blocks_cannot_be_shared_is_refused(config: VllmConfig, case: str) -> None:
+    spec, options, change, said = REFUSED[case]
+    if change is not None:
+        change(config)
+    with pytest.raises(ValueError, match=f"^kvstore: .*{said}"):
+        check_engine(config, cache(spec, **options))
+
+
+@pytest.mark.parametrize(("prefix_caching", "processor_cache_gb"), [(True, 0.0), (False, 4.0)])
+def test_images_named_by_content_are_accepted(
+    config: VllmConfig, prefix_caching: bool, processor_cache_gb: float
+) -> None:
+    with_images(prefix_caching=prefix_caching, processor_cache_gb=processor_cache_gb)(config)
+    check_engine(config, cache())
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def test_every_flag_a_message_names_is_one_of_vllm() -> None:
+    sources = [Path(module.__file__).read_text() for module in (block_hashes, engine_checks, mismatch)]
+    named = set(re.findall(r"--[a-z][a-z-]+[a-z]", "".join(sources)))
+    named |= {"--decode-context-parallel-size", "--prefill-context-parallel-size"}  # made from the fields' names
+    assert len(named) > 12
+    assert named <= flags_of(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()))

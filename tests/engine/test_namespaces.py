@@ -1,0 +1,176 @@
+"""What two engines must agree in before they share blocks, and which ranks store the same part of a block."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    from kvstore_client.vllm.shared.model_identity import config_digest, model_identity
+    from tests.engine.engine_config import PLAIN, Layer, Rank, heads, layers_of
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def test_heads_are_split_over_the_ranks_there_are_heads_for(rank: Rank) -> None:
+    assert rank.places(1, heads(4)) == [(0, 1, 0, 1)]
+    assert rank.places(2, heads(2)) == [(0, 2, 0, 1), (1, 2, 0, 1)]
+    assert rank.places(4, heads(1)) == [(part, 4, 0, 1) for part in range(4)]
+
+
+def test_further_ranks_share_a_head_with_their_neighbour(rank: Rank) -> None:
+    """As QKVParallelLinear loads them: rank r has head r // replicas."""
+    assert rank.places(8, heads(1)) == [(place // 2, 4, place % 2, 2) for place in range(8)]
+
+
+def test_mla_is_stored_once(rank: Rank) -> None:
+    latent = layers_of(MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1}, max_tp_shards=1))
+    assert rank.places(4, latent) == [(0, 1, place, 4) for place in range(4)]
+
+
+def alone(tp: int) -> list[tuple[int, int, int, int]]:
+    return [(place, tp, 0, 1) for place in range(tp)]
+
+
+def test_a_rank_is_alone_with_its_part_when_in_doubt(rank: Rank) -> None:
+    model = rank.config.model_config
+    mixed = heads(1) | {"draft": Layer(MLAAttentionSpec(**PLAIN, max_tp_shards=1))}
+    assert rank.places(8, mixed) == [(place // 2, 4, place % 2, 2) for place in range(8)]
+    assert rank.places(8, heads(4)) == alone(8), "every rank has all heads: not split as the model's number says"
+    model.hf_text_config.swa_num_key_value_heads = 8
+    assert rank.places(8, heads(1)) == alone(8), "some layers have another number of heads"
+    del model.hf_text_config.swa_num_key_value_heads
+    rank.config.speculative_config = SimpleNamespace(draft_model_config=None)  # type: ignore[assignment]
+    assert rank.places(8, heads(1)) == alone(8), "a drafting model has heads of its own"
+
+
+def test_stages_of_a_pipeline_store_different_parts(rank: Rank) -> None:
+    seen = []
+    for pp_rank in range(2):
+        for tp_rank in range(2):
+            rank.be(tp_rank, 2, pp_rank, 2)
+            namespace = rank.namespace(heads(2))
+            seen.append((namespace.rank, namespace.world))
+    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+def test_stages_cut_elsewhere_do_not_share(rank: Rank) -> None:
+    rank.be(pp_rank=1, pp=3)
+    spec = FullAttentionSpec(**PLAIN)
+    cuts = [{f"model.layers.{index}.attn": Layer(spec) for index in span} for span in (range(2, 4), range(3, 5))]
+    assert rank.namespace(cuts[0]) != rank.namespace(cuts[1])
+
+
+# ---- namespaces ----------------------------------------------------------------------------------------------------
+
+
+def change_hf_config(config: VllmConfig) -> None:
+    config.model_config.hf_config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+
+
+def change_dtype(config: VllmConfig) -> None:
+    config.model_config.dtype = torch.float16
+
+
+def change_kv_dtype(config: VllmConfig) -> None:
+    config.cache_config.cache_dtype = "fp8_e5m2"
+
+
+def change_quantization(config: VllmConfig) -> None:
+    config.model_config.quantization = "fp8"
+
+
+def change_window(config: VllmConfig) -> None:
+    config.model_config.disable_sliding_window = True
+
+
+def change_load_format(config: VllmConfig) -> None:
+    config.load_config.load_format = "dummy"
+
+
+def change_load_options(config: VllmConfig) -> None:
+    config.load_config.model_loader_extra_config = {"tensorizer_uri": "s3://elsewhere"}
+
+
+def change_block_size(config: VllmConfig) -> None:
+    config.cache_config.block_size = 64
+
+
+def change_hash(config: VllmConfig) -> None:
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+
+
+def change_draft(config: VllmConfig) -> None:
+    draft = SimpleNamespace(method="eagle", draft_model_config=copy.deepcopy(config.model_config))
+    config.speculative_config = draft  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_hf_config,
+        change_dtype,
+        change_kv_dtype,
+        change_quantization,
+        change_window,
+        change_load_format,
+        change_load_options,
+        change_block_size,
+        change_hash,
+        change_draft,
+    ],
+)
+def test_what_changes_bytes_changes_the_namespace(rank: Rank, change: Callable[[VllmConfig], None]) -> None:
+    layers = heads(4)
+    before = rank.namespace(layers)
+    assert rank.namespace(layers) == before
+    change(rank.config)
+    assert rank.namespace(layers) != before
+
+
+def test_tenant_and_the_dtype_of_layers_are_in_the_namespace(rank: Rank) -> None:
+    spec = FullAttentionSpec(**PLAIN)
+    e4m3, e5m2 = ({"model.layers.0": Layer(spec, dtype)} for dtype in ("fp8_e4m3", "fp8_e5m2"))
+    assert len({rank.namespace(e4m3).id, rank.namespace(e5m2).id, rank.namespace(e4m3, tenant="a").id}) == 3
+
+
+def test_a_model_is_its_weights_wherever_they_lie(
+    config: VllmConfig, model: Path, other_model: Path, tmp_path: Path
+) -> None:
+    def identity_at(path: Path) -> str:
+        config.model_config.model = str(path)
+        return model_identity(config.model_config)
+
+    moved = tmp_path / "elsewhere"
+    moved.symlink_to(model)
+    assert identity_at(model) == identity_at(moved)
+    assert identity_at(model) != identity_at(other_model)
+
+
+def test_a_hub_model_is_its_revision(config: VllmConfig) -> None:
+    model = config.model_config
+    model.model, model.revision = "org/tiny", "main"
+    model.hf_config._commit_hash = "c0ffee"
+    assert model_identity(model) == "org/tiny@c0ffee"
+
+
+def test_the_digest_of_a_configuration_is_the_same_in_every_process(config: VllmConfig) -> None:
+    class Method:
+        """Printed with its address, as objects are."""
+
+    model = config.model_config
+    model.quantization_config = {"method": Method(), "ignore": {"b", "a"}}
+    first = config_digest(model)
+    model.quantization_config = {"ignore": {"a", "b"}, "method": Method()}
+    assert config_digest(model) == first
