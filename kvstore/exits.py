@@ -11,7 +11,12 @@ FAILED: Final = 1
 BAD_USAGE: Final = 2
 
 
+def print_error(message: str) -> None:
+    """One line on standard error."""
+    print(f"error: {message}", file=sys.stderr)
+
+
 def fail(message: str, status: int) -> NoReturn:
     """Print one error line and end the command with `status`."""
-    print(f"error: {message}", file=sys.stderr)
+    print_error(message)
     raise typer.Exit(status)

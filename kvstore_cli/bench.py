@@ -1,19 +1,37 @@
-"""`kvstore bench`: what a running server gives this client, from where it stands."""
+"""`kvstore bench`: what a running server gives this client, from where it stands, without harm to those who use it.
+
+Its blocks are in a namespace of its own, have the lowest priority, and are removed at the end whatever happens. Before
+it sets the first one it looks whether they fit into memory and disk space that nobody uses: a server that is full would
+evict the blocks of others for them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
+from kvstore.sizes import format_size
+from kvstore.wire import ShardInfo
+from kvstore_cli.progress import progress_bar
+from kvstore_cli.store_state import ask_every_shard, owners_of
 from kvstore_client.client import KVStoreClient
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import KeyArray, Namespace
+
+KEY_BYTES: Final = 16
+PRIORITY: Final = 0  # the lowest: others' blocks stay longer
+
+
+class NoRoom(Exception):
+    """The blocks would evict those of others."""
 
 
 class OperationReport(msgspec.Struct, frozen=True):
@@ -38,6 +56,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     batch: int
     rounds: int
     operations: Sequence[OperationReport]
+    removed_blocks: int  # at the end, of its own
 
 
 class Bench:
@@ -53,12 +72,8 @@ class Bench:
         timeout_s: float,
     ) -> None:
         self._endpoints = endpoints
-        self._block_bytes, self._blocks, self._batch, self._rounds = (
-            block_bytes,
-            blocks,
-            min(batch, blocks),
-            rounds,
-        )
+        self._block_bytes, self._blocks = block_bytes, blocks
+        self._batch, self._rounds = min(batch, blocks), rounds
         self._namespace = Namespace(
             model="kvstore-bench",
             dtype="uint8",
@@ -67,16 +82,50 @@ class Bench:
             extra={"run": os.urandom(8).hex()},
         )
         self._timeout_s = timeout_s
+        self._keys = np.frombuffer(os.urandom(KEY_BYTES * blocks), dtype=np.uint8).reshape(-1, KEY_BYTES)
 
-    def run(self, progress: bool) -> BenchReport:
-        """Measure. Raises `KVStoreError` when the server does not keep what it was given, or returns other bytes."""
+    def run(self, evict: bool, shown: bool) -> BenchReport:
+        """Measure. `evict`: also where blocks of others give way; otherwise `NoRoom` is raised before anything is set.
+        `shown`: with a progress bar.
+
+        Raises `KVStoreError` if the server does not keep what it was given, or returns other bytes.
+        """
         with KVStoreClient(self._endpoints, self._namespace, timeout_s=self._timeout_s) as client:
-            return self._measure(client, progress)
+            if not evict:
+                self._check_room(client)
+            with _ended_by_sigterm():
+                try:
+                    operations = self._measure(client, shown)
+                finally:
+                    removed = client.delete(self._keys)
+        return BenchReport(
+            endpoints=self._endpoints,
+            block_bytes=self._block_bytes,
+            blocks=self._blocks,
+            batch=self._batch,
+            rounds=self._rounds,
+            operations=operations,
+            removed_blocks=removed,
+        )
 
-    def _measure(self, client: KVStoreClient, progress: bool) -> BenchReport:
-        keys = np.frombuffer(os.urandom(16 * self._blocks), dtype=np.uint8).reshape(-1, 16)
-        generator = np.random.default_rng()
-        source = np.frombuffer(generator.bytes(self._blocks * self._block_bytes), dtype=np.uint8)
+    def _check_room(self, client: KVStoreClient) -> None:
+        shards = {answer.info.name: answer.info for answer in ask_every_shard(client) if answer.info is not None}
+        counts = Counter(owners_of(client, self._keys))
+        fitting = self._blocks
+        for name, count in counts.items():
+            if name in shards:
+                fitting = min(fitting, self._blocks * room_for(shards[name], self._block_bytes) // count)
+        if fitting < self._blocks:
+            instead = f"measure with --blocks {fitting}, or" if fitting else "use a server with free memory, or"
+            raise NoRoom(
+                f"{self._blocks} blocks of {format_size(self._block_bytes)} would evict blocks of others: "
+                f"about {fitting} fit into what is free on the server. Either {instead} let others' blocks be evicted "
+                "with --evict"
+            )
+
+    def _measure(self, client: KVStoreClient, shown: bool) -> list[OperationReport]:
+        keys = self._keys
+        source = np.frombuffer(np.random.default_rng().bytes(self._blocks * self._block_bytes), dtype=np.uint8)
         source = source.reshape(self._blocks, self._block_bytes)
         out = np.zeros_like(source)
 
@@ -85,8 +134,7 @@ class Bench:
                 out[start + position] = np.frombuffer(block, dtype=np.uint8)
 
         operations: dict[str, Callable[[int, int], object]] = {
-            "set deferred": lambda start, end: client.set(keys[start:end], source[start:end]),
-            "set": lambda start, end: client.set(keys[start:end], source[start:end], deferred=False),
+            "set": lambda start, end: client.set(keys[start:end], source[start:end], priority=PRIORITY),
             "get_into": lambda start, end: client.get_into(keys[start:end], out[start:end]),
             "stream_get": stream,
             "contains": lambda start, end: client.contains(keys[start:end]),
@@ -94,27 +142,21 @@ class Bench:
         }
         seconds: dict[str, list[float]] = {name: [] for name in operations}
         calls: dict[str, list[float]] = {name: [] for name in operations}
-        with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
-            task = bar.add_task("measuring", total=self._rounds * len(operations))
+        done = 0
+        with progress_bar("measuring", shown, unit="measurements") as progress:
             for _ in range(self._rounds):
                 for name, operation in operations.items():
-                    if name.startswith("set"):
+                    if name == "set":
                         client.delete(keys)
-                    if name.endswith(("into", "get")):
+                    reads = name in ("get_into", "stream_get")
+                    if reads:
                         out[:] = 0
                     seconds[name].append(self._round(operation, calls[name]))
-                    if name.endswith(("into", "get")):
-                        self._compare(client, keys, source, out)
-                    bar.advance(task)
-        client.delete(keys)
-        return BenchReport(
-            endpoints=self._endpoints,
-            block_bytes=self._block_bytes,
-            blocks=self._blocks,
-            batch=self._batch,
-            rounds=self._rounds,
-            operations=[self._report(name, seconds[name], calls[name]) for name in operations],
-        )
+                    if reads:
+                        self._compare(client, source, out)
+                    done += 1
+                    progress(done, self._rounds * len(operations))
+        return [self._report(name, seconds[name], calls[name]) for name in operations]
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self._blocks, self._batch):
@@ -128,10 +170,10 @@ class Bench:
             calls.append(time.perf_counter() - before)
         return time.perf_counter() - begin
 
-    def _compare(self, client: KVStoreClient, keys: KeyArray, source: KeyArray, out: KeyArray) -> None:
+    def _compare(self, client: KVStoreClient, source: KeyArray, out: KeyArray) -> None:
         if np.array_equal(source, out):
             return
-        present = int(client.contains(keys).sum())
+        present = int(client.contains(self._keys).sum())
         if present < self._blocks:
             raise KVStoreError(
                 f"the server kept {present} of {self._blocks} blocks: give it more memory, or measure fewer --blocks"
@@ -152,3 +194,27 @@ class Bench:
             p90_ms=p90,
             p99_ms=p99,
         )
+
+
+def room_for(shard: ShardInfo, block_bytes: int) -> int:
+    """How many new blocks of this size a shard can take without evicting any, in memory and on its disk."""
+    emptied = sum(some.segments for some in shard.namespaces if not (some.blocks or some.writing))
+    room = (shard.segments_free + emptied) * (shard.segment_bytes // block_bytes)
+    if shard.disk is not None and shard.disk.state == "on":
+        # One segment is left alone: blocks that were deleted give their place back only once they are written.
+        room = min(room, max(0, shard.disk.segments_free - 1) * (shard.disk.segment_bytes // block_bytes))
+    return room
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the body as Ctrl-C does, so that what comes after it is done."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""`kvstore cluster` and `kvstore drain`: looking at a cluster, and taking a node out of it."""
+"""`kvstore cluster` and `kvstore drain`: look at a cluster, and take a node out of it."""
 
 from __future__ import annotations
 
@@ -9,92 +9,110 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.exits import BAD_USAGE, FAILED, fail
-from kvstore_cli.shared import (
+from kvstore_cli.options import (
+    NAMESPACE_HELP,
     EndpointOption,
     JsonOption,
+    KeyArgument,
     TimeoutOption,
     connected,
     endpoints_of,
-    parse_keys,
-    print_json,
-    show,
+    parse_key,
+    parse_namespace,
 )
+from kvstore_cli.output import example, fail, print_json, show
 
 if TYPE_CHECKING:
     from kvstore.cluster.etcd import Drain, EtcdDirectory
 
 ASK_S: Final = 0.25
-NOTICED_S: Final = 30.0  # a node that does not begin to drain by then will not
+BEGINS_S: Final = 30.0  # a node that has not begun to drain by then will not
 
 cluster_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Look at a cluster.")
 
 
-@cluster_app.command()
+@cluster_app.command(
+    epilog=example(
+        "kvstore cluster status --endpoint etcd://etcd-1:2379/prod",
+        "kvstore cluster status --endpoint etcd://etcd-1:2379/prod --watch",
+    )
+)
 def status(
     endpoint: EndpointOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it live, until interrupted.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between looks with --watch.")] = 2.0,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, until Ctrl-C.")] = False,
+    interval: Annotated[
+        float,
+        typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600.0, help="Seconds between looks with --watch."),
+    ] = 2.0,
     timeout: TimeoutOption = 2.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show members, epoch, load, balance and hit rate. Status 1 when a shard does not answer.
+    """Show the nodes, the epoch, load, balance and hit rate. Status 1 if a shard does not answer.
 
-    With --watch and --json: one document a line.
+    With --watch and --json, each line is a document.
     """
-    from kvstore_cli import cluster_tables as tables
     from kvstore_cli.cluster_status import cluster_status
+    from kvstore_cli.cluster_tables import print_status, watch_status
 
     with connected(endpoint, None, timeout, fail_open=True) as client:
         if not watch:
             found = cluster_status(client)
-            show(found, as_json, lambda: tables.print_status(found))
-            if not found.ok:
-                raise typer.Exit(FAILED)
+            show(found, as_json, lambda: print_status(found), found.failure)
             return
         with contextlib.suppress(KeyboardInterrupt):
             if not as_json:
-                tables.watch_status(lambda: cluster_status(client), interval)
+                watch_status(lambda: cluster_status(client), interval)
             while True:
-                print_json(cluster_status(client))
+                found = cluster_status(client)
+                print_json(found, found.failure)
                 sys.stdout.flush()
                 time.sleep(interval)
 
 
-@cluster_app.command()
+@cluster_app.command(
+    epilog=example("kvstore cluster where 00112233445566778899aabbccddeeff --endpoint etcd://etcd-1:2379/prod")
+)
 def where(
-    key: Annotated[str, typer.Argument(help="Key in hexadecimal, 8 to 64 bytes.")],
+    key: KeyArgument,
     endpoint: EndpointOption = None,
-    replicas: Annotated[int, typer.Option(min=1, max=3, help="Copies the namespace's clients keep.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=3, help="Copies of each block that clients keep.")] = 1,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", help="The namespace as JSON: ask the shards whether they have the block."),
+        typer.Option(
+            "--namespace",
+            "-n",
+            metavar="JSON|@FILE",
+            envvar="KVSTORE_NAMESPACE",
+            help=f"Also ask the shards whether they have the block. {NAMESPACE_HELP}",
+        ),
     ] = None,
     timeout: TimeoutOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
     """Say which shards own a key, in the order in which clients ask them."""
-    from kvstore.wire import MAX_KEY_BYTES, MIN_KEY_BYTES
-    from kvstore_cli import cluster_tables as tables
     from kvstore_cli.cluster_status import locate
+    from kvstore_cli.cluster_tables import print_locations
 
-    (name,) = parse_keys([key])
-    if not MIN_KEY_BYTES <= len(name) <= MAX_KEY_BYTES:
-        fail(f"key {key!r} has {len(name)} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}", BAD_USAGE)
-    with connected(endpoint, namespace, timeout) as client:
-        found = locate(client, name, replicas, ask=namespace is not None)
-        show(found, as_json, lambda: tables.print_locations(found))
+    name = parse_key(key)
+    parsed = parse_namespace(namespace) if namespace is not None else None
+    with connected(endpoint, parsed, timeout) as client:
+        found = locate(client, name, replicas, ask=parsed is not None)
+    show(found, as_json, lambda: print_locations(found))
 
 
 def drain(
-    node: Annotated[str, typer.Argument(help="Its --node-id.")],
+    node: Annotated[str, typer.Argument(help="The node's --node-id.")],
     endpoint: EndpointOption = None,
-    seconds: Annotated[float, typer.Option(min=0.0, max=86400.0, help="Move blocks for so long at most.")] = 60.0,
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", metavar="SECONDS", min=0.0, max=86400.0, help="Move blocks for at most this long."),
+    ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a node of a cluster move its hottest blocks to the other nodes, and leave.
+    """Move a node's blocks to the other nodes and take it out.
 
-    The node goes on running, outside of the cluster, until it is stopped; started anew it joins again.
+    The hottest blocks go first. The server keeps running outside the cluster until it is stopped. After a restart it
+    joins again.
     """
     from kvstore.cluster.etcd import Drain, EtcdDirectory
     from kvstore.cluster.members import DirectoryError
@@ -103,55 +121,60 @@ def drain(
     urls = endpoints_of(endpoint)
     if len(urls) != 1 or not urls[0].startswith("etcd://"):
         fail(
-            f"--endpoint {' '.join(urls)}: expected one etcd://HOST:PORT/NAME: a node is asked to drain in etcd, where "
-            "it is registered",
-            BAD_USAGE,
+            "usage",
+            f"--endpoint {' '.join(urls)}: expected one etcd://HOST:PORT/NAME, the node's cluster",
         )
     (url,) = urls
     try:
         parsed = parse_cluster_url(url)
     except ValueError as error:
-        fail(str(error), BAD_USAGE)
+        fail("usage", str(error))
     assert isinstance(parsed, EtcdURL)
     try:
         directory = EtcdDirectory(parsed, 2.0)
         members = {member.node: member for member in directory.membership().members}
         if node not in members:
-            fail(f"{url} has no node {node!r}: it has {', '.join(map(repr, members)) or 'none'}", FAILED)
+            fail("failed", f"{url} has no node {node!r}: it has {', '.join(map(repr, members)) or 'no nodes'}")
         if members[node].state == "draining":
-            fail(f"{node} drains already", FAILED)
+            fail("failed", f"{node} is draining already")
         directory.ask_drain(node, Drain(members[node].instance, seconds))
         done = _await_drain(directory, node, seconds, shown=not as_json)
         directory.end_drain(node)
         directory.close()
     except DirectoryError as error:
-        fail(str(error), FAILED)
+        fail("unreachable", str(error))
     show(
         {"node": node, "moved": done.moved, "present": done.present, "failed": done.failed, "total": done.total},
         as_json,
         lambda: print(
-            f"{node} has left: {done.moved} blocks moved, {done.present} were with their next owners already, "
-            f"{done.failed} failed, {max(0, done.total - done.done)} not moved in time"
+            f"{node} has left the cluster. Of its {done.total} blocks, {done.moved} were moved, "
+            f"{done.present} were already on their new nodes, {done.failed} failed, "
+            f"{max(0, done.total - done.done)} were not moved in time."
         ),
     )
 
 
 def _await_drain(directory: EtcdDirectory, node: str, seconds: float, shown: bool) -> Drain:
     """Show how far the node is until it is done."""
-    from kvstore_cli import cluster_tables as tables
+    from kvstore_cli.progress import progress_bar
 
-    ends_by = time.monotonic() + NOTICED_S
+    ends_by = time.monotonic() + BEGINS_S
     begun = False
-    with tables.draining(node, shown) as progress:
+    with progress_bar(f"draining {node}", shown, stays=True) as progress:
         while True:
             found = directory.read_drain(node)
             if found is None:
-                fail(f"{node}: the request to drain is gone: the node has restarted", FAILED)
+                fail("failed", f"{node} was restarted and no longer knows of the drain: ask again")
             progress(found.done, found.total if found.state == "done" else found.total or None)
             if found.state == "done":
                 return found
             if found.state != "asked" and not begun:
-                begun, ends_by = True, time.monotonic() + seconds + NOTICED_S
+                begun, ends_by = True, time.monotonic() + seconds + BEGINS_S
             if time.monotonic() > ends_by:
-                fail(f"{node}: it has not {'ended' if begun else 'begun'} to drain in time; is it alive?", FAILED)
+                fail(
+                    "failed",
+                    f"{node} began to drain but did not finish in time: look at its log"
+                    if begun
+                    else f"{node} did not begin to drain within {BEGINS_S:.0f} s: is it running?",
+                )
             time.sleep(ASK_S)

@@ -1,6 +1,6 @@
-"""A cluster as one of its clients sees it: the state of every node, and where a key's blocks are.
+"""A cluster as one of its clients sees it: the state of every node, and where the block of a key is.
 
-Made for people and scripts (`kvstore cluster`), not for a data path: each call asks every shard.
+Each call asks every shard: for people and scripts, not for a data path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 
 from kvstore import wire
+from kvstore_cli.output import CommandFailed
+from kvstore_cli.store_state import ask_every_shard
 from kvstore_client._calls.exchange import outcome
 from kvstore_client._calls.requests import Call, keyed_message, milliseconds
 from kvstore_client._links.operations import Operation
@@ -59,27 +61,31 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     epoch: int
     time: float  # unix seconds
     nodes: Sequence[NodeStatus]
-    balance: (
-        float | None
-    )  # the fullest shard's bytes for its weight, as a multiple of the mean; None: nothing is stored
+    balance: float | None  # the fullest shard's bytes, as a multiple of the mean by weight; None: nothing is stored
     hit_rate: float | None
-    directory: str  # why the directory cannot be asked; empty: it can, or there is none
+    directory: str  # why etcd or DNS cannot be asked for the members; empty: it can, or the nodes are a list
+    silent: Sequence[str]  # why shards do not answer
 
     @property
-    def ok(self) -> bool:
-        """Whether every shard answers and the member list is up to date."""
-        return bool(self.nodes) and not self.directory and all(node.shards_up == node.shards for node in self.nodes)
+    def failure(self) -> CommandFailed | None:
+        """What is wrong with the cluster; None: every shard answers and the member list is up to date."""
+        if self.directory:
+            known = "the list of nodes may be out of date" if self.nodes else "no node is known"
+            return CommandFailed("unreachable", f"{self.directory}; {known}")
+        if not self.nodes:
+            return CommandFailed("unreachable", "no node is known")
+        down = sum(node.shards - node.shards_up for node in self.nodes)
+        if down:
+            total = sum(node.shards for node in self.nodes)
+            return CommandFailed("unreachable", f"{down} of {total} shards did not answer: {'; '.join(self.silent)}")
+        return None
 
 
 def cluster_status(client: KVStoreClient) -> ClusterStatus:
     """Ask every shard. Shards that do not answer are counted as down, also without `fail_open`."""
     view = client._core.view
-    calls = client._exchange.ask_all(wire.Info, client._options(None))
-    infos: dict[str, wire.ShardInfo] = {}
-    for call in calls:
-        reply = outcome(call, wire.InfoReply, fail_open=True)
-        if reply is not None:
-            infos[call.link.name] = msgspec.msgpack.decode(reply.info, type=wire.ShardInfo)
+    answers = ask_every_shard(client)
+    infos = {answer.place.link.name: answer.info for answer in answers if answer.info is not None}
     by_node: dict[str, list[Place]] = {}
     for place in view.places:
         by_node.setdefault(place.node, []).append(place)
@@ -92,6 +98,7 @@ def cluster_status(client: KVStoreClient) -> ClusterStatus:
         balance=_balance(view.places, infos),
         hit_rate=hits / asked if asked else None,
         directory=client._core.directory_lost,
+        silent=list(dict.fromkeys(answer.reason for answer in answers if answer.info is None)),
     )
 
 

@@ -1,16 +1,14 @@
-"""What the command line shows of a cluster."""
+"""What `kvstore cluster` shows to people."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvstore.sizes import format_size
@@ -19,21 +17,21 @@ if TYPE_CHECKING:
     from kvstore_cli.cluster_status import ClusterStatus, Location, NodeStatus
 
 _COLUMNS: Final = ("node", "state", "zone", "up", "clients", "memory", "blocks", "on disk", "hits", "in / out")
-# Where they do not all fit; a node's id, its state and whether it is up are always there.
+# Where not all columns fit. A node's id, its state and whether it is up are always shown.
 _LEFT_OUT_FIRST: Final = ("on disk", "in / out", "clients", "zone", "memory", "blocks", "hits")
 _ANY_WIDTH: Final = 10_000
 
 
 def print_status(status: ClusterStatus) -> None:
-    """A table of nodes, and a line on the whole."""
+    """A table of nodes, and what concerns all of them."""
     console = Console()
     console.print(_status(status, None, console))
 
 
 def watch_status(look: Callable[[], ClusterStatus], interval_s: float) -> NoReturn:
-    """Look again and again; rates and hit rates are those between two looks. Never returns.
+    """Look again and again. Rates and hit rates are those between two looks. Never returns.
 
-    Where it is not shown on a terminal, one table follows the other.
+    If the output is not a terminal, one table follows the other.
     """
     console = Console()
     before = None
@@ -61,13 +59,13 @@ def _status(status: ClusterStatus, before: ClusterStatus | None, console: Consol
     ]
     if left_out:
         lines.append(f"a wider terminal also shows: {', '.join(left_out)}")
-    if status.directory:
-        lines.append(f"the member list may be out of date: {status.directory}")
-    return Group(table, *lines) if status.nodes else Group(*lines)
+    if not status.nodes:
+        return Group()
+    return Group(table, *lines)
 
 
 def _nodes(rows: Sequence[Sequence[str]], console: Console) -> tuple[Table, list[str]]:
-    """A table, and the columns that there is no room for."""
+    """A table, and the columns for which there is no room."""
     for count in range(len(_LEFT_OUT_FIRST) + 1):
         left_out: list[str] = [name for name in _COLUMNS if name in _LEFT_OUT_FIRST[:count]]
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
@@ -84,7 +82,7 @@ def _nodes(rows: Sequence[Sequence[str]], console: Console) -> tuple[Table, list
 def _row(node: NodeStatus, old: NodeStatus | None, seconds: float) -> list[str]:
     if not node.shards_up:
         return [node.node, node.state, node.zone, f"0/{node.shards}", *["-"] * (len(_COLUMNS) - 4)]
-    # A shard that restarted counts from 0 again: what it has is since its start then.
+    # A shard that restarted counts from 0 again: then its counters are all since the look before.
     if old is None or seconds <= 0 or node.uptime_s < seconds:
         hit_rate, moved = node.hit_rate, [format_size(node.bytes_in), format_size(node.bytes_out)]
     else:
@@ -115,28 +113,8 @@ def _number(value: float | None) -> str:
 
 
 def print_locations(locations: Sequence[Location]) -> None:
-    """A table of shards, in the order in which they are asked."""
-    table = Table()
-    for name in ("role", "node", "zone", "state", "shard", "address", "block"):
-        table.add_column(name, overflow="fold")
+    """A line for each shard, in the order in which they are asked."""
     for found in locations:
-        block = {None: "-", True: "present", False: "absent"}[found.present]
-        table.add_row(found.role, found.node, found.zone, found.state, found.shard, found.endpoint, block)
-    Console().print(table)
-
-
-@contextmanager
-def draining(node: str, shown: bool) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar; what it gives is told how many blocks are dealt with, and of how many (None: not known yet)."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("blocks"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not shown,
-    )
-    with bar:
-        task = bar.add_task(f"{node} drains", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        zone = f"zone {found.zone}, " if found.zone else ""
+        block = {None: "", True: ", block present", False: ", block absent"}[found.present]
+        print(f"{found.role:<9}  {found.shard}  {found.endpoint}  {zone}{found.state}{block}")

@@ -1,4 +1,4 @@
-"""The disk tiers of a running store checked by its shards, from the outside: asks for a pass and waits for its end."""
+"""Has the shards of a running store check their disk tiers: asks for a pass over all blocks and waits for its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NoDiskTier(ValueError):
 
 
 class ScrubbedShard(msgspec.Struct, frozen=True):
-    """What one shard's pass found. `failure`: why it did not come to its end; empty when it did."""
+    """What one shard's pass found. `failure`: why the pass did not finish; empty if it did."""
 
     shard: str
     blocks: int  # checked
@@ -40,7 +40,7 @@ class ScrubReport(msgspec.Struct, frozen=True):
 def verify(client: KVStoreClient, progress: Progress) -> ScrubReport:
     """Have every shard check all of its blocks on disk, and wait. `client` must not be `fail_open`.
 
-    Blocks for as long as the passes take. A tier that is recovering is waited for. Raises `NoDiskTier`, and
+    Blocks until all passes have ended; a tier that recovers is waited for first. Raises `NoDiskTier`, and
     `KVStoreError` when a shard does not answer.
     """
     before = _tiers(client)
@@ -75,7 +75,7 @@ def _row(before: ShardInfo, after: ShardInfo | None) -> ScrubbedShard:
     assert old is not None
     new: DiskInfo | None = after.disk if after is not None and after.pid == before.pid else None
     if new is None:
-        return ScrubbedShard(name, 0, 0, 0, "the shard was restarted meanwhile")
+        return ScrubbedShard(name, 0, 0, 0, "the shard was restarted during the check")
     return ScrubbedShard(
         name,
         new.scrubbed_blocks - old.scrubbed_blocks,

@@ -1,33 +1,70 @@
-"""The `kvstore` command line against a real server: what it prints, and its exit status."""
+"""The `kvstore` command line against real servers: what it prints, and its exit status."""
 
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.wire import DiskInfo
 from kvstore_client import KVStoreClient
-from tests.support.harness import Server, StartServer, blocks_of, environment, make_keys, make_namespace, wait_until
+from tests.support.harness import (
+    Server,
+    StartServer,
+    blocks_of,
+    environment,
+    make_keys,
+    make_namespace,
+    namespace_info,
+    shard_info,
+    wait_until,
+)
 
 NAMESPACE = '{"model":"cli","dtype":"uint8","block_tokens":16,"block_bytes":4096}'
 KEY = "00112233445566778899aabbccddeeff"
 OTHER_KEY = "ff" * 16
+NOWHERE = "tcp://127.0.0.1:1"
 
 
-def kvstore(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvstore_cli", *arguments]
+
+
+def kvstore(
+    *arguments: str, status: int = 0, stdin: bytes = b"", **extra_environment: str
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore_cli", *arguments],
+        command(*arguments),
+        input=stdin,
         capture_output=True,
-        text=True,
         timeout=60,
-        env=environment(COLUMNS="200"),
+        env=environment(**{"COLUMNS": "80", **extra_environment}),
         check=False,
     )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+    text = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+    assert text.returncode == status, text.stdout + text.stderr
+    assert "Traceback" not in text.stderr, text.stderr
+    return text
+
+
+def answer(*arguments: str, status: int = 0) -> Any:
+    """The one document that --json prints."""
+    done = kvstore(*arguments, "--json", status=status)
+    document = json.loads(done.stdout)
+    if status:
+        assert document["error"]["message"] in done.stderr
+    else:
+        assert not done.stderr
+    return document
 
 
 @pytest.fixture
@@ -35,6 +72,14 @@ def block_file(tmp_path: Path) -> Path:
     file = tmp_path / "block"
     file.write_bytes(bytes(range(256)) * 16)
     return file
+
+
+@pytest.fixture(scope="module")
+def free_port() -> Iterator[int]:
+    """A port on which nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
 
 
 def test_a_server_runs_its_own_code_whatever_the_working_directory_holds(tmp_path: Path) -> None:
@@ -57,45 +102,165 @@ def test_a_server_runs_its_own_code_whatever_the_working_directory_holds(tmp_pat
     assert process.returncode == 0
 
 
+# ---- single blocks ---------------------------------------------------------------------------------------------------
+
+
 def test_a_block_set_from_a_file_comes_back_and_can_be_deleted(
     server: Server, block_file: Path, tmp_path: Path
 ) -> None:
     common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint)
-    assert "created" in kvstore("set", KEY, str(block_file), *common).stdout
-    assert "existed" in kvstore("set", KEY, str(block_file), *common).stdout
-    assert "replaced" in kvstore("set", KEY, str(block_file), "--force", *common).stdout
+    assert kvstore("set", KEY, str(block_file), *common).stdout == "created\n"
+    assert kvstore("set", KEY, str(block_file), *common).stdout == "existed already\n"
+    assert kvstore("set", KEY, str(block_file), "--force", *common).stdout == "replaced\n"
     out = tmp_path / "out"
     kvstore("get", KEY, "--output", str(out), *common)
     assert out.read_bytes() == block_file.read_bytes()
-    kvstore("flush", "--endpoint", server.endpoint)
-    present = json.loads(kvstore("contains", KEY, OTHER_KEY, "--json", *common).stdout)
-    assert present == {"present": {KEY: True, OTHER_KEY: False}}
-    assert json.loads(kvstore("delete", KEY, OTHER_KEY, "--json", *common).stdout) == {"deleted": 1}
-    missed = kvstore("get", KEY, *common, status=1)
-    assert KEY in missed.stderr
+    assert answer("contains", KEY, OTHER_KEY, *common) == {"present": {KEY: True, OTHER_KEY: False}}
+    assert answer("delete", KEY, OTHER_KEY, *common) == {"deleted": 1}
+
+
+def test_a_miss_is_status_3_and_writes_no_file(server: Server, tmp_path: Path) -> None:
+    common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint, "--output", str(tmp_path / "out"))
+    assert OTHER_KEY in kvstore("get", OTHER_KEY, *common, status=3).stderr
+    assert answer("get", OTHER_KEY, *common, status=3)["error"]["kind"] == "not_found"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_block_goes_in_and_out_through_pipes(server: Server) -> None:
+    block = os.urandom(4096)
+    common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint)
+    kvstore("set", "ab" * 16, "-", *common, stdin=block)
+    done = subprocess.run(
+        command("get", "ab" * 16, *common), capture_output=True, timeout=60, env=environment(), check=True
+    )
+    assert done.stdout == block
+
+
+def test_a_block_is_not_written_to_a_terminal_unless_forced(server: Server, block_file: Path) -> None:
+    common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint)
+    kvstore("set", KEY, str(block_file), *common)
+    shown = on_terminal("get", KEY, *common, status=2)
+    assert b"--output FILE" in shown and b"--force" in shown and bytes(range(128, 256)) not in shown
+    assert bytes(range(128, 256)) in on_terminal("get", KEY, *common, "--force")
+
+
+def on_terminal(*arguments: str, status: int = 0) -> bytes:
+    """What a command writes to a terminal, standard output and standard error together."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command(*arguments), stdout=theirs, stderr=theirs, env=environment())
+    os.close(theirs)
+    shown = b""
+    with process, open(ours, "rb", buffering=0) as terminal:
+        while True:
+            try:
+                part = terminal.read(4096)
+            except OSError:  # nobody writes to it any more
+                break
+            shown += part
+    assert process.returncode == status, shown
+    return shown
+
+
+def test_a_file_that_cannot_be_written_is_named(server: Server, block_file: Path) -> None:
+    common = ("--namespace", NAMESPACE, "--endpoint", server.endpoint)
+    kvstore("set", KEY, str(block_file), *common)
+    failed = kvstore("get", KEY, "--output", "/nosuch/x", *common, status=2)
+    assert "/nosuch/x: No such file or directory" in failed.stderr
+
+
+@pytest.mark.parametrize("size", [100, 4095, 4097, 100_000])
+def test_a_file_of_a_wrong_size_is_bad_usage_and_both_sizes_are_told(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "wrong"
+    file.write_bytes(b"x" * size)
+    failed = kvstore("set", KEY, str(file), "--namespace", NAMESPACE, "--endpoint", NOWHERE, status=2)
+    assert f"{file} has {size} bytes: expected 4096" in failed.stderr
+    failed = kvstore("set", KEY, "-", "--namespace", NAMESPACE, status=2, stdin=b"x" * size)
+    has = str(size) if size < 4096 else "more than 4096"
+    assert f"standard input has {has} bytes: expected 4096" in failed.stderr
+
+
+def test_a_namespace_may_come_from_a_file_or_the_environment(server: Server, block_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ns.json"
+    file.write_text(NAMESPACE + "\n")
+    kvstore("set", KEY, str(block_file), "--namespace", f"@{file}", "--endpoint", server.endpoint)
+    for given in (NAMESPACE, f"@{file}"):
+        found = kvstore("contains", KEY, "--endpoint", server.endpoint, KVSTORE_NAMESPACE=given)
+        assert found.stdout == f"{KEY}  present\n"
+    failed = kvstore("contains", KEY, "--namespace", "@/nosuch/ns.json", status=2)
+    assert "@/nosuch/ns.json: No such file" in failed.stderr
+    assert "@FILE" in kvstore("contains", KEY, "--namespace", str(file), status=2).stderr
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_may_come_from_the_environment_and_options_go_first(server: Server) -> None:
+    kvstore("ping", KVSTORE_ENDPOINT=server.endpoint)
+    kvstore("ping", "-e", server.endpoint, KVSTORE_ENDPOINT=NOWHERE)
+
+
+def test_a_server_that_is_not_there_is_status_1_and_names_the_address(free_port: int) -> None:
+    address = f"127.0.0.1:{free_port}"
+    common = ("--endpoint", f"tcp://{address}", "--timeout", "1")
+    for arguments in (("ping",), ("info",), ("bench",), ("contains", KEY, "--namespace", NAMESPACE)):
+        error = answer(*arguments, *common, status=1)["error"]
+        assert error["kind"] == "unreachable" and f"{address}: Connection refused" in error["message"], arguments
+        failed = kvstore(*arguments, *common, status=1)
+        assert failed.stderr.count("Connection refused") == 1 and not failed.stdout.strip(), failed
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
 
 
 def test_ping_and_info_tell_shards_and_namespaces(server: Server, block_file: Path) -> None:
     kvstore("set", KEY, str(block_file), "--namespace", NAMESPACE, "--endpoint", server.endpoint)
-    answer = json.loads(kvstore("ping", "--json", "--endpoint", server.endpoint).stdout)
-    assert answer["ok"] is True and answer["shards"] == 1 and answer["seconds"] > 0
-    (shard,) = json.loads(kvstore("info", "--json", "--endpoint", server.endpoint).stdout)["shards"]
+    found = answer("ping", "--endpoint", server.endpoint)
+    assert found["ok"] is True and found["shards"] == 1 and found["seconds"] > 0
+    document = answer("info", "--endpoint", server.endpoint)
+    (shard,) = document["shards"]
+    assert document["silent"] == []
     assert any('"model":"cli"' in namespace["namespace"] for namespace in shard["namespaces"])
     table = kvstore("info", "--endpoint", server.endpoint).stdout
     assert "cli" in table and "resident" in table
 
 
+@pytest.mark.parametrize("columns", ["80", "200", None])
+def test_info_fits_80_columns_and_a_pipe_with_full_names(
+    start_server: StartServer, tmp_path: Path, columns: str | None
+) -> None:
+    server = start_server("--shards", "2", "--disk", str(tmp_path / "disk"), "--disk-size", "128MiB")
+    keys = make_keys(50)
+    with KVStoreClient(server.endpoint, make_namespace(4096, "meta-llama/Llama-3.1-8B-Instruct")) as client:
+        client.set(keys, blocks_of(keys, 4096))
+        client.get(keys)
+    extra = {"COLUMNS": columns} if columns else {}
+    done = subprocess.run(
+        command("info", "--endpoint", server.endpoint),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={name: value for name, value in environment(**extra).items() if columns or name != "COLUMNS"},
+        check=True,
+    )
+    shown = done.stdout
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown, shown
+    words = ("shard", "policy", "clients", "resident", "lookups", "received", "to be written", "recovered", "hit rate")
+    assert all(word in shown for word in words), shown
+    assert "meta-llama/Llama-3.1-8B-Instruct" in shown and "100.0%" in shown
+
+
 def test_info_shows_both_tiers(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB", "--policy", "lru")
+    assert "The store holds no blocks yet." in kvstore("info", "--endpoint", server.endpoint).stdout
     keys = make_keys(50)
     with KVStoreClient(server.endpoint, make_namespace(4096, "tiers")) as client:
         client.set(keys, blocks_of(keys, 4096))
         wait_until(lambda: (disk := client.info().shards[0].disk) and disk.blocks == 50, what="all is written")
-    (shard,) = json.loads(kvstore("info", "--json", "--endpoint", server.endpoint).stdout)["shards"]
+    (shard,) = answer("info", "--endpoint", server.endpoint)["shards"]
     assert shard["policy"] == "lru" and shard["index_bytes"] > 0
     assert (shard["disk"]["state"], shard["disk"]["written_blocks"]) == ("on", 50)
     table = kvstore("info", "--endpoint", server.endpoint).stdout
-    assert "lru" in table and "64.0 MiB" in table and "disk blocks" in table and "50 (200.0 KiB)" in table
+    assert "lru" in table and "64.0 MiB" in table and "on disk" in table and "50 (200.0 KiB)" in table
 
 
 def test_info_tells_why_a_disk_tier_is_off(start_server: StartServer, tmp_path: Path) -> None:
@@ -107,58 +272,166 @@ def test_info_tells_why_a_disk_tier_is_off(start_server: StartServer, tmp_path: 
         client.set(keys, blocks_of(keys, 4096))
         wait_until(lambda: (disk := client.info().shards[0].disk) and disk.state == "off", what="the tier is off")
         assert client.get(keys).hit == 10
-    table = kvstore("info", "--endpoint", server.endpoint).stdout
-    assert "off: [Errno 2]" in table
+    assert "its disk tier is off: [Errno 2]" in kvstore("info", "--endpoint", server.endpoint).stdout
     failed = kvstore("verify", "--endpoint", server.endpoint, status=1)
-    assert "disk tier is off" in failed.stdout
+    assert "disk tier is off" in failed.stdout and "not complete" in failed.stderr
 
 
 def test_info_of_a_server_without_a_disk_tier_shows_none(server: Server) -> None:
-    (shard,) = json.loads(kvstore("info", "--json", "--endpoint", server.endpoint).stdout)["shards"]
+    (shard,) = answer("info", "--endpoint", server.endpoint)["shards"]
     assert shard["disk"] is None
-    assert "dirty" not in kvstore("info", "--endpoint", server.endpoint).stdout
+    assert "to be written" not in kvstore("info", "--endpoint", server.endpoint).stdout
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_info_shows_the_node_that_answers_and_names_the_one_that_does_not(
+    server: Server, free_port: int, order: int
+) -> None:
+    endpoints = [server.endpoint, f"tcp://127.0.0.1:{free_port}"][::order]
+    arguments = ("info", "--endpoint", endpoints[0], "--endpoint", endpoints[1])
+    shown = kvstore(*arguments, status=1)
+    assert f"{server.host}:" in shown.stdout or "Shards" in shown.stdout
+    reason = f"127.0.0.1:{free_port}: Connection refused"
+    assert shown.stderr == f"error: 1 of 2 shards did not answer: {reason}\n"
+    document = answer(*arguments, status=1)
+    assert len(document["shards"]) == 1 and document["error"]["kind"] == "unreachable"
+    assert document["silent"] == [
+        {"node": f"127.0.0.1:{free_port}", "address": f"127.0.0.1:{free_port}", "reason": reason}
+    ]
+    kvstore("ping", "--endpoint", endpoints[0], "--endpoint", endpoints[1], status=1)
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------------
 
 
 def test_bench_reports_rates_and_latencies_and_leaves_nothing_behind(server: Server) -> None:
     arguments = ("bench", "--endpoint", server.endpoint, "--block-bytes", "65536", "--blocks", "64", "--rounds", "2")
-    report = json.loads(kvstore(*arguments, "--json").stdout)
+    report = answer(*arguments)
     rows = {row["operation"]: row for row in report["operations"]}
-    assert {"set deferred", "set", "get_into", "stream_get", "contains", "match_prefix"} <= set(rows)
+    assert list(rows) == ["set", "get_into", "stream_get", "contains", "match_prefix"]
     assert rows["get_into"]["gb_s"] > 0 and 0 < rows["contains"]["p50_ms"] <= rows["contains"]["p99_ms"]
-    assert "get_into" in kvstore(*arguments).stdout
-    (shard,) = json.loads(kvstore("info", "--json", "--endpoint", server.endpoint).stdout)["shards"]
-    assert all(ns["blocks"] == 0 for ns in shard["namespaces"] if "kvstore-bench" in ns["namespace"])
+    assert report["removed_blocks"] == 64
+    shown = kvstore(*arguments).stdout
+    assert max(map(len, shown.splitlines())) <= 80 and "get_into" in shown
+    assert "removed its 64 blocks" in " ".join(shown.split())
+    assert not bench_blocks(server)
+
+
+def bench_blocks(server: Server) -> int:
+    (shard,) = answer("info", "--endpoint", server.endpoint)["shards"]
+    return sum(some["blocks"] for some in shard["namespaces"] if "kvstore-bench" in some["namespace"])
+
+
+def disk_of(client: KVStoreClient) -> DiskInfo:
+    disk = shard_info(client).disk
+    assert disk is not None
+    return disk
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_bench_refuses_to_evict_blocks_of_a_cache_in_use(start_server: StartServer, tmp_path: Path, disk: bool) -> None:
+    """With a disk tier, memory is free and the disk is full."""
+    sizes = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB") if disk else ()
+    server = start_server(*sizes, memory="128MiB" if disk else "64MiB", segment="4MiB")
+    namespace = make_namespace(1 << 20, "in-use")
+    keys = make_keys(56)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        assert client.set(keys, blocks_of(keys, 1 << 20), deferred=False).created == len(keys)
+        if disk:
+            wait_until(lambda: disk_of(client).blocks and not disk_of(client).dirty_blocks, what="all is written")
+            on_disk = disk_of(client).blocks
+        arguments = ("bench", "--endpoint", server.endpoint, "--block-bytes", "1048576", "--rounds", "1", "--blocks")
+        refused = answer(*arguments, "40", status=2)["error"]
+        assert refused["kind"] == "usage" and "--evict" in refused["message"] and "--blocks" in refused["message"]
+        assert client.contains(keys).all()
+        assert namespace_info(client).evicted == 0
+        if disk:
+            assert namespace_info(client).disk_evicted == 0 and disk_of(client).blocks == on_disk
+        else:
+            # As many as it says fit do no harm.
+            fitting = refused["message"].split("--blocks ")[1].split(",")[0]
+            answer(*arguments, fitting)
+            assert client.contains(keys).all() and namespace_info(client).evicted == 0
+            # And the operator can have it run anyway.
+            answer(*arguments, "40", "--evict")
+            assert namespace_info(client).evicted > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_bench_that_is_interrupted_removes_its_blocks(server: Server, number: int) -> None:
+    # A child of a process that ignores SIGINT would ignore it, too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command("bench", "--endpoint", server.endpoint, "--block-bytes", "65536", "--rounds", "100000"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment(),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        wait_until(lambda: bench_blocks(server), 30, "the benchmark has set blocks")
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert b"Traceback" not in stderr
+    assert bench_blocks(server) == 0
 
 
 def test_bench_on_too_small_a_server_says_what_to_change(server: Server) -> None:
     arguments = ("--block-bytes", "1048576", "--blocks", "600", "--rounds", "1")
-    failed = kvstore("bench", "--endpoint", server.endpoint, *arguments, status=1)
+    failed = kvstore("bench", "--endpoint", server.endpoint, *arguments, "--evict", status=1)
     assert "more memory" in failed.stderr and "--blocks" in failed.stderr
 
 
-def test_a_server_that_is_not_there_is_status_1_and_names_the_address() -> None:
-    failed = kvstore("ping", "--endpoint", "tcp://127.0.0.1:1", "--timeout", "1", status=1)
-    assert "127.0.0.1:1" in failed.stderr
+# ---- bad usage, help, completion -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("ping", "--endpoint", "127.0.0.1:7070"), "tcp://HOST:PORT"),
+        (("ping", "--endpoint", "http://127.0.0.1:7070"), "tcp://HOST:PORT"),
         (("contains", "xyz", "--namespace", NAMESPACE), "xyz"),
+        (("contains", "001122", "--namespace", NAMESPACE), "'001122' has 3 bytes: expected 8 to 64"),
+        (("contains", KEY), "--namespace"),
         (("contains", KEY, "--namespace", "{}"), "model"),
         (("contains", KEY, "--namespace", '{"modle":"m"}'), "modle"),
         (("get", KEY, "--namespace", NAMESPACE, "--ouput", "f"), "--ouput"),
         (("set", KEY, "no-such-file", "--namespace", NAMESPACE), "no-such-file"),
+        (("ping", "--timeout", "0"), "--timeout"),
         (("frobnicate",), "frobnicate"),
     ],
 )
 def test_bad_usage_is_status_2_and_names_what_was_wrong(arguments: tuple[str, ...], named: str) -> None:
     assert named in kvstore(*arguments, status=2).stderr
+    error = answer(*arguments, status=2)["error"]
+    assert error["kind"] == "usage" and named in error["message"]
 
 
-def test_a_block_of_another_size_than_the_namespaces_is_bad_usage(server: Server, tmp_path: Path) -> None:
-    file = tmp_path / "short"
-    file.write_bytes(b"x" * 100)
-    failed = kvstore("set", KEY, str(file), "--namespace", NAMESPACE, "--endpoint", server.endpoint, status=2)
-    assert "100" in failed.stderr and "4096" in failed.stderr
+COMMANDS = ("ping", "info", "contains", "get", "set", "delete", "bench", "verify", "drain")
+
+
+def test_help_tells_the_exit_statuses_and_every_command_has_an_example() -> None:
+    shown = kvstore("-h").stdout
+    assert shown == kvstore("--help").stdout
+    for status in range(5):
+        assert f"    {status}  " in shown
+    for name in (*COMMANDS, "cluster status", "cluster where"):
+        help_text = kvstore(*name.split(), "-h").stdout
+        assert "Example:" in help_text and f"    kvstore {name}" in help_text
+        assert name.split()[0] in shown
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    def completed(words: str) -> list[str]:
+        complete = {"_KVSTORE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return kvstore(**complete).stdout.split()
+
+    assert completed("kvstore pi") == ["ping"]
+    assert "status" in completed("kvstore cluster ")
+    assert "--endpoint" in completed("kvstore info --e")
+    script = kvstore("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    assert "_KVSTORE_COMPLETE=complete_bash" in script

@@ -51,6 +51,7 @@ def verify(*arguments: str | Path, status: int = 0) -> subprocess.CompletedProce
 def report_of(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
     report = json.loads(verify(*arguments, "--json", status=status).stdout)
     assert isinstance(report, dict) and report["ok"] is (status == 0)
+    assert not status or report["error"]["kind"] == "damaged"
     return report
 
 
@@ -161,16 +162,16 @@ def test_blocks_past_their_time_are_counted_and_not_checked(tmp_path: Path) -> N
     assert f"{COUNT} expired" in verify(tier).stdout
 
 
-def test_a_damaged_block_is_named_and_the_folder_is_left_as_it_is(tier: Path) -> None:
+def test_a_damaged_block_is_status_4_and_named_and_the_folder_is_left_as_it_is(tier: Path) -> None:
     damage(tier, KEYS[17])
     before = contents(tier)
-    report = report_of(tier, status=1)
+    report = report_of(tier, status=4)
     assert report["blocks"] == COUNT
     (block,) = report["damaged"]
     assert (block["key"], block["model"], block["namespace"]) == (KEYS[17].hex(), "verify", NAMESPACE.id)
     file = segment_path(read_directory(tier).shard_directory(block["shard"]), block["segment"])
     assert block_of(KEYS[17], BLOCK_BYTES)[:1000] == file.read_bytes()[block["place"] * BLOCK_BYTES :][:1000]
-    shown = verify(tier, status=1).stdout
+    shown = verify(tier, status=4).stdout
     assert KEYS[17].hex() in shown and "1 damaged" in shown and "nothing was changed" in shown
     assert contents(tier) == before
 
@@ -178,8 +179,8 @@ def test_a_damaged_block_is_named_and_the_folder_is_left_as_it_is(tier: Path) ->
 def test_of_many_damaged_blocks_some_are_shown_and_all_are_in_the_json(tier: Path) -> None:
     for key in KEYS[:30]:
         damage(tier, key)
-    assert {block["key"] for block in report_of(tier, status=1)["damaged"]} == {key.hex() for key in KEYS[:30]}
-    shown = verify(tier, status=1).stdout
+    assert {block["key"] for block in report_of(tier, status=4)["damaged"]} == {key.hex() for key in KEYS[:30]}
+    shown = verify(tier, status=4).stdout
     assert sum(key.hex() in shown for key in KEYS) == 20
     assert "10 more" in shown and "--json" in shown
 
@@ -191,11 +192,11 @@ def test_blocks_whose_segment_cannot_be_used_are_counted(tier: Path, how: str) -
         file.unlink()
     else:
         os.truncate(file, 8192)
-    report = report_of(tier, status=1)
+    report = report_of(tier, status=4)
     (missing,) = report["missing_segments"]
     assert missing["segment"] == int(file.stem) and report["blocks"] + missing["blocks"] == COUNT
     assert missing["blocks"] > 0 and missing["reason"]
-    assert f"segment {missing['segment']}" in verify(tier, status=1).stdout
+    assert f"segment {missing['segment']}" in verify(tier, status=4).stdout
 
 
 def test_an_entry_whose_guard_fails_is_counted(tier: Path) -> None:
@@ -204,14 +205,14 @@ def test_an_entry_whose_guard_fails_is_counted(tier: Path) -> None:
         at = data.find(next(key for key in KEYS if key in data))
         data[at] ^= 1  # of the key: the value does not belong to it now
         index.write_bytes(data)
-    assert report_of(tier, status=1)["bad_entries"] == 2
-    assert "entries of the index are damaged" in verify(tier, status=1).stdout
+    assert report_of(tier, status=4)["bad_entries"] == 2
+    assert "entries of the index are damaged" in verify(tier, status=4).stdout
 
 
 def test_an_index_that_cannot_be_read_is_told(tier: Path) -> None:
     index = tier / "shard-0" / "index" / "data.mdb"
     index.write_bytes(os.urandom(index.stat().st_size))
-    report = report_of(tier, status=1)
+    report = report_of(tier, status=4)
     assert 0 < report["blocks"] < COUNT  # the other shard's
     (sentence,) = report["index_damage"]
     assert "shard 0" in sentence
@@ -219,7 +220,7 @@ def test_an_index_that_cannot_be_read_is_told(tier: Path) -> None:
 
 def test_a_shard_whose_folder_is_gone_is_told(tier: Path) -> None:
     shutil.rmtree(tier / "shard-1")
-    (sentence,) = report_of(tier, status=1)["index_damage"]
+    (sentence,) = report_of(tier, status=4)["index_damage"]
     assert "shard-1" in sentence and "missing" in sentence
 
 
@@ -274,7 +275,7 @@ def test_a_running_server_checks_itself(live: Server) -> None:
 
 def test_a_running_server_drops_what_it_finds_damaged(live: Server, tmp_path: Path) -> None:
     damage(tmp_path / "live", KEYS[3])
-    (shard,) = report_of("--endpoint", live.endpoint, status=1)["shards"]
+    (shard,) = report_of("--endpoint", live.endpoint, status=4)["shards"]
     assert shard["damaged"] == 1
     assert "damaged block(s) dropped" in live.log_text() and KEYS[3].hex() in live.log_text()
     assert ", 0 damaged" in verify("--endpoint", live.endpoint).stdout

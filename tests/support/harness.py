@@ -79,7 +79,8 @@ def make_namespace(block_bytes: int, model: str, **fields: Any) -> Namespace:
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a child: this checkout is importable, settings of the caller's shell do not leak in."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_SERVER_")}
+    ours = ("KVSTORE_SERVER_", "KVSTORE_ENDPOINT", "KVSTORE_NAMESPACE")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**inherited, "PYTHONPATH": path, **extra}
 
 

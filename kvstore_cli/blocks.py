@@ -1,0 +1,136 @@
+"""`kvstore contains`, `get`, `set` and `delete`: single blocks of a namespace."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvstore_cli.options import (
+    EndpointOption,
+    JsonOption,
+    KeyArgument,
+    KeysArgument,
+    NamespaceOption,
+    TimeoutOption,
+    connected,
+    parse_key,
+    parse_namespace,
+)
+from kvstore_cli.output import CommandFailed, fail, show
+
+STANDARD_INPUT: Final = Path("-")
+
+
+def contains(
+    keys: KeysArgument,
+    namespace: NamespaceOption,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which keys are present."""
+    names = [parse_key(key) for key in keys]
+    with connected(endpoint, parse_namespace(namespace), timeout) as client:
+        present = client.contains(names).tolist()
+    show(
+        {"present": dict(zip(keys, present, strict=True))},
+        as_json,
+        lambda: [print(f"{key}  {'present' if hit else 'absent'}") for key, hit in zip(keys, present, strict=True)],
+    )
+
+
+def get(
+    key: KeyArgument,
+    namespace: NamespaceOption,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write the block to. [default: standard output]"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write the block to a terminal, too.")] = False,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one block to a file or to standard output. A miss is status 3.
+
+    With --json the block itself is written only with --output.
+    """
+    if output is None and not as_json and not force and sys.stdout.isatty():
+        fail("usage", "a block is binary and standard output is a terminal: give --output FILE, a pipe, or --force")
+    name = parse_key(key)
+    with connected(endpoint, parse_namespace(namespace), timeout) as client:
+        block = client.get([name]).blocks[0]
+        if block is None:
+            fail("not_found", f"no block has key {key} in this namespace")
+        if output is None and not as_json:
+            sys.stdout.buffer.write(block)
+            return
+        if output is not None:
+            try:
+                output.write_bytes(block)
+            except OSError as error:
+                fail("usage", f"--output {output}: {error.strerror}: expected a file that can be written")
+        show(
+            {"key": key, "bytes": len(block), "output": str(output) if output else None},
+            as_json,
+            lambda: print(f"{len(block)} bytes written to {output}"),
+        )
+
+
+def set_(
+    key: KeyArgument,
+    file: Annotated[
+        Path,
+        typer.Argument(help="File with the block, exactly block_bytes long; - is standard input."),
+    ],
+    namespace: NamespaceOption,
+    force: Annotated[bool, typer.Option("--force", help="Replace a block that is there.")] = False,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Store one block from a file or from standard input."""
+    name, parsed = parse_key(key), parse_namespace(namespace)
+    block = _read_block(file, parsed.block_bytes)
+    with connected(endpoint, parsed, timeout) as client:
+        result = client.set([name], [block], force=force, deferred=False)
+    show(
+        result._asdict(),
+        as_json,
+        lambda: print("created" * result.created + "replaced" * result.forced + "existed already" * result.existed),
+        CommandFailed("failed", "the block was not stored: the server has no room for it") if result.error else None,
+    )
+
+
+def _read_block(file: Path, block_bytes: int) -> bytes:
+    """What is in `file`, which is to have this size."""
+    try:
+        if file == STANDARD_INPUT:
+            name, block, size = "standard input", sys.stdin.buffer.read(block_bytes + 1), None
+        else:
+            with file.open("rb") as opened:
+                name, block, size = str(file), opened.read(block_bytes + 1), os.fstat(opened.fileno()).st_size
+    except OSError as error:
+        fail("usage", f"{file}: {error.strerror}")
+    if len(block) != block_bytes:
+        has = f"more than {block_bytes}" if len(block) > block_bytes and not size else str(size or len(block))
+        fail("usage", f"{name} has {has} bytes: expected {block_bytes}, the namespace's block_bytes")
+    return block
+
+
+def delete(
+    keys: KeysArgument,
+    namespace: NamespaceOption,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove blocks."""
+    names = [parse_key(key) for key in keys]
+    with connected(endpoint, parse_namespace(namespace), timeout) as client:
+        deleted = client.delete(names)
+    show({"deleted": deleted}, as_json, lambda: print(f"{deleted} of {len(keys)} deleted"))

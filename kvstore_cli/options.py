@@ -1,0 +1,119 @@
+"""What the commands of `kvstore` are given: options, their values, and a client made from them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from kvstore_cli.output import fail
+
+if TYPE_CHECKING:
+    from kvstore_client import KVStoreClient, Namespace
+
+ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"
+DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:7070"
+
+EndpointOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--endpoint",
+        "-e",
+        metavar="ADDRESS",
+        help="HOST:PORT, repeated for several nodes, etcd://HOST:PORT/NAME or dns://SERVICE:PORT. "
+        f"[env var: {ENDPOINT_VARIABLE}; default: {DEFAULT_ENDPOINT}]",
+    ),
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.001, max=600.0, help="Seconds a request may take.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, also for a failure.")]
+NAMESPACE_HELP: Final = (
+    'The namespace as JSON, e.g. \'{"model":"m","dtype":"bfloat16","block_tokens":16,"block_bytes":4096}\', '
+    "or @FILE that holds it."
+)
+NamespaceOption = Annotated[
+    str, typer.Option("--namespace", "-n", metavar="JSON|@FILE", envvar="KVSTORE_NAMESPACE", help=NAMESPACE_HELP)
+]
+KeyArgument = Annotated[str, typer.Argument(help="Key in hexadecimal, 8 to 64 bytes.")]
+KeysArgument = Annotated[list[str], typer.Argument(help="Keys in hexadecimal, 8 to 64 bytes each.")]
+
+
+def endpoints_of(endpoint: list[str] | None) -> list[str]:
+    """The addresses given, that of the environment, or the default."""
+    return endpoint or [os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT]
+
+
+def parse_key(key: str) -> bytes:
+    """A key given in hexadecimal."""
+    from kvstore.wire import MAX_KEY_BYTES, MIN_KEY_BYTES
+
+    try:
+        parsed = bytes.fromhex(key)
+    except ValueError:
+        fail("usage", f"key {key!r}: expected hexadecimal digits, two for each byte")
+    if not MIN_KEY_BYTES <= len(parsed) <= MAX_KEY_BYTES:
+        fail("usage", f"key {key!r} has {len(parsed)} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
+    return parsed
+
+
+def parse_namespace(given: str) -> Namespace:
+    """The value of --namespace: JSON, or @FILE."""
+    import msgspec
+
+    from kvstore_client import Namespace
+
+    text: str | bytes = given
+    if given.startswith("@"):
+        try:
+            text = Path(given[1:]).read_bytes()
+        except OSError as error:
+            fail("usage", f"--namespace {given}: {error.strerror}")
+    try:
+        return msgspec.json.decode(text, type=Namespace)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        hint = "" if given.lstrip()[:1] in ("{", "@") else "; to read it from a file, give @FILE"
+        fail("usage", f"--namespace: {error}{hint}")
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """What the store raises ends the command."""
+    from kvstore_client import BlockSizeMismatch, ConnectionLost, KeySizeMismatch, KVStoreError, Timeout
+
+    try:
+        yield
+    except (BlockSizeMismatch, KeySizeMismatch) as error:
+        fail("usage", str(error))
+    except (ConnectionLost, Timeout) as error:
+        fail("unreachable", str(error))
+    except KVStoreError as error:
+        fail("failed", str(error))
+
+
+@contextlib.contextmanager
+def connected(
+    endpoint: list[str] | None, namespace: Namespace | None, timeout: float, **options: Any
+) -> Iterator[KVStoreClient]:
+    """A client of `endpoint`, with `options`; what goes wrong ends the command. `namespace` None: for commands that
+    look at no blocks."""
+    from kvstore_client import KVStoreClient, KVStoreError, Namespace
+
+    # The command says what is wrong itself, once.
+    for name in ("kvstore", "kvstore_client"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+    namespace = namespace or Namespace(model="kvstore-cli", dtype="uint8", block_tokens=1, block_bytes=1)
+    with store_errors():
+        try:
+            client = KVStoreClient(endpoints_of(endpoint), namespace, timeout_s=timeout, **options)
+        except KVStoreError:
+            raise
+        except ValueError as error:
+            fail("usage", str(error))
+        with client:
+            yield client

@@ -1,0 +1,39 @@
+"""A progress bar on standard error, for commands that take long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+
+@contextmanager
+def progress_bar(
+    doing: str, shown: bool, unit: str = "blocks", stays: bool = False
+) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a bar while the body runs. Gives what is to be called with how much is done, and of how much (None: not
+    known yet), in `unit`; "bytes" are shown as sizes. `stays`: the bar is left on the screen at the end."""
+    amount: list[ProgressColumn]
+    amount = [DownloadColumn(binary_units=True)] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)]
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *amount,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not shown,
+        transient=not stays,
+    )
+    with bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,73 @@
+"""`kvstore verify`: the blocks on disk checked, in the folder of a stopped server or by the shards of a running one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore_cli.options import ENDPOINT_VARIABLE, EndpointOption, JsonOption, TimeoutOption, connected
+from kvstore_cli.output import CommandFailed, fail, show
+
+
+def verify(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of the disk tier, as given to --disk, of a server that is stopped."),
+    ] = None,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every block on disk against its checksum. Damage is status 4.
+
+    With PATH, the folder of a stopped server is read, and nothing in it is changed. With --endpoint, the shards of a
+    running server check their own blocks; they drop the damaged ones.
+    """
+    if path is not None and endpoint:
+        fail("usage", "both PATH and --endpoint: expected PATH, of a stopped server, or --endpoint, of a running one")
+    if path is not None:
+        _verify_folder(path, as_json)
+    elif endpoint or ENDPOINT_VARIABLE in os.environ:
+        _verify_store(endpoint, timeout, as_json)
+    else:
+        fail("usage", "expected PATH, the folder of a stopped server, or --endpoint, a running one")
+
+
+def _verify_folder(path: Path, as_json: bool) -> None:
+    from kvstore.disk.format import DiskFormatError
+    from kvstore.disk.verify import verify as verify_folder
+    from kvstore_cli.progress import progress_bar
+    from kvstore_cli.report_tables import print_verified
+
+    try:
+        with progress_bar("checking", shown=not as_json, unit="bytes") as progress:
+            report = verify_folder(path, progress)
+    except DiskFormatError as error:
+        fail("usage", str(error))
+    failure = None if report.ok else CommandFailed("damaged", f"{path}: damage was found")
+    show(report, as_json, lambda: print_verified(report), failure)
+
+
+def _verify_store(endpoint: list[str] | None, timeout: float, as_json: bool) -> None:
+    from kvstore_cli.progress import progress_bar
+    from kvstore_cli.report_tables import print_scrubbed
+    from kvstore_cli.scrub import NoDiskTier
+    from kvstore_cli.scrub import verify as verify_store
+
+    with connected(endpoint, None, timeout) as client:
+        try:
+            with progress_bar("checking", shown=not as_json) as progress:
+                report = verify_store(client, progress)
+        except NoDiskTier as error:
+            fail("usage", str(error))
+    damaged = sum(shard.damaged for shard in report.shards)
+    failure = None
+    if damaged:
+        failure = CommandFailed("damaged", f"damaged blocks were found and dropped: {damaged}")
+    elif not report.ok:
+        incomplete = [f"{shard.shard}: {shard.failure}" for shard in report.shards if shard.failure]
+        failure = CommandFailed("failed", f"the check is not complete: {'; '.join(incomplete)}")
+    show(report, as_json, lambda: print_scrubbed(report), failure)
