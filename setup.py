@@ -15,7 +15,7 @@ setup(
                 "kvstore._cext",
                 ["cext/_cext.pyx"],
                 include_dirs=["cext"],
-                depends=["cext/xxh3.h", *glob("cext/*.pxi")],
+                depends=["cext/xxh3.h", *glob("cext/**/*.pxi", recursive=True)],
                 extra_compile_args=["-O3", "-fno-strict-aliasing"],
                 extra_link_args=["-lm"],
             )

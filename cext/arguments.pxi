@@ -1,39 +1,127 @@
-# What callers hand in: vectors of slots and of numbers, and batches of keys.
+# What callers hand in: buffers, and vectors of numbers, taken and checked before anything is done with them.
+#
+# Every function of the extension takes its buffers while it holds the GIL; they stay exported until it returns, so
+# nothing can be freed or resized underneath it when it works without the GIL. What does not fit is refused with what
+# was given and what was expected, before anything has changed.
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_FULL_RO, PyBUF_ND, PyBUF_SIMPLE, PyBUF_STRIDES, PyBUF_WRITABLE,
+    PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
+)
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, qsort, realloc
+from libc.string cimport memcmp, memcpy, memset
+
+import os
+
+import numpy as np
 
 
-# The distinct keys of one batch: an open-addressing table of positions, so that a key given twice is noticed.
-cdef struct Batch:
-    int32_t *heads      # one allocation, of which hashes is the second part
-    uint32_t *hashes    # of each key; the caller fills it in
-    uint32_t mask
+cdef class _Buffers:
+    """Buffers taken for the length of one call; whatever way the call ends, they are given back."""
+
+    cdef Py_buffer *views
+    cdef Py_ssize_t count
+
+    def __cinit__(self, Py_ssize_t capacity):
+        self.count = 0
+        self.views = <Py_buffer *>calloc(max(capacity, 1), sizeof(Py_buffer))
+        if self.views == NULL:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        for i in range(self.count):
+            PyBuffer_Release(&self.views[i])
+        free(self.views)
+
+    cdef Py_buffer *take(self, object source, int flags, str name) except NULL:
+        cdef Py_buffer *view = &self.views[self.count]
+        try:
+            PyObject_GetBuffer(source, view, flags)
+        except (BufferError, TypeError, ValueError) as error:
+            raise _refusal(source, flags, name, error) from error
+        self.count += 1
+        return view
 
 
-cdef int open_batch(Batch *batch, Py_ssize_t n) except -1:
-    cdef Py_ssize_t capacity = 8
-    while capacity < 2 * n:
-        capacity *= 2
-    batch.heads = <int32_t *>malloc((capacity + n) * 4)
-    if batch.heads == NULL:
-        raise MemoryError(f"no memory for a batch of {n} keys")
-    memset(batch.heads, 0xFF, capacity * 4)
-    batch.hashes = <uint32_t *>batch.heads + capacity
-    batch.mask = <uint32_t>(capacity - 1)
-    return 0
+cdef object _refusal(object source, int flags, str name, object error):
+    """The exception for a buffer that could not be taken: what was given, what is needed."""
+    kind = type(source).__name__
+    try:
+        view = memoryview(source)
+    except (BufferError, TypeError, ValueError):
+        return TypeError(f"{name} must give a buffer (bytes, memoryview, NumPy array), got {kind}: {error}")
+    if flags & PyBUF_WRITABLE and view.readonly:
+        return ValueError(f"{name} is read-only ({kind}); it is written to, so pass a writable buffer")
+    return ValueError(f"{name} must be C-contiguous, got {kind} of shape {view.shape}, strides {view.strides}")
 
 
-cdef inline bint is_first(
-    Batch *batch, const unsigned char *keys, Py_ssize_t key_bytes, Py_ssize_t i
-) noexcept nogil:
-    cdef uint32_t at = batch.hashes[i] & batch.mask
-    cdef Py_ssize_t other
-    while batch.heads[at] != NONE:
-        other = batch.heads[at]
-        if batch.hashes[other] == batch.hashes[i]:
-            if memcmp(keys + other * key_bytes, keys + i * key_bytes, key_bytes) == 0:
-                return False
-        at = (at + 1) & batch.mask
-    batch.heads[at] = <int32_t>i
-    return True
+# ---- blocks in memory, and vectors with one item for each ----
+
+cdef Py_ssize_t _block_count(Py_buffer *base, Py_ssize_t block_bytes) except -1:
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes must be at least 1, got {block_bytes}")
+    if base.len % block_bytes:
+        raise ValueError(f"base holds {base.len} bytes, which is not a multiple of block_bytes={block_bytes}")
+    return base.len // block_bytes
+
+
+cdef bint _is_int(Py_buffer *view, Py_ssize_t itemsize, bint signed) except -1:
+    """Whether the items are native integers of that size and sign."""
+    cdef bytes codes = b"ilq" if signed else b"ILQ"
+    cdef bytes code = view.format if view.format != NULL else b"B"
+    return view.itemsize == itemsize and code.lstrip(b"@=<") in (codes[:1], codes[1:2], codes[2:])
+
+
+cdef uint64_t *_sums(_Buffers held, object sums, Py_ssize_t count, bint writable, str name) except NULL:
+    """The uint64 words of ``sums``, of which there must be ``count``."""
+    cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
+    cdef Py_buffer *view = held.take(sums, flags, name)
+    if not _is_int(view, 8, False):
+        raise TypeError(f"{name} must hold uint64, got {type(sums).__name__} of format "
+                        f"{(view.format or b'B').decode()!r}, itemsize {view.itemsize}")
+    if view.len != 8 * count:
+        raise ValueError(f"{name} holds {view.len // 8} sums, expected one for each of {count} blocks")
+    return <uint64_t *>view.buf
+
+
+cdef Py_buffer *_int64s(_Buffers held, object numbers, str name, bint contiguous) except NULL:
+    """A 1-D int64 array, of any stride unless it must be contiguous."""
+    cdef int flags = PyBUF_FORMAT | (PyBUF_C_CONTIGUOUS if contiguous else PyBUF_STRIDES)
+    cdef Py_buffer *view = held.take(numbers, flags, name)
+    if view.ndim != 1 or not _is_int(view, 8, True):
+        raise TypeError(f"{name} must be a 1-D int64 array, got {view.ndim}-D of format "
+                        f"{(view.format or b'B').decode()!r}; np.asarray({name}, dtype=np.int64) makes one")
+    return view
+
+
+cdef const void *_column(_Buffers held, object source, Py_ssize_t count, bytes codes, str name) except NULL:
+    """A contiguous vector of ``count`` items of 8 bytes, whose format is one of ``codes``."""
+    cdef Py_buffer *view = held.take(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT, name)
+    cdef bytes code = view.format if view.format != NULL else b"B"
+    if view.ndim != 1 or view.itemsize != 8 or code not in codes or view.shape[0] != count:
+        shape = tuple([view.shape[i] for i in range(view.ndim)])
+        raise ValueError(f"{name} must have {count} items of 8 bytes, of format {' or '.join(codes.decode())}; "
+                         f"got shape {shape} of {view.itemsize}-byte items, of format {code.decode()!r}")
+    return view.buf
+
+
+# ---- keys and slots of an index ----
+
+cdef Py_ssize_t open_keys(object keys, Py_ssize_t key_bytes, Py_buffer *view) except -1:
+    """A view of keys that lie end to end, and their count."""
+    PyObject_GetBuffer(keys, view, PyBUF_SIMPLE)
+    cdef Py_ssize_t size = view.len
+    if size % key_bytes != 0 or size // key_bytes > MAX_SLOTS:
+        PyBuffer_Release(view)
+        raise ValueError(
+            f"keys are {size} bytes, expected a multiple of key_bytes={key_bytes}, at most {MAX_SLOTS} of them"
+        )
+    return size // key_bytes
 
 
 cdef bint is_vector(Py_buffer *view, Py_ssize_t itemsize, char format, char other) noexcept:
@@ -51,27 +139,27 @@ cdef Py_ssize_t open_slots(object slots, Py_buffer *view) except -1:
         if is_vector(view, 4, b"i", b"i"):
             return view.shape[0]
         PyBuffer_Release(view)
-    array = _numpy.asarray(slots)
+    array = np.asarray(slots)
     if array.size == 0:
-        array = _numpy.empty(0, _numpy.int32)
+        array = np.empty(0, np.int32)
     elif array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(f"slots must be a vector of int32, not {array.ndim}-dimensional {array.dtype}")
     elif array.min() < -MAX_SLOTS or array.max() > MAX_SLOTS:
         raise ValueError(f"slots range from {array.min()} to {array.max()}, beyond int32")
-    PyObject_GetBuffer(_numpy.require(array, _numpy.int32, "CA"), view, PyBUF_FULL_RO)
+    PyObject_GetBuffer(np.require(array, np.int32, "CA"), view, PyBUF_FULL_RO)
     return view.shape[0]
 
 
 cdef Py_ssize_t open_sums(object sums, Py_buffer *view, str name) except -1:
-    """A view of uint64 numbers, checksums for instance, and their count."""
+    """A view of uint64 numbers, checksums for instance, and their count; a sequence of integers is converted."""
     if PyObject_CheckBuffer(sums):
         PyObject_GetBuffer(sums, view, PyBUF_FULL_RO)
         if is_vector(view, 8, b"L", b"Q"):
             return view.shape[0]
         PyBuffer_Release(view)
-        if _numpy.asarray(sums).dtype.kind != "u":
-            raise TypeError(f"{name} must be a vector of uint64, not {_numpy.asarray(sums).dtype}")
-    array = _numpy.array(sums, dtype=_numpy.uint64, order="C")
+        if np.asarray(sums).dtype.kind != "u":
+            raise TypeError(f"{name} must be a vector of uint64, not {np.asarray(sums).dtype}")
+    array = np.array(sums, dtype=np.uint64, order="C")
     if array.ndim != 1:
         raise TypeError(f"{name} must be a vector of uint64, not {array.ndim}-dimensional")
     PyObject_GetBuffer(array, view, PyBUF_FULL_RO)

@@ -3,7 +3,8 @@
 # A layer is an array whose first axis is the block. Its inner axes are collapsed once per call: from the last one on,
 # axes that lie densely join into one *run*, copied by one memcpy; what remains outside is walked as an odometer. A
 # contiguous block is thus one copy, a moved axis a few, and only an element-strided innermost axis goes item by item.
-# The unit of work is one (row, layer) pair: its bytes are packed at row * row_stride + layer * inner_bytes. Copies on this path: one, from the layer to the row or back.
+# The unit of work is one (row, layer) pair: its bytes are packed at row * row_stride + layer * inner_bytes. Copies on
+# this path: one, from the layer to the row or back.
 #
 # With slots, the packed rows lie scattered in a larger pool: row i is the pool's row slots[i].
 #
@@ -216,14 +217,6 @@ cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t *count, Py_ssize_t row_b
                      f"of {rows.itemsize}-byte items{'' if dense else ', with strided rows'}")
 
 
-cdef Py_buffer *_take_indices(_Buffers held, object indices, str name) except NULL:
-    cdef Py_buffer *view = held.take(indices, PyBUF_STRIDES | PyBUF_FORMAT, name)
-    if view.ndim != 1 or not _is_int(view, 8, True):
-        raise TypeError(f"{name} must be a 1-D int64 array, got {view.ndim}-D of format "
-                        f"{(view.format or b'B').decode()!r}; np.asarray({name}, dtype=np.int64) makes one")
-    return view
-
-
 cdef Py_ssize_t _copy_indices(int64_t *copied, Py_buffer *view, Py_ssize_t limit) noexcept:
     """A copy of the indices that nobody else can change; where the first outside 0 .. limit - 1 is, or -1."""
     cdef Py_ssize_t i
@@ -258,12 +251,12 @@ cdef object _copy_rows(object views, object block_ids, object rows, object slots
     for i in range(1, first.ndim):
         inner_bytes *= first.shape[i]
 
-    cdef Py_buffer *ids = _take_indices(held, block_ids, "block_ids")
+    cdef Py_buffer *ids = _int64s(held, block_ids, "block_ids", False)
     cdef Py_ssize_t count = ids.shape[0]
     cdef Py_ssize_t row_count = count if slots is None else -1
     cdef Py_buffer *places = NULL
     if slots is not None:
-        places = _take_indices(held, slots, "slots")
+        places = _int64s(held, slots, "slots", False)
         if places.shape[0] != count:
             raise ValueError(f"slots must give one row for each block: got {places.shape[0]} slots for {count} blocks")
     cdef str name = "src" if unpack else "out"

@@ -4,7 +4,6 @@
 # one each. A block read is checked against its checksum while it is still in the processor's cache. What must hold:
 # the caller owns the memory (slots that are being written, or referenced) for the length of the call.
 
-cimport cython
 from libc.errno cimport EINTR, EIO, errno
 from posix.types cimport off_t
 from posix.unistd cimport pread, pwrite
@@ -43,9 +42,7 @@ cdef class _Blocks:
                 raise ValueError(f"offsets[{i}] is {self.offsets[i]}, expected 0 or more")
 
     cdef const int64_t *numbers(self, array, str name) except NULL:
-        cdef Py_buffer *view = self.held.take(array, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT, name)
-        if view.ndim != 1 or not _is_int(view, 8, True):
-            raise TypeError(f"{name} must be a vector of int64")
+        cdef Py_buffer *view = _int64s(self.held, array, name, True)
         if name == "places":
             self.count = view.shape[0]
         elif view.shape[0] != self.count:

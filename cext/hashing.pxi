@@ -1,17 +1,6 @@
 # Checksums of blocks and prefix hash chains over tokens, both XXH3 (``xxh3.h``).
 #
-# Every function takes its buffers while it holds the GIL, then hashes without it; the buffers stay exported until
-# it returns, so nothing can be freed or resized underneath. Nothing here keeps state: all functions are thread-safe.
-
-from cpython.buffer cimport (
-    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBUF_SIMPLE, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release,
-    PyObject_GetBuffer,
-)
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
-
-import numpy as np
+# The functions hash without the GIL and keep no state: all of them are thread-safe.
 
 cdef extern from "xxh3.h" nogil:
     ctypedef struct xxh3_u128:
@@ -26,73 +15,6 @@ cdef extern from "xxh3.h" nogil:
 cdef xxh3_variant _variants[4]
 cdef int _variant_count = xxh3_variants(_variants)
 cdef const xxh3_variant *_best = &_variants[_variant_count - 1]
-
-
-cdef class _Buffers:
-    """Buffers taken for the length of one call; whatever way the call ends, they are given back."""
-
-    cdef Py_buffer *views
-    cdef Py_ssize_t count
-
-    def __cinit__(self, Py_ssize_t capacity):
-        self.count = 0
-        self.views = <Py_buffer *>calloc(max(capacity, 1), sizeof(Py_buffer))
-        if self.views == NULL:
-            raise MemoryError()
-
-    def __dealloc__(self):
-        cdef Py_ssize_t i
-        for i in range(self.count):
-            PyBuffer_Release(&self.views[i])
-        free(self.views)
-
-    cdef Py_buffer *take(self, object source, int flags, str name) except NULL:
-        cdef Py_buffer *view = &self.views[self.count]
-        try:
-            PyObject_GetBuffer(source, view, flags)
-        except (BufferError, TypeError, ValueError) as error:
-            raise _refusal(source, flags, name, error) from error
-        self.count += 1
-        return view
-
-
-cdef object _refusal(object source, int flags, str name, object error):
-    """The exception for a buffer that was not to be had: what was given, what is needed."""
-    kind = type(source).__name__
-    try:
-        view = memoryview(source)
-    except (BufferError, TypeError, ValueError):
-        return TypeError(f"{name} must give a buffer (bytes, memoryview, NumPy array), got {kind}: {error}")
-    if flags & PyBUF_WRITABLE and view.readonly:
-        return ValueError(f"{name} is read-only ({kind}); it is written to, so pass a writable buffer")
-    return ValueError(f"{name} must be C-contiguous, got {kind} of shape {view.shape}, strides {view.strides}")
-
-
-cdef bint _is_int(Py_buffer *view, Py_ssize_t itemsize, bint signed) except -1:
-    """Whether the items are native integers of that size and sign."""
-    cdef bytes codes = b"ilq" if signed else b"ILQ"
-    cdef bytes code = view.format if view.format != NULL else b"B"
-    return view.itemsize == itemsize and code.lstrip(b"@=<") in (codes[:1], codes[1:2], codes[2:])
-
-
-cdef uint64_t *_sums(_Buffers held, object sums, Py_ssize_t count, bint writable, str name) except NULL:
-    """The uint64 words of ``sums``, of which there must be ``count``."""
-    cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
-    cdef Py_buffer *view = held.take(sums, flags, name)
-    if not _is_int(view, 8, False):
-        raise TypeError(f"{name} must hold uint64, got {type(sums).__name__} of format "
-                        f"{(view.format or b'B').decode()!r}, itemsize {view.itemsize}")
-    if view.len != 8 * count:
-        raise ValueError(f"{name} holds {view.len // 8} sums, expected one for each of {count} blocks")
-    return <uint64_t *>view.buf
-
-
-cdef Py_ssize_t _block_count(Py_buffer *base, Py_ssize_t block_bytes) except -1:
-    if block_bytes < 1:
-        raise ValueError(f"block_bytes must be at least 1, got {block_bytes}")
-    if base.len % block_bytes:
-        raise ValueError(f"base holds {base.len} bytes, which is not a multiple of block_bytes={block_bytes}")
-    return base.len // block_bytes
 
 
 def checksum(buffer):

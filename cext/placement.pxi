@@ -106,14 +106,6 @@ cdef bint _choose_replicas(const Shards *shards, int64_t *chosen, Py_ssize_t col
     return True
 
 
-cdef const void *_column(_Buffers held, object source, Py_ssize_t count, bytes codes, str name) except NULL:
-    cdef Py_buffer *view = held.take(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT, name)
-    cdef bytes code = view.format if view.format != NULL else b"B"
-    if view.ndim != 1 or view.itemsize != 8 or code not in codes or view.shape[0] != count:
-        raise ValueError(f"{name} must have {count} items of 8 bytes and a type of {codes.decode()}")
-    return view.buf
-
-
 def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
     """Who holds each key: `(n, columns)` numbers of shards, the owner in column 0, int64.
 

@@ -13,7 +13,7 @@
 # many as those behind it in its chain. With worth rising with uses, a chain goes from its tail: what is new in it is
 # put right behind its parent, on the older side, if that is in the same list.
 #
-# Nothing depends on a clock: time is the number of blocks used so far (aging.pxi), and everything scales with the
+# Nothing depends on a clock: time is the number of blocks used so far (lists.pxi), and everything scales with the
 # number of slots.
 #
 # Cost: a use moves a block to a list's head, and as it ages it is moved up to 25 times, a little at each batch. Per
@@ -54,11 +54,13 @@ cdef inline int least_uses(int kind) noexcept nogil:
 
 
 @cython.final
-cdef class Adaptive(Aging):
+cdef class Adaptive(Policy):
     """What each use says about a block, and the walk over the lists."""
 
+    cdef Lists lists                            # where they are, and the time
     cdef Py_ssize_t[PRIORITIES] blocks
     cdef uint32_t parked_until                  # no parked block's pin ends earlier
+    cdef Reuse reuse
     cdef Seen seen
     cdef Py_ssize_t capacity                    # slots
     cdef uint32_t window
@@ -75,6 +77,9 @@ cdef class Adaptive(Aging):
     cdef uint32_t grace, now
 
     def __cinit__(self):
+        self.slot_bytes = sizeof(Life)
+        lists_clear(&self.lists)
+        self.reuse = Reuse()
         self.parked_until = 0xFFFFFFFF
         self.seen = Seen()
         self.mean_request = 8
@@ -90,21 +95,21 @@ cdef class Adaptive(Aging):
             self.request = 0
         self.request += count
         self.read_before = not inserting
-        self.references += count
-        if self.aging == 0 and self.references >= self.next_aging:
-            self.next_aging = self.references + max(<Py_ssize_t>1, self.capacity // AGINGS)
-            self.aging = BINS - 1
-        if self.aging != 0:
-            self.age(AGED_AT_LEAST + AGED_PER_USE * count)
-        if self.references >= self.next_ranking:
-            self.next_ranking = self.references + max(LEAST_BETWEEN_RANKINGS, self.capacity // RANKINGS)
+        self.lists.references += count
+        if self.lists.aging == 0 and self.lists.references >= self.next_aging:
+            self.next_aging = self.lists.references + max(<Py_ssize_t>1, self.capacity // AGINGS)
+            self.lists.aging = BINS - 1
+        if self.lists.aging != 0:
+            lists_age(self.space, &self.lists, self.reuse, AGED_AT_LEAST + AGED_PER_USE * count)
+        if self.lists.references >= self.next_ranking:
+            self.next_ranking = self.lists.references + max(LEAST_BETWEEN_RANKINGS, self.capacity // RANKINGS)
             self.reuse.solve(self.mean_request)
 
     # -- events ----------------------------------------------------------------------------------------------
 
     cdef inline void count_use(self, Record *record, Life *life, int kind, bint known) noexcept nogil:
         """A block is used and of this class from now on; ``known``: without a sample unless its life says so."""
-        cdef uint32_t now = <uint32_t>self.references
+        cdef uint32_t now = <uint32_t>self.lists.references
         if not known or life.kind & MONITORED:
             self.reuse.used_again(record.hash, now)
         life.kind = <uint8_t>kind
@@ -143,9 +148,9 @@ cdef class Adaptive(Aging):
                 elif uses_above > 0:
                     kind = 15 if uses_above < 4 else 16 if uses_above < 24 else 17
             self.count_use(record, life, kind, False)
-            if not self.push_behind(parent, slots[i], record, life):
-                life.stamp = <uint32_t>self.references
-                self.push(slots[i], record, life, 0)
+            if not lists_push_behind(self.space, &self.lists, parent, slots[i], record, life):
+                life.stamp = <uint32_t>self.lists.references
+                lists_push(self.space, &self.lists, slots[i], record, life, 0)
             parent = slots[i]
         self.advance(count, True)  # only now: what was inserted is as old as what its request read
 
@@ -160,7 +165,7 @@ cdef class Adaptive(Aging):
                 kv_prefetch(life_at(self.space, slots[i]))
         for i in range(n):
             if slots[i] >= 0:
-                count += life_at(self.space, slots[i]).stamp != <uint32_t>self.references
+                count += life_at(self.space, slots[i]).stamp != <uint32_t>self.lists.references
         if count != 0:
             self.advance(count, False)
         for i in range(n - 1, -1, -1):
@@ -168,25 +173,25 @@ cdef class Adaptive(Aging):
                 continue
             record = record_at(self.space, slots[i])
             life = life_at(self.space, slots[i])
-            if <uint32_t>self.references - life.stamp >= self.window:
+            if <uint32_t>self.lists.references - life.stamp >= self.window:
                 most = min(max(most, life.uses + 1), MOST_COUNTED)
-                self.unlink(record, life)
+                lists_unlink(self.space, &self.lists, record, life)
                 self.count_use(record, life, kind_of_uses(most), True)
             elif life.uses < most:
-                self.unlink(record, life)
+                lists_unlink(self.space, &self.lists, record, life)
                 life.kind = (life.kind & MONITORED) | <uint8_t>kind_of_uses(most)
             else:
                 most = life.uses
                 continue
             life.uses = <uint16_t>most
-            life.stamp = <uint32_t>self.references
-            self.push(slots[i], record, life, 0)
+            life.stamp = <uint32_t>self.lists.references
+            lists_push(self.space, &self.lists, slots[i], record, life, 0)
         for i in range(n):
             if slots[i] < 0:
                 continue
             life = life_at(self.space, slots[i])
             if parent != NONE and life.bin == 0 and life.stamp != life_at(self.space, parent).stamp:
-                self.settle(parent, slots[i], life)
+                lists_settle(self.space, &self.lists, parent, slots[i], life)
             parent = slots[i]
 
     cdef void restored(self, int32_t slot) noexcept nogil:
@@ -195,12 +200,12 @@ cdef class Adaptive(Aging):
         self.blocks[record.priority] += 1
         life.uses = 2  # it was worth keeping
         life.kind = 2
-        life.stamp = <uint32_t>self.references - self.window  # so that its next use counts
-        self.push(slot, record, life, 0)
+        life.stamp = <uint32_t>self.lists.references - self.window  # so that its next use counts
+        lists_push(self.space, &self.lists, slot, record, life, 0)
 
     cdef void removed(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
         cdef Life *life = life_at(self.space, slot)
-        self.unlink(record, life)
+        lists_unlink(self.space, &self.lists, record, life)
         self.blocks[record.priority] -= 1
         if evicted:
             self.seen.put(record.hash, kind_of_uses(life.uses))
@@ -208,9 +213,9 @@ cdef class Adaptive(Aging):
     cdef void resized(self, Py_ssize_t slots) noexcept:
         self.capacity = max(<Py_ssize_t>1, slots)
         self.window = <uint32_t>max(<Py_ssize_t>1, self.capacity // WINDOWS)
-        if self.reuse.resize(self.capacity, <uint32_t>self.references):
+        if self.reuse.resize(self.capacity, <uint32_t>self.lists.references):
             self.seen.resize(2 * self.capacity)
-            self.file_anew()
+            lists_file_anew(self.space, &self.lists, self.reuse)
 
     # -- eviction --------------------------------------------------------------------------------------------
 
@@ -222,7 +227,7 @@ cdef class Adaptive(Aging):
         cdef Record *record
         cdef Life *life
         for priority in range(PRIORITIES):
-            slot = self.parked[priority].oldest
+            slot = self.lists.parked[priority].oldest
             while slot != NONE:
                 record = record_at(self.space, slot)
                 newer = record.newer
@@ -230,9 +235,9 @@ cdef class Adaptive(Aging):
                     until = min(until, pinned_until(record))
                 else:
                     life = life_at(self.space, slot)
-                    self.unlink(record, life)
-                    life.stamp = <uint32_t>self.references
-                    self.push(slot, record, life, 0)
+                    lists_unlink(self.space, &self.lists, record, life)
+                    life.stamp = <uint32_t>self.lists.references
+                    lists_push(self.space, &self.lists, slot, record, life, 0)
                 slot = newer
         self.parked_until = until
 
@@ -250,7 +255,7 @@ cdef class Adaptive(Aging):
             self.unpark()
 
     cdef inline bint spared(self, int32_t slot) noexcept nogil:
-        return <uint32_t>self.references - life_at(self.space, slot).stamp < self.grace
+        return <uint32_t>self.lists.references - life_at(self.space, slot).stamp < self.grace
 
     cdef bint next_list(self) noexcept nogil:
         """Goes to a list with blocks; False: there is none left."""
@@ -268,7 +273,7 @@ cdef class Adaptive(Aging):
                 self.position = -1
                 continue
             number = self.reuse.order[self.position]
-            self.at = self.lines[self.priority][number].oldest
+            self.at = self.lists.lines[self.priority][number].oldest
             if self.at == NONE:
                 continue
             # The first time over the lists those just used more than once are spared: they are about to be extended.
@@ -299,8 +304,8 @@ cdef class Adaptive(Aging):
                 return slot
             if record.pin_until > self.now:
                 life = life_at(self.space, slot)
-                self.unlink(record, life)
-                self.push(slot, record, life, PARKED)
+                lists_unlink(self.space, &self.lists, record, life)
+                lists_push(self.space, &self.lists, slot, record, life, PARKED)
                 self.parked_until = min(self.parked_until, pinned_until(record))
 
     cdef int32_t oldest(self) noexcept nogil:
@@ -311,13 +316,13 @@ cdef class Adaptive(Aging):
         for priority in range(PRIORITIES):
             if self.blocks[priority] == 0:
                 continue
-            found = self.parked[priority].oldest
+            found = self.lists.parked[priority].oldest
             seen = 0
             for bin in range(BINS - 1, -1, -1):
-                kinds = self.occupied[priority][bin] & ~seen
+                kinds = self.lists.occupied[priority][bin] & ~seen
                 seen |= kinds
                 while kinds != 0:
-                    slot = self.lines[priority][kv_lowest_bit(kinds) * BINS + bin].oldest
+                    slot = self.lists.lines[priority][kv_lowest_bit(kinds) * BINS + bin].oldest
                     kinds &= kinds - 1
                     if found == NONE or record_at(self.space, slot).tick < record_at(self.space, found).tick:
                         found = slot

@@ -1,9 +1,9 @@
 # Which READY block goes next: the eviction policies, behind one interface.
 #
 # A policy keeps order, nothing else: the index owns the records, tells the policy what happens to READY blocks, and
-# asks it whom to evict. A policy has `newer` and `older` of READY records (two list links), and `slot_bytes` more beside
-# the records of each segment if it asks for them; it reads the rest (tick, rank, hash, priority), and must keep one
-# promise: a walk returns every block that is not held, those of a lower priority before those of a higher one.
+# asks it whom to evict. A policy has `newer` and `older` of READY records (two list links), and `slot_bytes` more
+# beside the records of each segment if it asks for them; it reads the rest (tick, rank, hash, priority), and must keep
+# one promise: a walk returns every block that is not held, those of a lower priority before those of a higher one.
 # No method fails, and none but `resized` allocates.
 # To add a policy, write its class in a file of its own; include and name it at the foot of this file.
 
@@ -62,7 +62,7 @@ cdef inline uint32_t pinned_until(Record *record) noexcept nogil:
 include "lru.pxi"
 include "seen.pxi"
 include "reuse.pxi"
-include "aging.pxi"
-include "adaptive.pxi"
+include "lists.pxi"
+include "default.pxi"
 
 cdef dict _POLICIES = {"lru": Lru, "default": Adaptive}

@@ -5,21 +5,6 @@
 # second of the monotonic clock: ends are rounded up, the present down, so that nothing ends early, and what ends at
 # a time has ended at that time.
 
-cimport cython
-from cpython.buffer cimport (
-    PyBUF_FULL_RO, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
-)
-from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc, qsort, realloc
-from libc.string cimport memcmp, memcpy, memset
-
-import os as _os
-
-import numpy as _numpy
-
-
 cdef extern from *:
     """
     #include <stdint.h>
@@ -125,10 +110,13 @@ cdef inline unsigned char *record_key(Record *record) noexcept nogil:
     return <unsigned char *>record + sizeof(Record)
 
 
+cdef inline uint32_t segment_of(Space *space, int32_t slot) noexcept nogil:
+    """The ordinal of a slot's segment."""
+    return <uint32_t>slot if space.magic == 0 else kv_divide(<uint32_t>slot, space.magic)
+
+
 cdef inline Record *record_at(Space *space, int32_t slot) noexcept nogil:
-    cdef uint32_t ordinal = <uint32_t>slot
-    if space.magic != 0:
-        ordinal = kv_divide(ordinal, space.magic)
+    cdef uint32_t ordinal = segment_of(space, slot)
     return <Record *>(
         space.segment[ordinal].records + (slot - <Py_ssize_t>ordinal * space.slots_per_segment) * space.stride
     )

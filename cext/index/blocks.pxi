@@ -1,0 +1,191 @@
+# The blocks of one index: their records, the way to them, and the steps of a block's life.
+#
+# A slot is FREE, then WRITING (reserved for a key), then READY (committed), and FREE again; or GONE in between, as long
+# as somebody reads what was removed. What callers ask for is made of these steps in looking_up.pxi, writing.pxi,
+# removing.pxi, by_slot.pxi and segments.pxi.
+#
+# What must hold. A key has at most one table entry: its READY slot, or its WRITING slot, whose `older` then names the
+# READY slot it will replace (NONE: nothing). The policy knows the READY slots and no others. GONE slots have refs > 0
+# and are known to neither. An expired block is READY until someone comes by: a look-up, an eviction, or the sweep.
+
+
+@cython.final
+cdef class Blocks:
+    """The state of an index, and steps that trust their caller: slots exist, keys are of the right length."""
+
+    cdef Space space
+    cdef Table table
+    cdef FreeSlots unused
+    cdef Policy policy
+    cdef Py_ssize_t ready, writing, gone    # slots by state
+    cdef Py_ssize_t segments, slots         # attached
+    cdef Py_ssize_t lowest_detached         # no segment below it is detached
+    cdef Py_ssize_t expiring                # READY blocks that will expire
+    cdef Py_ssize_t hand                    # of the sweep for what has expired
+    cdef bint keep_lapsed                   # whether the keys of blocks that expired are kept
+    cdef unsigned char *lapsed              # those keys
+    cdef Py_ssize_t lapsed_count, lapsed_capacity
+
+    def __cinit__(self, Py_ssize_t key_bytes, Py_ssize_t slots_per_segment, Policy policy):
+        self.space.slots_per_segment = slots_per_segment
+        self.space.stride = (sizeof(Record) + key_bytes + 7) & ~7
+        self.space.magic = 0 if slots_per_segment == 1 else <uint64_t>-1 // <uint64_t>slots_per_segment + 1
+        self.table.key_bytes = key_bytes
+        self.table.k0 = int.from_bytes(os.urandom(8), "little")
+        self.table.k1 = int.from_bytes(os.urandom(8), "little")
+        self.policy = policy
+        self.policy.space = &self.space
+        if not table_resize(&self.table, 8):
+            raise MemoryError("no memory for an index table of 8 entries")
+
+    def __dealloc__(self):
+        cdef Py_ssize_t ordinal
+        for ordinal in range(self.space.ordinals):
+            free(self.space.segment[ordinal].records)
+        free(self.space.segment)
+        free(self.unused.bitmap)
+        free(self.table.entries)
+        free(self.lapsed)
+
+    # -- time, records ---------------------------------------------------------------------------------------
+
+    cdef inline uint32_t advance(self, double now) noexcept nogil:
+        """Takes note of the time; it never goes back."""
+        cdef uint32_t time = eighths_down(now)
+        self.space.clock = max(self.space.clock, time)
+        return time
+
+    cdef inline Record *record(self, int32_t slot) noexcept nogil:
+        return record_at(&self.space, slot)
+
+    cdef inline bint exists(self, int32_t slot) noexcept nogil:
+        return (
+            0 <= slot < self.space.ordinals * self.space.slots_per_segment
+            and self.space.segment[segment_of(&self.space, slot)].records != NULL
+        )
+
+    cdef object complaint(self, int32_t slot, str expected):
+        """The exception for a slot number that is refused."""
+        if not self.exists(slot):
+            return ValueError(f"slot {slot} is in no attached segment of {self.space.slots_per_segment} slots")
+        return ValueError(f"slot {slot} is {STATE_NAMES[self.record(slot).state]}, expected {expected}")
+
+    # -- looking up ------------------------------------------------------------------------------------------
+
+    cdef Entry *look_up(self, const unsigned char *key, uint32_t hash) noexcept nogil:
+        """The entry of a key, or NULL; a block found expired is dropped first."""
+        cdef Entry *entry = table_find(&self.table, &self.space, key, hash)
+        cdef Record *record
+        if entry == NULL:
+            return NULL
+        record = self.record(entry.slot)
+        if record.state == READY:
+            if is_expired(&self.space, record):
+                self.lapse(entry.slot, record)
+                return NULL
+        elif record.older != NONE and is_expired(&self.space, self.record(record.older)):
+            self.lapse(record.older, self.record(record.older))
+        return entry
+
+    cdef void find(self, const unsigned char *keys, Py_ssize_t n, int32_t *slots) noexcept nogil:
+        """The slot of each key, or NONE. Requests memory for many keys at once: a cold index is all latency."""
+        cdef uint32_t[64] hashes  # a ring of two groups
+        cdef uint32_t at
+        cdef Py_ssize_t base = -LOOKAHEAD, i, key_bytes = self.table.key_bytes
+        cdef Entry *entries = self.table.entries
+        cdef Entry *entry
+        while base < n:
+            for i in range(base + LOOKAHEAD, min(base + 2 * LOOKAHEAD, n)):
+                hashes[i & 63] = table_hash(&self.table, keys + i * key_bytes)
+                kv_prefetch(&entries[hashes[i & 63] & self.table.mask])
+            for i in range(max(base, 0), min(base + LOOKAHEAD, n)):
+                at = hashes[i & 63] & self.table.mask
+                while entries[at].slot != NONE and entries[at].hash != hashes[i & 63]:
+                    at = (at + 1) & self.table.mask
+                if entries[at].slot != NONE:
+                    kv_prefetch(self.record(entries[at].slot))
+            for i in range(max(base, 0), min(base + LOOKAHEAD, n)):
+                entry = self.look_up(keys + i * key_bytes, hashes[i & 63])
+                slots[i] = NONE if entry == NULL else entry.slot
+            base += LOOKAHEAD
+
+    cdef inline int32_t readable(self, int32_t slot) noexcept nogil:
+        """The READY slot behind a table entry's slot: itself, what it is to replace, or NONE."""
+        cdef Record *record
+        if slot == NONE:
+            return NONE
+        record = self.record(slot)
+        return slot if record.state == READY else record.older
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    cdef void touch(self, const int32_t *slots, Py_ssize_t n, Py_ssize_t batch, uint64_t tick) noexcept nogil:
+        """The first n of a batch were used, the head last; negative entries are skipped."""
+        cdef Py_ssize_t i
+        cdef Record *record
+        for i in range(n - 1, -1, -1):
+            if slots[i] >= 0:
+                record = self.record(slots[i])
+                record.rank = <uint32_t>(batch - 1 - i)
+                record.tick = tick + record.rank
+        self.policy.touched(slots, n)
+
+    cdef inline void pin(self, int32_t slot, uint32_t until) noexcept nogil:
+        """Keeps a block from being evicted until then. A pin only ever grows."""
+        cdef Record *record = self.record(slot)
+        cdef Segment *segment = &self.space.segment[segment_of(&self.space, slot)]
+        record.pin_until = max(record.pin_until, until)
+        segment.latest_pin = max(segment.latest_pin, until)
+
+    # -- the beginning and the end of a block ----------------------------------------------------------------
+
+    cdef void fill(
+        self, int32_t slot, uint8_t state, const unsigned char *key, uint32_t hash, uint8_t priority
+    ) noexcept nogil:
+        """Begins a block in a slot."""
+        cdef Record *record = self.record(slot)
+        memset(record, 0, sizeof(Record))
+        record.state = state
+        record.newer = record.older = NONE
+        record.hash = hash
+        record.priority = priority
+        memcpy(record_key(record), key, self.table.key_bytes)
+
+    cdef inline void put_free(self, int32_t slot, Record *record) noexcept nogil:
+        record.state = FREE
+        free_put(&self.unused, slot)
+
+    cdef bint retire(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
+        """Takes a READY slot, no longer named by the table, out of use; true when that frees it."""
+        self.policy.removed(slot, record, evicted)
+        self.ready -= 1
+        self.expiring -= record.expires != 0
+        if record.refs == 0:
+            self.put_free(slot, record)
+            return True
+        record.state = GONE
+        self.gone += 1
+        return False
+
+    cdef bint forget(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
+        """Deletes a READY block; a write that was to replace it goes on. True when that frees its slot."""
+        cdef Entry *entry = table_find_slot(&self.table, &self.space, slot, record.hash)
+        if entry.slot == slot:
+            table_remove(&self.table, entry)
+        else:
+            self.record(entry.slot).older = NONE
+        return self.retire(slot, record, evicted)
+
+    cdef void lapse(self, int32_t slot, Record *record) noexcept nogil:
+        """Drops a block that has expired, and keeps its key if that is wanted and there is memory for it."""
+        cdef Py_ssize_t key_bytes = self.table.key_bytes, capacity = max(<Py_ssize_t>64, 2 * self.lapsed_capacity)
+        cdef void *memory
+        if self.keep_lapsed and self.lapsed_count == self.lapsed_capacity:
+            memory = realloc(self.lapsed, capacity * key_bytes)
+            if memory != NULL:
+                self.lapsed = <unsigned char *>memory
+                self.lapsed_capacity = capacity
+        if self.keep_lapsed and self.lapsed_count < self.lapsed_capacity:
+            memcpy(self.lapsed + self.lapsed_count * key_bytes, record_key(record), key_bytes)
+            self.lapsed_count += 1
+        self.forget(slot, record, False)

@@ -1,0 +1,213 @@
+# Blocks in lists by priority, class and age bin: where the default policy's blocks are.
+#
+# What must hold: a READY block is in one list, the one that its life and priority name: that of its class and bin, or,
+# if it was pinned when its turn to be evicted came, the parked ones of its priority, where no eviction passes over it.
+# Of one class and priority the lists, end to end, are in order of stamps (restored blocks and those whose pins ended
+# excepted), so what is to move on is at a list's old end, and moves in one piece.
+#
+# Time is the number of blocks used so far. Stamps are its low 32 bits, and only differences below 2^31 are looked at:
+# older blocks are in the last bin, where only the order counts. It starts just before it wraps around, so that whatever
+# is wrong about that shows at once.
+
+
+cdef enum:
+    PARKED = 26             # BINS: the bin of blocks that are parked
+    MONITORED = 0x80        # of a class: its last use is a sample
+
+cdef uint64_t FIRST_REFERENCE = 0xFFFF0000
+
+
+cdef struct Life:
+    # What the policy knows of a block; beside the records of its segment.
+    uint32_t stamp
+    uint16_t uses
+    uint8_t kind        # the class, and MONITORED
+    uint8_t bin
+
+
+cdef struct Line:
+    int32_t newest
+    int32_t oldest
+
+
+cdef struct Lists:
+    Line[PRIORITIES][LISTS] lines
+    Line[PRIORITIES] parked                 # blocks that were pinned when their turn came
+    uint32_t[PRIORITIES][BINS] occupied     # by class: lists that are not empty
+    uint64_t references                     # time
+    int aging                               # bins that are still to be looked at in this round
+
+
+cdef void lists_clear(Lists *lists) noexcept nogil:
+    memset(lists.lines, 0xFF, sizeof(lists.lines))
+    memset(lists.parked, 0xFF, sizeof(lists.parked))
+    memset(lists.occupied, 0, sizeof(lists.occupied))
+    lists.references = FIRST_REFERENCE
+    lists.aging = 0
+
+
+cdef inline Life *life_at(Space *space, int32_t slot) noexcept nogil:
+    cdef uint32_t ordinal = segment_of(space, slot)
+    return <Life *>(space.segment[ordinal].records + space.slots_per_segment * space.stride) + (
+        slot - <Py_ssize_t>ordinal * space.slots_per_segment
+    )
+
+
+cdef inline Line *line_of(Lists *lists, Record *record, Life *life) noexcept nogil:
+    if life.bin == PARKED:
+        return &lists.parked[record.priority]
+    return &lists.lines[record.priority][(life.kind & ~MONITORED) * BINS + life.bin]
+
+
+cdef inline void lists_unlink(Space *space, Lists *lists, Record *record, Life *life) noexcept nogil:
+    cdef Line *line = line_of(lists, record, life)
+    if record.newer == NONE:
+        line.newest = record.older
+    else:
+        record_at(space, record.newer).older = record.older
+    if record.older == NONE:
+        line.oldest = record.newer
+    else:
+        record_at(space, record.older).newer = record.newer
+    if line.newest == NONE and life.bin != PARKED:
+        lists.occupied[record.priority][life.bin] &= ~(<uint32_t>1 << (life.kind & ~MONITORED))
+
+
+cdef inline void lists_push(
+    Space *space, Lists *lists, int32_t slot, Record *record, Life *life, int bin
+) noexcept nogil:
+    """Makes a block its list's newest."""
+    cdef Line *line
+    life.bin = <uint8_t>bin
+    line = line_of(lists, record, life)
+    record.newer = NONE
+    record.older = line.newest
+    if line.newest == NONE:
+        line.oldest = slot
+        if bin != PARKED:
+            lists.occupied[record.priority][bin] |= <uint32_t>1 << (life.kind & ~MONITORED)
+    else:
+        record_at(space, line.newest).newer = slot
+    line.newest = slot
+
+
+cdef inline bint lists_push_behind(
+    Space *space, Lists *lists, int32_t parent, int32_t slot, Record *record, Life *life
+) noexcept nogil:
+    """Puts a block right behind its parent, so that it goes first, if it belongs into the same list, of bin 0."""
+    cdef Record *above
+    cdef Life *life_above
+    if parent == NONE:
+        return False
+    above = record_at(space, parent)
+    life_above = life_at(space, parent)
+    if (
+        life_above.bin != 0 or ((life_above.kind ^ life.kind) & ~MONITORED) != 0
+        or above.priority != record.priority
+    ):
+        return False
+    life.bin = 0
+    life.stamp = life_above.stamp
+    record.newer = parent
+    record.older = above.older
+    if above.older == NONE:
+        line_of(lists, record, life).oldest = slot
+    else:
+        record_at(space, above.older).newer = slot
+    above.older = slot
+    return True
+
+
+cdef void lists_settle(Space *space, Lists *lists, int32_t parent, int32_t slot, Life *life) noexcept nogil:
+    """A block newer than the one before it in its chain comes to lie behind it if they share a list."""
+    cdef Life *above = life_at(space, parent)
+    cdef Record *record = record_at(space, slot)
+    if (
+        life.stamp - above.stamp < MAX_AGE and above.bin == 0 and parent != slot
+        and ((above.kind ^ life.kind) & ~MONITORED) == 0
+        and record_at(space, parent).priority == record.priority
+    ):
+        lists_unlink(space, lists, record, life)
+        lists_push_behind(space, lists, parent, slot, record, life)
+
+
+cdef void lists_age(Space *space, Lists *lists, Reuse reuse, Py_ssize_t limit) noexcept nogil:
+    """Goes on with a round over the bins, the old ones first; looks at about ``limit`` blocks and samples."""
+    cdef int bin, priority
+    cdef uint32_t kinds
+    cdef uint32_t now = <uint32_t>lists.references
+    while lists.aging > 0:
+        bin = lists.aging - 1
+        limit -= 1 + reuse.age(bin, now, limit)
+        for priority in range(PRIORITIES):
+            kinds = lists.occupied[priority][bin]
+            while kinds != 0 and limit > 0:
+                limit -= 1 + age_list(
+                    space, lists, priority, kv_lowest_bit(kinds), bin, now, reuse.ages[bin + 1], limit
+                )
+                kinds &= kinds - 1
+        if limit <= 0:
+            return
+        lists.aging -= 1
+
+
+cdef Py_ssize_t age_list(
+    Space *space, Lists *lists, int priority, int kind, int bin, uint32_t now, uint32_t edge, Py_ssize_t limit
+) noexcept nogil:
+    """Moves the old end of a list, what is of age ``edge``, to the next bin's, as one piece. -> how many blocks"""
+    cdef Line *line = &lists.lines[priority][kind * BINS + bin]
+    cdef Line *older = line + 1
+    cdef int32_t first = line.oldest, last = NONE, slot = first
+    cdef Py_ssize_t count = 0
+    cdef Life *life
+    while slot != NONE and count < limit:
+        life = life_at(space, slot)
+        if now - life.stamp < edge:
+            break
+        life.bin = <uint8_t>(bin + 1)
+        last = slot
+        slot = record_at(space, slot).newer
+        count += 1
+    if count == 0:
+        return 0
+    line.oldest = slot
+    if slot == NONE:
+        line.newest = NONE
+        lists.occupied[priority][bin] &= ~(<uint32_t>1 << kind)
+    else:
+        record_at(space, slot).older = NONE
+    record_at(space, last).newer = NONE
+    record_at(space, first).older = older.newest
+    if older.newest == NONE:
+        older.oldest = first
+        lists.occupied[priority][bin + 1] |= <uint32_t>1 << kind
+    else:
+        record_at(space, older.newest).newer = first
+    older.newest = last
+    return count
+
+
+cdef void lists_file_anew(Space *space, Lists *lists, Reuse reuse) noexcept nogil:
+    """The bins are others: every block goes to the one of its age."""
+    cdef int priority, kind, bin
+    cdef int32_t slot, newer
+    cdef int32_t[BINS] oldest
+    cdef Life *life
+    lists.aging = 0
+    for priority in range(PRIORITIES):
+        for kind in range(CLASSES):
+            for bin in range(BINS):
+                oldest[bin] = lists.lines[priority][kind * BINS + bin].oldest
+                lists.lines[priority][kind * BINS + bin].oldest = NONE
+                lists.lines[priority][kind * BINS + bin].newest = NONE
+                lists.occupied[priority][bin] &= ~(<uint32_t>1 << kind)
+            for bin in range(BINS - 1, -1, -1):
+                slot = oldest[bin]
+                while slot != NONE:
+                    newer = record_at(space, slot).newer
+                    life = life_at(space, slot)
+                    lists_push(
+                        space, lists, slot, record_at(space, slot), life,
+                        reuse.bin_of(<uint32_t>lists.references - life.stamp),
+                    )
+                    slot = newer
