@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from kvstore.sizes import format_size
+from kvstore.store.namespaces import INDEX_OVERHEAD_BYTES, SLOT_BYTES
 from kvstore.wire import ShardInfo
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.store_state import ask_every_shard, owners_of
@@ -110,6 +111,8 @@ class Bench:
 
     def _check_room(self, client: KVStoreClient) -> None:
         shards = {answer.info.name: answer.info for answer in ask_every_shard(client) if answer.info is not None}
+        if any(self._block_bytes > shard.segment_bytes for shard in shards.values()):
+            return  # the server refuses them, and says why
         counts = Counter(owners_of(client, self._keys))
         fitting = self._blocks
         for name, count in counts.items():
@@ -198,9 +201,15 @@ class Bench:
 
 def room_for(shard: ShardInfo, block_bytes: int) -> int:
     """How many new blocks of this size a shard can take without evicting any, in memory and on its disk."""
+    slots = shard.segment_bytes // block_bytes
     emptied = sum(some.segments for some in shard.namespaces if not (some.blocks or some.writing))
-    room = (shard.segments_free + emptied) * (shard.segment_bytes // block_bytes)
-    if shard.disk is not None and shard.disk.state == "on":
+    free = shard.segments_free + emptied
+    # Small blocks need much index, which takes memory from blocks as well.
+    tiers = 1 if shard.disk is None else 2
+    segment_index_bytes = slots * (KEY_BYTES + SLOT_BYTES) * tiers
+    free_bytes = free * shard.segment_bytes + INDEX_OVERHEAD_BYTES - shard.index_bytes
+    room = max(0, min(free, free_bytes // (shard.segment_bytes + segment_index_bytes))) * slots
+    if shard.disk is not None and shard.disk.state != "off":
         # One segment is left alone: blocks that were deleted give their place back only once they are written.
         room = min(room, max(0, shard.disk.segments_free - 1) * (shard.disk.segment_bytes // block_bytes))
     return room

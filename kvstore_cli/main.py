@@ -71,12 +71,12 @@ def info(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json:
     show(state, as_json, lambda: print_info(state), state.failure)
 
 
-@app.command(epilog=example("kvstore flush --endpoint cache-1:7070"))
-def flush(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
-    """Wait until every shard has placed what was sent to it before."""
+@app.command(epilog=example("kvstore sync --endpoint cache-1:7070"))
+def sync(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
+    """Wait until every shard has stored what it was sent before."""
     with connected(endpoint, None, timeout) as client:
         client.flush()
-        show({"ok": True}, as_json, lambda: print("flushed"))
+        show({"ok": True}, as_json, lambda: print("all shards have stored what they were sent"))
 
 
 app.command(epilog=example("kvstore contains 00112233445566778899aabbccddeeff --namespace @ns.json"))(contains)

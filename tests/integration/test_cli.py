@@ -115,6 +115,7 @@ def test_a_block_set_from_a_file_comes_back_and_can_be_deleted(
     out = tmp_path / "out"
     kvstore("get", KEY, "--output", str(out), *common)
     assert out.read_bytes() == block_file.read_bytes()
+    assert answer("sync", "--endpoint", server.endpoint) == {"ok": True}
     assert answer("contains", KEY, OTHER_KEY, *common) == {"present": {KEY: True, OTHER_KEY: False}}
     assert answer("delete", KEY, OTHER_KEY, *common) == {"deleted": 1}
 
@@ -411,7 +412,7 @@ def test_bad_usage_is_status_2_and_names_what_was_wrong(arguments: tuple[str, ..
     assert error["kind"] == "usage" and named in error["message"]
 
 
-COMMANDS = ("ping", "info", "contains", "get", "set", "delete", "bench", "verify", "drain")
+COMMANDS = ("ping", "info", "sync", "contains", "get", "set", "delete", "bench", "verify", "drain")
 
 
 def test_help_tells_the_exit_statuses_and_every_command_has_an_example() -> None:
