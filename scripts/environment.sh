@@ -35,7 +35,7 @@ find_python() {
 place() {
     local hash
     hash=$({
-        cat requirements/*.txt
+        cat requirements/engine.txt requirements/test.txt
         awk '/^\[/ { optional = /optional-dependencies/ } /^dependencies = / { on = 1 } on || optional; /^\]/ { on = 0 }' \
             pyproject.toml
     } | sha256sum | cut -c1-12)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from kvstore_client import Namespace
-from tests.support import scheduling
+from tests.support import programs, scheduling
 from tests.support.harness import MakeNamespace, Server, StartServer, make_namespace
 
 _numbers = itertools.count()
@@ -25,6 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(programs)
     config.pluginmanager.register(scheduling)
     config.addinivalue_line("markers", "soak: its length is KVSTORE_SOAK_S seconds")
     config.addinivalue_line("markers", "slow: takes more than 3 s on a quiet machine; `make check` leaves it out")
