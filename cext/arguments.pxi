@@ -145,7 +145,7 @@ cdef Py_ssize_t open_slots(object slots, Py_buffer *view) except -1:
     elif array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(f"slots must be a vector of int32, not {array.ndim}-dimensional {array.dtype}")
     elif array.min() < -MAX_SLOTS or array.max() > MAX_SLOTS:
-        raise ValueError(f"slots range from {array.min()} to {array.max()}, beyond int32")
+        raise ValueError(f"slots range from {array.min()} to {array.max()}, expected numbers of int32")
     PyObject_GetBuffer(np.require(array, np.int32, "CA"), view, PyBUF_FULL_RO)
     return view.shape[0]
 

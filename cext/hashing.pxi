@@ -172,7 +172,7 @@ cdef const xxh3_variant *_variant(str name) except NULL:
     for i in range(_variant_count):
         if _variants[i].name.decode() == name:
             return &_variants[i]
-    raise ValueError(f"no xxh3 variant {name!r} here; there are {_xxh3_variants()}")
+    raise ValueError(f"variant is {name!r}, expected one that this CPU runs: {_xxh3_variants()}")
 
 
 def _xxh3_variants():

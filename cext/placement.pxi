@@ -119,7 +119,9 @@ def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
     cdef _Buffers held = _Buffers(7)
     cdef Py_buffer *view = held.take(keys, PyBUF_STRIDES, "keys")
     if view.ndim != 2 or view.itemsize != 1 or view.shape[1] < 8:
-        raise ValueError("keys must be an (n, key_bytes) array of uint8 with key_bytes >= 8")
+        shape = tuple([view.shape[i] for i in range(view.ndim)])
+        raise ValueError(f"keys must be an (n, key_bytes) array of uint8 with key_bytes >= 8; got shape {shape} of "
+                         f"{view.itemsize}-byte items")
     cdef Shards shards
     shards.count = len(seeds)
     if shards.count < 1 or columns < 1:
@@ -162,7 +164,7 @@ def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
             chosen += columns
         free(scratch)
     if not enough:
-        raise ValueError(f"{columns} columns: the shards are on fewer nodes")
+        raise ValueError(f"columns is {columns}, but the shards are on fewer nodes: each column is another node")
     return found
 
 
@@ -173,7 +175,7 @@ def group_by_owner(owners, Py_ssize_t count):
     ``owners``: 1-D int64, each 0 .. count - 1, else IndexError. A counting sort; thread-safe.
     """
     if count < 1:
-        raise ValueError(f"{count} owners: expected at least 1")
+        raise ValueError(f"count is {count}: expected at least 1 owner")
     cdef _Buffers held = _Buffers(3)
     cdef Py_ssize_t n = len(owners), i
     cdef const int64_t *owner = <const int64_t *>_column(held, owners, n, b"lq", "owners")

@@ -137,7 +137,7 @@ def drain(
             fail("failed", f"{url} has no node {node!r}: it has {', '.join(map(repr, members)) or 'no nodes'}")
         if members[node].state == "draining":
             fail("failed", f"{node} is draining already")
-        directory.ask_drain(node, Drain(members[node].instance, seconds))
+        directory.write_drain(node, Drain(members[node].instance, seconds))
         done = _await_drain(directory, node, seconds, shown=not as_json)
         directory.end_drain(node)
         directory.close()

@@ -1,1 +1,1 @@
-"""Where a key lives: placement over shards."""
+"""Who is in a cluster (etcd, DNS or a fixed list) and which shard holds a key; for the server and for clients."""

@@ -1,10 +1,10 @@
 """The members of a cluster behind one DNS name, such as a headless Kubernetes service: each address is a node.
 
-The name is resolved every two seconds; each new address is asked who it is, and again every ten. A node whose
-address is there when it is looked for first counts as serving; one that comes later as joining for the default grace
-period, since nobody tells when it began. Nodes do not say that they leave: they are gone when the name no longer gives
-their address, or when they twice did not answer. While the name cannot be resolved, or nobody answers, the directory is
-lost.
+The name is resolved every two seconds. Each address is asked which node it is when it is new, and then every ten
+seconds. A node that is there at the first look counts as serving; one that comes later as joining, for the default
+grace period, since DNS does not tell when it started. Nodes do not announce that they leave: a node is gone when the
+name no longer gives its address, or when it did not answer twice. While the name cannot be resolved, or no address
+answers, the members cannot be read.
 Used by one thread, except for `close`.
 """
 
@@ -45,7 +45,7 @@ class _Node:
     joined: float = 0.0
     ask_at: float = 0.0
     missed: int = 0
-    told: str = ""  # the node it was said to be another address of
+    told: str = ""  # the node of which it was logged to be another address
 
 
 class DnsDirectory:
@@ -85,14 +85,14 @@ class DnsDirectory:
         return True
 
     def close(self) -> None:
-        """Whoever waits returns."""
+        """Close it; a thread in `wait_for_change` returns."""
         self._closed.set()
 
     def _resolve(self) -> list[str]:
         try:
             found = socket.getaddrinfo(self.url.host, self.url.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise DirectoryError(f"{self.url}: {error}") from None
+            raise DirectoryError(f"{self.url}: cannot resolve {self.url.host!r}: {error}") from None
         return sorted({str(address[0]) for *_, address in found})
 
     def _ask(self, address: str) -> Member | AskError | MemberError:
@@ -129,7 +129,7 @@ class DnsDirectory:
             if node.member.node in members or names & shards:
                 if node.told != node.member.node:
                     node.told = node.member.node
-                    log.info("%s: %s is node %r, of which another address is used", self.url, address, node.member.node)
+                    log.info("%s: not using %s: node %r has another address", self.url, address, node.member.node)
                 continue
             state: State = "serving" if now - node.joined >= GRACE_S else "joining"
             members[node.member.node] = msgspec.structs.replace(node.member, state=state)

@@ -8,8 +8,8 @@ changed is read anew.
 
 Any thread, several at once. Nothing blocks for longer than the timeout times the endpoints: an endpoint that fails or
 does not answer makes room for the next, and the first that answers is asked from then on. After `close` calls fail at
-once, the one that waits for a change included. What etcd holds is not trusted: a record that is no member is left out,
-and logged once.
+once, the one that waits for a change included. What etcd holds is not trusted: a record that does not describe a
+member is ignored, and logged once.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _T = TypeVar("_T")
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """A node is to move its hottest blocks to their next owners and leave; and how far it is."""
+    """A request that a node moves its hottest blocks to their next owners and leaves, and how far the node is."""
 
-    instance: str  # of the node: another start of it is not meant
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]  # to move blocks for, at most
+    instance: str  # of the node when it was asked: a later start of it ignores the request
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]  # how long it may move blocks
     state: Literal["asked", "moving", "done"] = "asked"
     # Copies of blocks: a block of a namespace with replicas may have several to be made.
     total: int = 0  # to be made
@@ -96,8 +96,8 @@ class EtcdDirectory:
         self._closed = False
         self._watching: Any = None  # the response that `wait_for_change` reads
         self._pid = os.getpid()
-        self._complained: dict[str, str] = {}  # node -> revision of its record that was found to be none
-        self._odd_drain: object = None  # revision of the last drain that was none
+        self._complained: dict[str, str] = {}  # node -> revision of its record that was ignored
+        self._odd_drain: object = None  # revision of the last request to drain that could not be read
 
     # ---- members ---------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class EtcdDirectory:
                 with self._lock:
                     self._watching = answer
                     if self._closed:
-                        raise DirectoryError(f"{self.url}: closed")
+                        raise DirectoryError(f"{self.url}: this directory is closed")
                 return _next_event(answer)
         except requests.Timeout:
             return False
@@ -134,7 +134,7 @@ class EtcdDirectory:
                 self._watching = None
 
     def read_member(self, node: str) -> Member | None:
-        """The record of a node; None: it has none, or one that is no member."""
+        """The record of a node; None: it has none, or one that does not describe a member."""
         answer = self._post("/kv/range", key=_encode(self._nodes + node))
 
         def read() -> Member | None:
@@ -178,12 +178,8 @@ class EtcdDirectory:
 
     # ---- drains ----------------------------------------------------------------------------------------------------
 
-    def ask_drain(self, node: str, drain: Drain) -> None:
-        """Ask a node to drain; it looks every half of its lease."""
-        self.write_drain(node, drain)
-
     def read_drain(self, node: str) -> Drain | None:
-        """What was asked of a node and how far it is; None: nothing."""
+        """Whether a node was asked to drain, and how far it is; None: it was not."""
         answer = self._post("/kv/range", key=_encode(self._drains + node))
         record = self._understand(lambda: answer["kvs"][0] if "kvs" in answer else None)
         if record is None:
@@ -192,16 +188,16 @@ class EtcdDirectory:
             return msgspec.json.decode(self._understand(lambda: _decode(record.get("value", ""))), type=Drain)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if record.get("mod_revision") != self._odd_drain:
-                log.warning("%s: what is asked of %s is no drain: %s", self.url, node, error)
+                log.warning("%s: ignoring the request to drain node %r: cannot read it: %s", self.url, node, error)
             self._odd_drain = record.get("mod_revision")
             return None
 
     def write_drain(self, node: str, drain: Drain) -> None:
-        """Say how far a node is."""
+        """Ask a node to drain, which looks for that every second; or, by the node itself, say how far it is."""
         self._post("/kv/put", key=_encode(self._drains + node), value=_encode(msgspec.json.encode(drain)))
 
     def end_drain(self, node: str) -> None:
-        """Remove what was asked of a node."""
+        """Remove the request to drain a node."""
         self._post("/kv/deleterange", key=_encode(self._drains + node))
 
     def close(self) -> None:
@@ -220,7 +216,7 @@ class EtcdDirectory:
         reasons = []
         for _ in self._endpoints:
             if self._closed:
-                raise DirectoryError(f"{self.url}: closed")
+                raise DirectoryError(f"{self.url}: this directory is closed")
             at = self._at
             endpoint = self._endpoints[at]
             try:
@@ -245,7 +241,7 @@ class EtcdDirectory:
             return read()
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DirectoryError(
-                f"{self.url}: the answer is not etcd's ({error!r}); is another program listening there?"
+                f"{self.url}: cannot read the answer as one of etcd ({error!r}); is another program listening there?"
             ) from None
 
     def _read_members(self, answer: Any) -> Membership:
@@ -267,13 +263,13 @@ class EtcdDirectory:
         try:
             member = decode_member(_decode(record.get("value", "")))
             if member.node != node:
-                raise MemberError(f"it calls itself {member.node!r}")
+                raise MemberError(f"it describes the node {member.node!r}")
             if twice := sorted(shard.name for shard in member.shards if shard.name in shards):
                 raise MemberError(f"another member has a shard of the same name: {twice[0]!r}")
         except MemberError as error:
             revision = str(record.get("mod_revision", ""))
             if self._complained.get(node) != revision:
-                log.warning("%s: the record of %r is left out: %s", self.url, node, error)
+                log.warning("%s: ignoring the record of node %r: %s", self.url, node, error)
             if complained is not None:
                 complained[node] = revision
             return None

@@ -1,9 +1,9 @@
-"""Following a cluster's members: a thread that tells of every change of view.
+"""Following a cluster's members: a thread that calls back with every change of view.
 
-What a follower shows is always something to work with: while the directory cannot be asked, the last view stays, and
-so it does when a directory that had members suddenly has none: it has lost its data, and the nodes, which still run,
-will register again. Members that leave or change are told of at once; members that join a little later and not by all
-followers in the same instant, so that a fleet of clients does not connect to a new node at once.
+The last view stays while the directory cannot be reached, and also when a directory that had members suddenly lists
+none: then it has lost its data, and the nodes, which still run, will register again. Members that leave or change are
+passed on at once; members that join a little later, and not by all followers in the same instant, so that a fleet of
+clients does not connect to a new node at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CLOSE_S: Final = 0.4
 
 
 class Directory(Protocol):
-    """Where members are listed."""
+    """Where members are listed: etcd, or a DNS name."""
 
     def membership(self) -> Membership:
         """All members now. Raises `DirectoryError`."""
@@ -42,10 +42,10 @@ class Directory(Protocol):
         """Wait until it is time to look again: members changed (True) or `timeout_s` have passed."""
 
     def close(self) -> None:
-        """Whoever waits returns."""
+        """Close it; a thread in `wait_for_change` returns."""
 
 
-def open_directory(url: str) -> Directory:
+def directory_of(url: str) -> Directory:
     """The directory that `url` names. Raises `ValueError` for another URL, `DirectoryError` without requests."""
     parsed = parse_cluster_url(url)
     if isinstance(parsed, EtcdURL):
@@ -61,12 +61,12 @@ class Follower:
     `on_change` is called with each new view, on the follower's thread, one call at a time, never twice with the same
     members, never without any; when it raises, that is logged. It may call `close`; after `close` it is not called,
     though a call that is under way then may go on for a moment.
-    Raises as `open_directory` does. The thread does not survive a fork: a child makes a follower of its own.
+    Raises as `directory_of` does. The thread does not survive a fork: a child makes a follower of its own.
     """
 
     def __init__(self, url: str, on_change: Callable[[Membership], None], *, name: str = "follower") -> None:
         self.url = url
-        self._directory = open_directory(url)
+        self._directory = directory_of(url)
         self._on_change = on_change
         self._name = name
         self._closed = threading.Event()
@@ -83,7 +83,7 @@ class Follower:
 
     @property
     def lost(self) -> str:
-        """Why the directory cannot be asked now; empty: it can."""
+        """Why the directory cannot be reached now; empty: it can."""
         return self._lost
 
     @property
@@ -134,11 +134,11 @@ class Follower:
 
     def _found(self) -> None:
         if self._lost:
-            log.warning("%s: cluster %s can be asked again", self._name, self.url)
+            log.warning("%s: the members of cluster %s can be read again", self._name, self.url)
             self._lost = ""
 
     def _fail(self, reason: str, answered: bool) -> None:
-        """Pause, the longer the more often. That a watch ended is no loss; that nothing answers is."""
+        """Pause, the longer the more often it failed. That a watch failed does not mean that the directory is lost."""
         if self._closed.is_set():
             return
         self.errors += 1
@@ -146,22 +146,22 @@ class Follower:
         if not answered:
             self._reason = reason
             if self._failures > 1 and not self._lost:
-                kept = f"its {len(self._current.members)} members stay" if self._current else "no member is known"
-                log.warning("%s: cluster %s cannot be asked: %s; %s", self._name, self.url, reason, kept)
+                kept = f"keeping the last {len(self._current.members)}" if self._current else "none are known yet"
+                log.warning("%s: cannot read the members of cluster %s: %s; %s", self._name, self.url, reason, kept)
                 self._lost = reason
         shortest, longest = BACKOFF_S
         pause_s = min(longest, shortest * 2.0 ** min(self._failures - 1, 10))
         self._closed.wait(pause_s * random.uniform(0.5, 1.0))
 
     def _take(self, view: Membership) -> None:
-        """Tell of what the directory holds, as far as it counts now."""
+        """Pass on what the directory lists, without members whose time has not come yet."""
         now = time.monotonic()
         known = {member.node for member in self._current.members} if self._current else set()
         if not view.members:
             self._reason = "no node is registered there"
             if known and self._refilled_at is None:
                 log.warning(
-                    "%s: cluster %s has no members any more: the last %d stay in view until some register",
+                    "%s: cluster %s lists no members any more; keeping the last %d until nodes register again",
                     self._name,
                     self.url,
                     len(known),

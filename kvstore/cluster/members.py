@@ -1,7 +1,7 @@
 """The members of a cluster, as nodes register themselves and clients see them.
 
-Agreement is etcd's: a `Membership` is what it held at one revision, and that revision is its epoch. Whoever has the
-same members computes the same owners. Plain data; any thread.
+A `Membership` is what etcd held at one revision; that revision is its epoch. Everybody with the same members computes
+the same owners, so nothing else has to be agreed on. Plain data; any thread.
 
 A node's state says which of two placements it takes part in:
 
@@ -31,11 +31,11 @@ State = Literal["joining", "serving", "draining"]
 
 
 class MemberError(Exception):
-    """A record that is no member; the message says why."""
+    """A record does not describe a member; the message says why."""
 
 
 class DirectoryError(Exception):
-    """Where the members are listed cannot be asked; the message says why."""
+    """The members cannot be read or written; the message says why."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -74,24 +74,29 @@ def encode_member(member: Member) -> bytes:
 
 
 def decode_member(record: bytes) -> Member:
-    """The member a record describes; `MemberError` for anything that must not be trusted."""
+    """The member that a record describes. Raises `MemberError` for anything else."""
     if len(record) > MAX_MEMBER_BYTES:
-        raise MemberError(f"a record of {len(record)} bytes: expected at most {MAX_MEMBER_BYTES}")
+        raise MemberError(f"the record has {len(record)} bytes: expected at most {MAX_MEMBER_BYTES}")
     try:
         member = msgspec.json.decode(record, type=Member)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MemberError(f"no member record: {error}") from None
+        raise MemberError(f"the record is not the JSON of a member: {error}") from None
     check_member(member)
     return member
 
 
 def check_member(member: Member) -> None:
-    """Raise `MemberError` for a member that cannot be."""
-    if not member.node or not member.shards:
-        raise MemberError(f"node {member.node!r} with {len(member.shards)} shards: expected an id and at least 1 shard")
+    """Raise `MemberError` unless the member has an id and shards that can be connected to and placed on."""
+    if not member.node:
+        raise MemberError("the node id is empty")
+    if not member.shards:
+        raise MemberError(f"node {member.node!r} has no shards: expected at least 1")
     for shard in member.shards:
         address = _HOST.fullmatch(shard.host) and 0 < shard.port < 1 << 16
         if not (shard.name and address and 0 < shard.weight < math.inf):
-            raise MemberError(f"node {member.node!r} names a shard that cannot be: {shard}")
+            raise MemberError(
+                f"node {member.node!r} has shard {shard.name!r} at host {shard.host!r}, port {shard.port}, with weight "
+                f"{shard.weight}: expected a name, a host name or address, a port from 1 to 65535, a finite weight > 0"
+            )
     if len({shard.name for shard in member.shards}) < len(member.shards):
-        raise MemberError(f"node {member.node!r} has two shards of one name")
+        raise MemberError(f"node {member.node!r} has two shards with the same name")

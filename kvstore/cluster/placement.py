@@ -2,7 +2,7 @@
 
 Every shard scores every key, the highest score owns it: score = -weight / ln(u), where u in (0, 1) is a hash of key
 and shard name (Schindelhauer and Schomaker, 2005; Resch, 2015). No table to agree on: whoever knows the shards' names
-and weights computes the same owner, and when a shard joins or leaves only its own share of the keys moves.
+and weights computes the same owner, and when a shard joins or leaves, only its own share of the keys moves.
 
 Each key is placed by itself, not together with its neighbours in a chain: a reader may begin anywhere in a chain and
 still knows where its key is. What that costs is measured by `python -m benchmarks.cluster_sim`.
@@ -38,7 +38,7 @@ class Placement:
         if len(names) != len(weights) or not names:
             raise ValueError(f"{len(names)} names and {len(weights)} weights: expected the same number, at least 1")
         if not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"weights of {min(weights)} to {max(weights)}: expected more than 0, and finite ones")
+            raise ValueError(f"weights range from {min(weights)} to {max(weights)}: expected finite numbers above 0")
         for what, given in (("nodes", nodes), ("zones", zones)):
             if given is not None and len(given) != len(names):
                 raise ValueError(f"{len(names)} names and {len(given)} {what}: expected the same number")

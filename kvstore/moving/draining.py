@@ -1,8 +1,8 @@
 """A node drains: its hottest blocks move to their next owners, while it still answers for them.
 
 A thread of the supervisor, which goes on watching its shards meanwhile; the moving itself is `Mover`'s. It is done in
-passes, each with the members of then, until one finds nothing more to move: a client may have set blocks here that did
-not know yet, and who took blocks may have died.
+passes, each with the members of that time, until one finds nothing more to move: a client that did not know yet may
+have set blocks here, and a node that took blocks may have died.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import msgspec
 
 from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member
-from kvstore.moving.mover import Mover, MoveReport
+from kvstore.moving.mover import Mover
 from kvstore.moving.planning import plan_leaving
+from kvstore.moving.progress import MoveReport
 from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
 
 SETTLE_S: Final = 0.5  # before each pass, for clients to set elsewhere
-# So long it tries what fails, when nothing else is left: who died is out by then, and damaged blocks stay damaged.
+# When only failing blocks are left, they are tried for so long: a node that died is out of the view by then.
 FAILING_S: Final = 10.0
 
 
 class Draining(threading.Thread):
     """One drain, from when it is asked for until the node has left.
 
-    Calls, on its thread: `announce`, which makes the node draining for all to see; `members`, those of then, before
-    each pass; and `leave`, when all is moved that could be, in time or at all.
+    It calls, on its thread: `announce`, which writes the state draining into the node's record; `members` before each
+    pass; and `leave` at the end, whether all blocks have moved or not.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Draining(threading.Thread):
             if self._stopped.is_set():
                 mover.stop()
         report = mover.run(self._deadline)
-        if mover.over:  # perhaps before all was listed
+        if mover.progress.over:  # perhaps before all was listed
             self.progress = msgspec.structs.replace(self.progress, total=max(self.progress.total, self._before.total))
         return report
 

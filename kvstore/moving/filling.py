@@ -1,12 +1,12 @@
 """Filling nodes that joined: in the background, this node copies to them what they own from now on.
 
-Clients fill them as well, with what they find at the old owners; but what nobody reads while the grace lasts would be
-lost when it ends. So each node copies what it has, gently, for its own grace from when it saw them join, or until they
-say that they serve.
+Clients fill them as well, with what they find at the old owners; but blocks that nobody reads during the grace period
+would be lost when it ends. So each node copies what it has, in the background, for its own grace period from when it
+saw them join, or until their records say that they serve.
 
-A node that joins is filled by all others, those that join themselves included: they may have been set what the next
-one owns. When another joins, or anybody leaves, the copying starts anew with the members as they are then: what is
-there already is found so, and not sent.
+A node that joins is filled by all others, also by those that join themselves: they may hold new blocks that the next
+one owns. When another joins, or anybody leaves, the copying starts again with the members of then; what is there
+already is not sent again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Final
 
 from kvstore.cluster.following import SPREAD_S
 from kvstore.cluster.members import Member, Membership
-from kvstore.moving.mover import Mover, MoveReport
+from kvstore.moving.mover import Mover
 from kvstore.moving.planning import plan_joining
+from kvstore.moving.progress import MoveReport
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")

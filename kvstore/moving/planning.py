@@ -27,9 +27,10 @@ Ranks = npt.NDArray[np.intp]  # (n,)
 class Plan:
     """All of `before` and of `after` own blocks, whatever their states.
 
-    `senders`: those of `before` that carry this out, each for what it held. A copy that several of them have is sent
-    by the first of them; the others look last whether it is there.
-    `gentle`: in the background, and a shard that has no room left is spared: what it has is as good as what comes.
+    `senders`: the nodes of `before` that send, each what it held. A copy that several of them have is sent by the first
+    of them; the others look last whether it is there.
+    `gentle`: in the background, and nothing more goes to a shard that is full: what it has is as good as what would
+    come.
     """
 
     before: Sequence[Member]
@@ -39,16 +40,16 @@ class Plan:
 
 
 def plan_leaving(node: str, members: Sequence[Member]) -> Plan:
-    """`node`, which is one of `members`, leaves: its time is short, and nobody else sends. What it has is to be with
-    all owners without it. Nothing is taken to be there already: while others join or drain, the members do not tell who
-    has what; who moves the blocks asks."""
+    """`node`, one of `members`, leaves: its time is short, and nobody else sends. All owners without it are to have
+    what it has. Nothing counts as being there already: while others join or drain, the members do not tell who has
+    what, so the shards are asked."""
     after = [member for member in members if member.is_new_owner and member.node != node]
     before = [member for member in members if member.node == node]
     return Plan(before, after, {node})
 
 
 def plan_joining(joined: Set[str], members: Sequence[Member]) -> Plan:
-    """The nodes `joined` are new among `members`: all others send, for as long as it takes."""
+    """The nodes `joined` are new among `members`: all others send."""
     after = [member for member in members if member.is_new_owner]
     before = [member for member in after if member.node not in joined]
     return Plan(before, after, {member.node for member in before}, gentle=True)

@@ -19,7 +19,7 @@ from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
 from kvstore.wire.asking import AskError, Asking
 
 if TYPE_CHECKING:
-    from kvstore.node.registration import ClusterStatus
+    from kvstore.node.registration import RegistrationStatus
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class NodeCollector(Collector):
         self,
         addresses: Sequence[tuple[str, int]],
         restarts: Callable[[], int],
-        cluster: Callable[[], ClusterStatus] | None = None,
+        cluster: Callable[[], RegistrationStatus] | None = None,
     ) -> None:
         self._addresses = addresses
         self._restarts = restarts
@@ -134,7 +134,7 @@ class NodeCollector(Collector):
         yield from _families(_NAMESPACE, ["shard", "namespace", "model"], of_namespaces)
 
 
-def _cluster_metrics(status: ClusterStatus) -> Iterable[Metric]:
+def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:
     for name, help_, value in (
         ("registered", "1 while the node's record is in the directory, as far as the node knows.", status.registered),
         ("epoch", "The directory's revision of the node's view.", status.epoch),

@@ -1,19 +1,19 @@
 """A node's membership: its record in etcd, for as long as the node lives and wants to be a member.
 
-A thread of the supervisor keeps the lease alive every quarter of its time, and does nothing else, so that a slow answer
-to anything else does not cost the lease. Another looks every second whether the record is still the node's own and
-whether an operator asked it to drain. A node's life as a member:
+A thread of the supervisor renews the lease every quarter of its time and does nothing else, so that no other slow
+request costs the lease. Another looks every second whether the record is still the node's own and whether an operator
+asked it to drain. A node's life as a member:
 
 * *joining* for its grace period, *serving* at once if it is the only member: there is nothing to fill from;
 * *serving*, until it is told to leave: it withdraws, or *drains* first, moving its hottest blocks to their next owners;
 * a lease that ended (the supervisor was stopped or cut off for longer) or a record that is gone (etcd lost its data) is
   no end: the node joins anew, since its keys may have been set elsewhere meanwhile.
 
-Meanwhile it copies to other nodes that join what they own from then on (`kvstore.cluster.filling`).
+Meanwhile it copies to other nodes that join what they own from then on (`kvstore.moving.filling`).
 
-While etcd cannot be asked, the node goes on as it was. Two processes with one id: the record belongs to who was first;
-the other stays out, says so, and takes its place when it is gone. Only a node that has just started may take a record
-over, if that names an address where now itself listens: then it is of an earlier run.
+While etcd cannot be reached, the node goes on as it was. When two processes have one id, the record belongs to the
+first; the second stays out, logs that, and registers when the record is gone. Only a node that has just started may
+replace a record, if that names an address on which this node listens now: then the record is of an earlier run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvstore.cluster.members import DirectoryError, Member, Membership, State
 from kvstore.cluster.url import EtcdURL
 from kvstore.moving.draining import Draining
 from kvstore.moving.filling import Filling
-from kvstore.moving.mover import MoveReport
+from kvstore.moving.progress import MoveReport
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
@@ -50,8 +50,8 @@ SAY_TRIES: Final = 20
 
 
 @dataclass(frozen=True)
-class ClusterStatus:
-    """A node's membership, for its metrics."""
+class RegistrationStatus:
+    """What the metrics show of a node's membership."""
 
     registered: bool
     state: str  # of the node; "out": it is no member, and will not be until it is started again
@@ -156,11 +156,11 @@ class Registration:
         self._directory.close()
         self._keeper.close()
 
-    def status(self) -> ClusterStatus:
+    def status(self) -> RegistrationStatus:
         """What the metrics tell."""
         view = self._follower.current
         draining = self._draining
-        return ClusterStatus(
+        return RegistrationStatus(
             registered=self._lease is not None,
             state="out" if self._out else self._member.state,
             epoch=view.epoch if view else 0,
@@ -184,11 +184,11 @@ class Registration:
                     self._ended = lease
                     self._wake.set()
             except DirectoryError as error:
-                log.debug("node %s: its lease is not kept alive: %s", self.node, error)
+                log.debug("node %s: cannot renew its lease: %s", self.node, error)
                 self._errors += 1
                 pause_s = random.uniform(*RETRY_S)
             except Exception:
-                log.exception("node %s: keeping its lease alive failed; trying again", self.node)
+                log.exception("node %s: renewing its lease failed; trying again", self.node)
 
     def _on_view(self, view: Membership) -> None:
         self._wake.set()
@@ -201,18 +201,18 @@ class Registration:
                 with self._lock:
                     self._step()
                 if self._lost:
-                    log.warning("node %s: etcd can be asked again", self.node)
+                    log.warning("node %s: etcd answers again", self.node)
                 failures, self._lost = 0, ""
                 pause_s = LOOK_S
             except DirectoryError as error:
                 self._errors += 1
                 failures += 1
                 if failures > 1 and not self._lost:
-                    log.warning("node %s: etcd cannot be asked: %s; it goes on serving", self.node, error)
+                    log.warning("node %s: cannot reach etcd: %s; the node goes on serving", self.node, error)
                     self._lost = str(error)
                 pause_s = min(RETRY_S[1], RETRY_S[0] * 2.0 ** min(failures, 8)) * random.uniform(0.5, 1.0)
             except Exception:
-                log.exception("node %s: keeping its membership failed; trying again", self.node)
+                log.exception("node %s: updating its membership failed; trying again", self.node)
                 pause_s = RETRY_S[1]
             self._wake.wait(pause_s)
             self._wake.clear()
@@ -230,7 +230,7 @@ class Registration:
             return
         self._check_drain()
         if self._draining is not None and self._member.state != "draining":
-            self._write("draining")  # etcd could not be asked when the drain began
+            self._write("draining")  # etcd could not be reached when the drain began
         elif self._member.state == "joining" and self._is_filled():
             self._write("serving")
 
@@ -284,27 +284,27 @@ class Registration:
         return False
 
     def _stay_out(self, found: Member | None) -> None:
-        """Say so after the time in which the lease of an earlier run would end, and every now and then."""
+        """Log it when the lease of an earlier run must have ended, and then every `CONFLICT_LOG_S`."""
         self._may_take_over = False
         now = time.monotonic()
         if self._conflict_said_at is None:
-            log.info("node %s: there is a record of its id; it waits for that to go", self.node)
+            log.info("node %s: its id is registered already; waiting until that record is gone", self.node)
             self._conflict_said_at = now + self._lease_s + 1.0 - CONFLICT_LOG_S
         if now - self._conflict_said_at < CONFLICT_LOG_S:
             return
         self._conflict_said_at = now
-        where = f"at {found.shards[0].host}:{found.shards[0].port}" if found else "or a record that is none"
+        where = f"at {found.shards[0].host}:{found.shards[0].port}" if found else "its record cannot be read"
         log.error(
-            "node %s: another process has its id (%s), in cluster %s: this one stays out until that is gone; "
-            "give each node its own --node-id",
+            "node %s: another process is registered with this node id (%s) in cluster %s; this node stays out until "
+            "that record is gone. Give each node its own --node-id",
             self.node,
             where,
             self.url,
         )
 
     def _is_filled(self) -> bool:
-        """Whether it joined long enough ago. Not when nobody serves any more: who left moved its blocks to others that
-        join, and only while they do are their places before asked for."""
+        """Whether the grace period since it joined is over. Time alone decides, even when no other node serves any
+        more: clients look at a block's previous places only while the node is joining."""
         return time.monotonic() - self._joined >= self._grace_s
 
     def _write(self, state: State) -> None:
@@ -324,7 +324,7 @@ class Registration:
             try:
                 (self._keeper if self._lost else self._directory).withdraw(self.node, lease)
             except DirectoryError as error:
-                log.warning("node %s: cannot withdraw (%s): its lease will end", self.node, error)
+                log.warning("node %s: cannot withdraw (%s); its record goes when its lease ends", self.node, error)
             else:
                 log.info("node %s: has withdrawn from cluster %s", self.node, self.url)
             return True
@@ -345,7 +345,7 @@ class Registration:
         if asked.instance != self._member.instance:
             self._directory.end_drain(self.node)  # of an earlier run
         elif asked.state == "asked":
-            log.info("node %s: is asked to drain for at most %g s", self.node, asked.seconds)
+            log.info("node %s: asked to drain, for at most %g s", self.node, asked.seconds)
             self._drain_asked = True
             self._begin_drain(asked)
 
@@ -364,7 +364,9 @@ class Registration:
                 self._write("draining")
             except DirectoryError as error:
                 log.warning(
-                    "node %s: cannot say that it drains (%s); it moves its blocks all the same", self.node, error
+                    "node %s: cannot write to etcd that it drains (%s); moving its blocks all the same",
+                    self.node,
+                    error,
                 )
 
     def _members_now(self) -> Sequence[Member]:
@@ -387,7 +389,7 @@ class Registration:
                 self._directory.write_drain(self.node, progress)
                 return
             except DirectoryError as error:
-                log.warning("node %s: has drained and left, and cannot say so: %s", self.node, error)
+                log.warning("node %s: has drained and left, but cannot write that to etcd: %s", self.node, error)
                 if self._stopped.wait(RETRY_S[1]):
                     return
 

@@ -279,6 +279,7 @@ class Answers:
             index_bytes=self._store.index_bytes,
             disk=self._disk.info() if self._disk is not None else None,
             name=config.shards[config.shard].name,
+            room_bytes=self._store.room_bytes,
         )
 
 

@@ -364,6 +364,13 @@ class Store:
             if namespace.disk is not None:
                 namespace.disk.expire(now, EXPIRE_STEP)
 
+    @property
+    def room_bytes(self) -> int:
+        """What memory takes in whole segments before a block is evicted; a large index takes of it, too."""
+        used = (self.arena.segments - self.arena.free) * self.arena.segment_bytes
+        allowed = max(0, self.limit_bytes - used - self._index_excess()) // self.arena.segment_bytes
+        return min(allowed, self.arena.free) * self.arena.segment_bytes
+
     # ---- what indexes may take ---------------------------------------------------------------------------------
 
     def _memory_may_grow(self, growing: NamespaceTier, now: float) -> bool:

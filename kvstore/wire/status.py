@@ -84,3 +84,4 @@ class ShardInfo(msgspec.Struct, frozen=True):
     index_bytes: int = 0
     disk: DiskInfo | None = None
     name: str = ""  # as in WELCOME: what placement hashes
+    room_bytes: int = 0  # what its memory takes before a block is evicted, in whole segments

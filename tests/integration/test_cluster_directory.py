@@ -146,7 +146,7 @@ def test_other_clusters_and_drains_are_no_change(url: str, directory: EtcdDirect
     other = open_etcd(url + "x")
     epoch = directory.membership().epoch
     assert other.register(member("a"), other.grant(60))
-    directory.ask_drain("a", Drain("1", 5.0))
+    directory.write_drain("a", Drain("1", 5.0))
     assert not directory.wait_for_change(epoch, 0.5)
     assert list(directory.membership().members) == []
     other.close()
@@ -197,7 +197,7 @@ def test_a_record_that_is_no_member_is_left_out_and_named(
 
 def test_a_drain_is_asked_for_written_on_and_ended(directory: EtcdDirectory) -> None:
     assert directory.read_drain("a") is None
-    directory.ask_drain("a", Drain("1", 30.0))
+    directory.write_drain("a", Drain("1", 30.0))
     assert directory.read_drain("a") == Drain("1", 30.0, "asked")
     directory.write_drain("a", Drain("1", 30.0, "moving", 100, 20, 3))
     assert directory.read_drain("a") == Drain("1", 30.0, "moving", 100, 20, 3)
@@ -353,7 +353,8 @@ def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_wi
         following.wait_for({"a": "draining"})
     said = [record.getMessage() for record in caplog.records if "cluster" in record.name]
     assert (
-        sum("cannot be asked" in text for text in said) == 1 and sum("can be asked again" in text for text in said) == 1
+        sum("cannot read the members" in text for text in said) == 1
+        and sum("can be read again" in text for text in said) == 1
     )
     directory.close()
 
@@ -379,7 +380,7 @@ def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog:
         following.wait_for({"a": "serving", "b": "serving"})
         own_etcd.kill()
         own_etcd.restart(empty=True)
-        wait_until(lambda: "has no members any more: the last 2 stay" in caplog.text, 10, "it says so")
+        wait_until(lambda: "lists no members any more; keeping the last 2" in caplog.text, 10, "it says so")
         directory.register(member("a"), directory.grant(600))
         time.sleep(1.0)
         directory.register(member("b"), directory.grant(600))

@@ -189,13 +189,15 @@ def test_the_same_id_started_twice_is_one_member_until_that_is_gone(cluster: Clu
     first = cluster.start("a")
     cluster.wait_for(a="serving")
     second = cluster.start("a", "--metrics-port", "0")
-    wait_until(lambda: "another process has its id" in second.log_text(), what="the second says so")
+    wait_until(
+        lambda: "another process is registered with this node id" in second.log_text(), what="the second says so"
+    )
     assert f"at 127.0.0.1:{first.port}" in second.log_text() and "--node-id" in second.log_text()
     assert cluster.members()["a"].shards[0].port == first.port
     assert metrics(second)["kvstore_cluster_registered", ""] == 0
     assert first.stop() == 0
     wait_until(lambda: cluster.states() and cluster.members()["a"].shards[0].port == second.port)
-    assert second.log_text().count("another process has its id") == 1  # every ten seconds
+    assert second.log_text().count("another process is registered with this node id") == 1  # every ten seconds
 
 
 # ---- trouble -------------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
     cluster.wait_for(a="serving", b="joining")
     wait_until(lambda: cluster.seen() == {"a", "b"})
     own_etcd.stop()
-    wait_until(lambda: all("cannot be asked" in server.log_text() for server in servers), what="every node says so")
+    wait_until(lambda: all("cannot reach etcd" in server.log_text() for server in servers), what="every node says so")
     wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 0)
     time.sleep(2.2)  # longer than the lease
     for server in servers:
@@ -241,7 +243,7 @@ def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
             assert client.contains(make_keys(4)).all()
     own_etcd.restart()
     for server in servers:
-        wait_until(lambda server=server: "can be asked again" in server.log_text(), what="every node says so")
+        wait_until(lambda server=server: "etcd answers again" in server.log_text(), what="every node says so")
     wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 1)
     time.sleep(2.5)
     assert cluster.states() == {"a": "serving", "b": "joining"}
@@ -276,7 +278,7 @@ def test_without_etcd_a_node_serves_and_registers_when_it_is_there(
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
         client.set(make_keys(4), blocks_of(make_keys(4), 4096))
         assert client.contains(make_keys(4)).all()
-    wait_until(lambda: "etcd cannot be asked" in server.log_text())
+    wait_until(lambda: "cannot reach etcd" in server.log_text())
     own_etcd.restart()
     wait_until(lambda: cluster.states() == {"a": "serving"})
 
@@ -308,8 +310,8 @@ def test_a_garbage_record_is_named_and_the_rest_counts(cluster: Cluster) -> None
     assert cluster.directory.register(garbage, key)
     server = cluster.start("a")
     wait_until(lambda: cluster.seen() == {"a"})
-    wait_until(lambda: "the record of 'junk' is left out" in server.log_text())
-    assert server.log_text().count("the record of 'junk' is left out") <= 2, junk  # by its registration and its view
+    wait_until(lambda: "ignoring the record of node 'junk'" in server.log_text())
+    assert server.log_text().count("ignoring the record of node 'junk'") <= 2, junk  # by its registration and its view
 
 
 # ---- draining ------------------------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ def test_a_drain_that_is_asked_for_moves_the_blocks_and_the_node_goes_on_outside
     namespace = new_namespace(BLOCK_BYTES)
     keys = fill([leaving, staying], namespace, 200)
     wait_until(lambda: metrics(leaving)["kvstore_cluster_members", "serving"] == 2, what="it knows the other")
-    cluster.directory.ask_drain("a", Drain(cluster.members()["a"].instance, 20.0))
+    cluster.directory.write_drain("a", Drain(cluster.members()["a"].instance, 20.0))
 
     def done() -> Drain | None:
         drain = cluster.directory.read_drain("a")

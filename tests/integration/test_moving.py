@@ -19,8 +19,9 @@ from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member, State
 from kvstore.cluster.placement import Placement
 from kvstore.moving.draining import Draining
-from kvstore.moving.mover import REST_RATIO, Mover, MoveReport
+from kvstore.moving.mover import REST_RATIO, Mover
 from kvstore.moving.planning import Plan, plan_joining, plan_leaving
+from kvstore.moving.progress import MoveReport, Progress
 from kvstore.wire import NamespaceInfo, ShardAddress
 from kvstore.wire.asking import Asking, Keys
 from kvstore_client import KVStoreClient, Namespace
@@ -494,29 +495,33 @@ def test_a_drain_gives_up_what_fails_for_good_and_says_so(
 
 
 @pytest.mark.exclusive
-def test_in_the_background_it_works_a_quarter_of_the_time_and_can_be_stopped(start_server: StartServer) -> None:
+def test_in_the_background_it_works_a_quarter_of_the_time_and_can_be_stopped(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     members = [member_of(start_server(memory="128MiB")) for _ in range(2)]
     put(members[0].shards[0], LARGE, make_keys(300))
     worked: list[float] = []
     rested: list[float] = []
 
-    class Timed(Mover):
-        def rest(self, began: float) -> None:
-            ended = time.monotonic()
-            worked.append(ended - began)
-            super().rest(began)
-            rested.append(time.monotonic() - ended)
+    rest = Progress.rest
 
+    def timed(progress: Progress, began: float) -> None:
+        ended = time.monotonic()
+        worked.append(ended - began)
+        rest(progress, began)
+        rested.append(time.monotonic() - ended)
+
+    monkeypatch.setattr(Progress, "rest", timed)
     plan = plan_joining({members[1].node}, members)
     began = time.monotonic()
-    report = Timed(members[0].shards, members[0].node, plan, lambda report: None).run(began + MOVE_S)
+    report = Mover(members[0].shards, members[0].node, plan, lambda report: None).run(began + MOVE_S)
     took = time.monotonic() - began
     assert report.moved == report.total > 64
     assert sum(rested) >= REST_RATIO * sum(worked)
     assert sum(worked) + sum(rested) > 0.8 * took, "it does not work besides"
     mover = Mover(members[0].shards, members[0].node, plan, lambda report: None)
-    mover.deadline = time.monotonic() + 60
+    mover.progress.deadline = time.monotonic() + 60
     threading.Timer(0.2, mover.stop).start()
     began = time.monotonic()
-    mover.rest(began - 10)
+    mover.progress.rest(began - 10)
     assert time.monotonic() - began < 5

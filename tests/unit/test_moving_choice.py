@@ -11,8 +11,9 @@ from hypothesis import given, settings
 
 from kvstore.cluster.members import Member, Membership, State
 from kvstore.cluster.placement import Placement
+from kvstore.moving.carrier import Listed
 from kvstore.moving.filling import Filling, _Task
-from kvstore.moving.mover import TURN_BYTES, _Listed, _turns
+from kvstore.moving.mover import TURN_BYTES, turns
 from kvstore.moving.planning import NOBODY, Gains, Plan, plan_joining, plan_leaving
 from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
@@ -125,19 +126,19 @@ def test_those_that_drain_own_nothing_and_those_that_join_do() -> None:
     assert (plan.before, plan.after, plan.senders) == (members[:2], members[:3], {"node-0", "node-1"})
 
 
-def listed(canonical: bytes, block_bytes: int, count: int) -> _Listed:
+def listed(canonical: bytes, block_bytes: int, count: int) -> Listed:
     keys = np.arange(count * 16, dtype=np.uint8).reshape(count, 16)
-    return _Listed(canonical, 1, block_bytes, keys, np.zeros((count, 1), dtype=np.intp))
+    return Listed(canonical, 1, block_bytes, keys, np.zeros((count, 1), dtype=np.intp))
 
 
 def test_namespaces_take_turns_and_every_block_has_one() -> None:
     small, large, none = listed(b"small", 4096, 20_000), listed(b"large", TURN_BYTES // 8, 20), listed(b"none", 1, 0)
-    turns = list(_turns([small, large, none]))
-    assert [some.canonical for some, _ in turns] == [b"small", b"large"] * 3
+    parts = list(turns([small, large, none]))
+    assert [some.canonical for some, _ in parts] == [b"small", b"large"] * 3
     for some in (small, large):
-        rows = [row for other, part in turns if other is some for row in range(len(some.keys))[part]]
+        rows = [row for other, part in parts if other is some for row in range(len(some.keys))[part]]
         assert rows == list(range(len(some.keys)))
-    assert all(part.stop - part.start <= 8192 for _, part in turns)
+    assert all(part.stop - part.start <= 8192 for _, part in parts)
 
 
 # ---- when a node fills others --------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_one_shard_owns_everything() -> None:
     [
         (["a"], [], "1 names and 0 weights"),
         ([], [], "at least 1"),
-        (["a", "b"], [1.0, 0.0], "more than 0"),
+        (["a", "b"], [1.0, 0.0], "above 0"),
         (["a", "b"], [1.0, math.inf], "finite"),
         (["a", "b"], [1.0, math.nan], "finite"),
     ],

@@ -207,6 +207,19 @@ def test_the_memory_of_the_index_counts(store: Store, monkeypatch: pytest.Monkey
     assert store.arena.free > 0 and namespace.memory.evicted > 0
 
 
+def test_room_is_what_memory_takes_before_anything_is_evicted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = store.open(canonical("a"), 16)
+    assert store.room_bytes == 4 * SEGMENT
+    put(store, namespace, make_keys(6))
+    assert store.room_bytes == 2 * SEGMENT
+    put(store, namespace, make_keys(8, first=100))
+    assert (store.room_bytes, namespace.memory.evicted) == (0, 0)
+    store.memory.shrink(0.0)
+    assert store.room_bytes == SEGMENT
+    monkeypatch.setattr(store_module, "INDEX_OVERHEAD_BYTES", 0)  # from here on the index takes memory of the limit
+    assert store.room_bytes == 0
+
+
 def test_a_namespace_with_one_key_length_refuses_another(store: Store) -> None:
     name = canonical("a")
     namespace = store.open(name, 16)

@@ -64,7 +64,7 @@ SHARD_INFO = wire.ShardInfo(
             replicas=2,
         )
     ],
-    policy="s3fifo",
+    policy="default",
     index_bytes=300_000,
     disk=wire.DiskInfo(
         directory="/data/kv/shard-1",
@@ -96,6 +96,7 @@ SHARD_INFO = wire.ShardInfo(
         scrub_corrupt_blocks=1,
     ),
     name="3f0c/1",
+    room_bytes=96 << 20,
 )
 
 REQUESTS: dict[str, wire.Request] = {

@@ -1,0 +1,80 @@
+"""The shards that gain blocks, as all threads of one mover know them: which are full, which failed, what they have."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+
+from kvstore.moving.planning import NOBODY, Plan, Targets
+from kvstore.moving.progress import Progress
+from kvstore.moving.settled import Holder, Settled
+from kvstore.wire import ShardAddress
+from kvstore.wire.asking import AskError, Keys, Refused
+
+log = logging.getLogger("kvstore.moving")
+
+
+class Receivers:
+    """The shards of `plan.after`, by their numbers in a `Targets`. Any thread.
+
+    `settled`: copies that were made or found before; what this mover makes or finds is added.
+    """
+
+    def __init__(self, plan: Plan, progress: Progress, settled: Settled | None) -> None:
+        self.shards: list[ShardAddress] = [shard for member in plan.after for shard in member.shards]
+        self._instances = [member.instance for member in plan.after for _ in member.shards]
+        self._progress = progress
+        self._settled = settled
+        self._lock = threading.Lock()
+        self._failed: set[tuple[int, bytes | None]] = set()  # with a namespace: for that one only
+        self._full: set[int] = set()
+
+    def is_full(self, target: int) -> bool:
+        """Whether nothing more is sent there because it has no room."""
+        return target in self._full
+
+    def set_full(self, target: int) -> None:
+        """It has no room: nothing more is sent there."""
+        with self._lock:
+            new = target not in self._full
+            self._full.add(target)
+        if new:
+            log.info("moving: shard %s is full: nothing more is copied to it", self.shards[target].name)
+
+    def has_failed(self, target: int, canonical: bytes) -> bool:
+        """Whether nothing more is sent there, or nothing of this namespace, because of an error."""
+        return not self._failed.isdisjoint({(target, None), (target, canonical)})
+
+    def set_failed(self, target: int, canonical: bytes, error: AskError) -> None:
+        """Nothing more is sent there; if it only refused, nothing of this namespace."""
+        what = target, canonical if isinstance(error, Refused) else None
+        with self._lock:
+            new = what not in self._failed
+            self._failed.add(what)
+        if new and not self._progress.over:
+            of_it = "of one namespace " if what[1] is not None else ""
+            log.warning("moving: nothing more %sis sent to shard %s: %s", of_it, self.shards[target].name, error)
+
+    def settle(self, target: int, canonical: bytes, keys: Keys) -> None:
+        """The shard has these."""
+        if self._settled is not None and len(keys):
+            self._settled.add(self._holder(target, canonical), keys)
+
+    def strike_out_settled(self, canonical: bytes, keys: Keys, targets: Targets) -> None:
+        """Take out of `targets` the copies that were made or found before."""
+        if self._settled is not None:
+            for target in numbers_in(targets):
+                gained = np.argwhere(targets == target)
+                there = self._settled.among(self._holder(target, canonical), keys[gained[:, 0]])
+                targets[tuple(gained[there].T)] = NOBODY
+
+    def _holder(self, target: int, canonical: bytes) -> Holder:
+        return self._instances[target], self.shards[target].name, canonical
+
+
+def numbers_in(targets: Targets) -> list[int]:
+    """The numbers of the shards that gain any of these blocks, ascending."""
+    found: list[int] = np.unique(targets[targets != NOBODY]).tolist()
+    return found
