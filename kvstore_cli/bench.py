@@ -22,7 +22,7 @@ from kvstore.sizes import format_size
 from kvstore.store.namespaces import INDEX_OVERHEAD_BYTES, SLOT_BYTES
 from kvstore.wire import ShardInfo
 from kvstore_cli.progress import progress_bar
-from kvstore_cli.store_state import ask_every_shard, owners_of
+from kvstore_cli.store_state import owners_of
 from kvstore_client.client import KVStoreClient
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import KeyArray, Namespace
@@ -110,10 +110,11 @@ class Bench:
         )
 
     def _check_room(self, client: KVStoreClient) -> None:
-        shards = {answer.info.name: answer.info for answer in ask_every_shard(client) if answer.info is not None}
+        listed = client.shards()
+        shards = {shard.name: shard.info for shard in listed if shard.info is not None}
         if any(self._block_bytes > shard.segment_bytes for shard in shards.values()):
             return  # the server refuses them, and says why
-        counts = Counter(owners_of(client, self._keys))
+        counts = Counter(owners_of(listed, self._keys))
         fitting = self._blocks
         for name, count in counts.items():
             if name in shards:

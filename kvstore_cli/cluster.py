@@ -90,13 +90,12 @@ def where(
     as_json: JsonOption = False,
 ) -> None:
     """Say which shards own a key, in the order in which clients ask them."""
-    from kvstore_cli.cluster_status import locate
     from kvstore_cli.cluster_tables import print_locations
 
     name = parse_key(key)
     parsed = parse_namespace(namespace) if namespace is not None else None
     with connected(endpoint, parsed, timeout) as client:
-        found = locate(client, name, replicas, ask=parsed is not None)
+        found = client.locate(name, replicas=replicas, ask=parsed is not None)
     show(found, as_json, lambda: print_locations(found))
 
 

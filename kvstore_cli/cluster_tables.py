@@ -14,7 +14,8 @@ from rich.table import Table
 from kvstore.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvstore_cli.cluster_status import ClusterStatus, Location, NodeStatus
+    from kvstore_cli.cluster_status import ClusterStatus, NodeStatus
+    from kvstore_client import Location
 
 _COLUMNS: Final = ("node", "state", "zone", "up", "clients", "memory", "blocks", "on disk", "hits", "in / out")
 # Where not all columns fit. A node's id, its state and whether it is up are always shown.

@@ -75,7 +75,7 @@ def info(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json:
 def sync(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
     """Wait until every shard has stored what it was sent before."""
     with connected(endpoint, None, timeout) as client:
-        client.flush()
+        client.sync()
         show({"ok": True}, as_json, lambda: print("all shards have stored what they were sent"))
 
 

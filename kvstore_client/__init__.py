@@ -16,7 +16,7 @@ from kvstore_client.errors import (
     Timeout,
 )
 from kvstore_client.keys import Namespace, prefix_keys
-from kvstore_client.results import GetResult, SetResult, StoreInfo
+from kvstore_client.results import GetResult, Location, SetResult, ShardStatus, StoreInfo
 
 if TYPE_CHECKING:
     from kvstore_client.aio import AsyncKVStoreClient
@@ -29,11 +29,13 @@ __all__ = [
     "KVStoreClient",
     "KVStoreError",
     "KeySizeMismatch",
+    "Location",
     "Namespace",
     "NotAuthorized",
     "OutOfMemory",
     "ProtocolError",
     "SetResult",
+    "ShardStatus",
     "StoreInfo",
     "Timeout",
     "prefix_keys",

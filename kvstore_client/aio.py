@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
@@ -18,9 +18,11 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client import _arguments
 from kvstore_client.client import DEFAULT_TIMEOUT_S, KVStoreClient
+from kvstore_client.errors import ConnectionLost, KVStoreError
 from kvstore_client.keys import Keys, Namespace
-from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
+from kvstore_client.results import ClientStats, GetResult, Location, SetResult, ShardStatus, StoreInfo
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,8 +35,8 @@ class AsyncKVStoreClient:
 
     def __init__(
         self,
-        endpoint: str | Sequence[str],
-        namespace: Namespace,
+        endpoint: str | Sequence[str] | None = None,
+        namespace: Namespace | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         fail_open: bool = False,
@@ -42,9 +44,7 @@ class AsyncKVStoreClient:
         replicas: int = 1,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency={concurrency}: expected at least 1")
-        self.namespace = namespace
+        concurrency = _arguments.whole_number("concurrency", concurrency, 1)
         self._make = functools.partial(
             KVStoreClient,
             endpoint,
@@ -93,77 +93,125 @@ class AsyncKVStoreClient:
         """Counters since the client connected."""
         return self._client.stats if self._client is not None else ClientStats()
 
+    @property
+    def epoch(self) -> int:
+        """See `KVStoreClient.epoch`. 0 before the client has connected."""
+        return self._client.epoch if self._client is not None else 0
+
+    @property
+    def directory_error(self) -> str:
+        """See `KVStoreClient.directory_error`. Empty before the client has connected."""
+        return self._client.directory_error if self._client is not None else ""
+
+    def why_unanswered(self) -> KVStoreError:
+        """See `KVStoreClient.why_unanswered`."""
+        return self._client.why_unanswered() if self._client is not None else ConnectionLost("not connected yet")
+
     async def set(
         self,
         keys: Keys,
         blocks: Any,
+        *,
         force: bool = False,
         deferred: bool = True,
-        *,
         priority: int = 0,
+        ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
         """See `KVStoreClient.set`."""
         client = await self._connected()
-        return await self._run(client.set, keys, blocks, force, deferred, priority=priority, timeout_s=timeout_s)
+        return await self._run(
+            client.set,
+            keys,
+            blocks,
+            force=force,
+            deferred=deferred,
+            priority=priority,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+        )
 
     async def contains(
-        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
         """See `KVStoreClient.contains`."""
         client = await self._connected()
-        return await self._run(client.contains, keys, refresh, pin_s, timeout_s=timeout_s)
+        return await self._run(client.contains, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
 
     async def match_prefix(
-        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> int:
         """See `KVStoreClient.match_prefix`."""
         client = await self._connected()
-        return await self._run(client.match_prefix, keys, refresh, pin_s, timeout_s=timeout_s)
+        return await self._run(client.match_prefix, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
 
-    async def get(self, keys: Keys) -> GetResult:
+    async def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
+        """See `KVStoreClient.load_prefix`."""
+        client = await self._connected()
+        return await self._run(client.load_prefix, keys, out, timeout_s=timeout_s)
+
+    async def get(self, keys: Keys, *, timeout_s: float | None = None) -> GetResult:
         """See `KVStoreClient.get`."""
         client = await self._connected()
-        return await self._run(client.get, keys)
+        return await self._run(client.get, keys, timeout_s=timeout_s)
 
     async def get_into(
-        self, keys: Keys, out: Any, slots: Sequence[int] | None = None, *, timeout_s: float | None = None
+        self, keys: Keys, out: Any, slots: Iterable[int] | None = None, *, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
         """See `KVStoreClient.get_into`."""
         client = await self._connected()
         return await self._run(client.get_into, keys, out, slots, timeout_s=timeout_s)
 
-    async def stream_get(self, keys: Keys) -> AsyncIterator[tuple[int, memoryview]]:
+    async def stream_get(
+        self, keys: Keys, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[tuple[int, memoryview], None]:
         """See `KVStoreClient.stream_get`."""
         client = await self._connected()
-        blocks = client.stream_get(keys)
+        blocks = client.stream_get(keys, timeout_s=timeout_s)
         try:
             while (item := await self._run(next, blocks, None)) is not None:
                 yield item
         finally:
             await self._run(blocks.close)
 
-    async def delete(self, keys: Keys) -> int:
+    async def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """See `KVStoreClient.delete`."""
         client = await self._connected()
-        return await self._run(client.delete, keys)
+        return await self._run(client.delete, keys, timeout_s=timeout_s)
 
-    async def flush(self) -> None:
-        """See `KVStoreClient.flush`."""
+    async def purge(self, *, all_namespaces: bool = False, timeout_s: float | None = None) -> int:
+        """See `KVStoreClient.purge`."""
         client = await self._connected()
-        await self._run(client.flush)
+        return await self._run(client.purge, all_namespaces=all_namespaces, timeout_s=timeout_s)
 
-    async def ping(self) -> float:
+    async def sync(self, *, timeout_s: float | None = None) -> None:
+        """See `KVStoreClient.sync`."""
+        client = await self._connected()
+        await self._run(client.sync, timeout_s=timeout_s)
+
+    async def ping(self, *, timeout_s: float | None = None) -> float:
         """See `KVStoreClient.ping`."""
         client = await self._connected()
-        return await self._run(client.ping)
+        return await self._run(client.ping, timeout_s=timeout_s)
 
-    async def info(self) -> StoreInfo:
+    async def info(self, *, timeout_s: float | None = None) -> StoreInfo:
         """See `KVStoreClient.info`."""
         client = await self._connected()
-        return await self._run(client.info)
+        return await self._run(client.info, timeout_s=timeout_s)
 
-    async def scrub(self) -> dict[str, int]:
+    async def scrub(self, *, timeout_s: float | None = None) -> dict[str, int]:
         """See `KVStoreClient.scrub`."""
         client = await self._connected()
-        return await self._run(client.scrub)
+        return await self._run(client.scrub, timeout_s=timeout_s)
+
+    async def shards(self, *, timeout_s: float | None = None) -> list[ShardStatus]:
+        """See `KVStoreClient.shards`."""
+        client = await self._connected()
+        return await self._run(client.shards, timeout_s=timeout_s)
+
+    async def locate(
+        self, key: bytes, *, replicas: int | None = None, ask: bool = True, timeout_s: float | None = None
+    ) -> list[Location]:
+        """See `KVStoreClient.locate`."""
+        client = await self._connected()
+        return await self._run(client.locate, key, replicas=replicas, ask=ask, timeout_s=timeout_s)

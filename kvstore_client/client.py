@@ -9,40 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
-import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore_client._calls.exchange import Exchange, outcome
+from kvstore_client import _arguments
+from kvstore_client._calls.exchange import Exchange
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.requests import first_occurrences
+from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.buffers import BlockSource, writable_rows
 from kvstore_client._links.core import Core
-from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
+from kvstore_client.endpoints import parse_endpoints
+from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
-from kvstore_client.results import ClientStats, GetResult, SetResult, StoreInfo
+from kvstore_client.results import ClientStats, GetResult, Location, SetResult, ShardStatus, StoreInfo
 
 DEFAULT_TIMEOUT_S: Final = 10.0
+MAX_TIMEOUT_S: Final = wire.MAX_DEADLINE_MS / 1000
 
 log = logging.getLogger("kvstore_client")
 
 _clients: weakref.WeakSet[KVStoreClient] = weakref.WeakSet()
-
-
-def _check_timeout(timeout_s: float) -> None:
-    if not 0 < timeout_s <= wire.MAX_DEADLINE_MS / 1000:
-        raise ValueError(f"timeout_s={timeout_s}: expected more than 0, at most {wire.MAX_DEADLINE_MS // 1000}")
 
 
 def _after_fork_in_child() -> None:
@@ -57,8 +55,9 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class KVStoreClient:
     """A connection to a store, for one namespace. Thread-safe; usable in a child after a fork.
 
-    `endpoint`: ``tcp://HOST:PORT``, a list of nodes, or a cluster, ``etcd://HOST:PORT[,HOST:PORT]/NAME`` or
-    ``dns://SERVICE:PORT``, whose nodes may come and go while it is in use. `timeout_s`: no call takes longer; the
+    `endpoint`: ``HOST:PORT`` (or ``tcp://HOST:PORT``), a list of nodes, or a cluster,
+    ``etcd://HOST:PORT[,HOST:PORT]/NAME`` or ``dns://SERVICE:PORT``, whose nodes may come and go while it is in use;
+    left out or None, it is taken from the environment's ``KVSTORE_ENDPOINT``. `timeout_s`: no call takes longer; the
     calls that move or look for many blocks can be given one of their own. `fail_open`: transport failures are misses
     (and `SetResult.error`) instead of `ConnectionLost` and `Timeout`; mistakes in arguments and refusals are raised in
     any case. `checksum`: verify what is read; a block that does not match is a miss and is deleted. `replicas`: nodes
@@ -67,8 +66,8 @@ class KVStoreClient:
 
     def __init__(
         self,
-        endpoint: str | Sequence[str],
-        namespace: Namespace,
+        endpoint: str | Sequence[str] | None = None,
+        namespace: Namespace | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         fail_open: bool = False,
@@ -76,18 +75,19 @@ class KVStoreClient:
         replicas: int = 1,
     ) -> None:
         if not isinstance(namespace, Namespace):
-            raise TypeError(f"namespace: {type(namespace).__name__}: expected a Namespace")
-        _check_timeout(timeout_s)
-        if replicas not in range(1, wire.MAX_REPLICAS + 1):
-            raise ValueError(f"replicas={replicas!r}: expected 1 to {wire.MAX_REPLICAS}")
+            raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
+        endpoints = parse_endpoints(endpoint)
+        timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
+        replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
         self.namespace = namespace
         self.fail_open = fail_open
         self.replicas = replicas
-        self._core = Core(endpoint, namespace.canonical(), timeout_s, replicas)
+        self._core = Core(endpoints, namespace.canonical(), timeout_s, replicas)
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
         self._writer = Writer(self._exchange, namespace.block_bytes, replicas, self._repairs, self._reader)
+        self._shards = Shards(self._exchange)
         self._core.connect(fail_open)
         _clients.add(self)
 
@@ -114,6 +114,11 @@ class KVStoreClient:
         """Which view of a cluster this client has: higher is later. 0 without a cluster."""
         return self._core.view.epoch
 
+    @property
+    def directory_error(self) -> str:
+        """Why the directory of a cluster (etcd, DNS) cannot be asked now; empty: it can, or there is none."""
+        return self._core.directory_lost
+
     def close(self) -> None:
         """Disconnect. Further calls raise `ConnectionLost` (or miss)."""
         self._core.close()
@@ -124,23 +129,30 @@ class KVStoreClient:
         self,
         keys: Keys,
         blocks: Any,
+        *,
         force: bool = False,
         deferred: bool = True,
-        *,
         priority: int = 0,
+        ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
         """Store `blocks[i]` under `keys[i]`; what is there already is left alone unless `force`.
 
         `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. Keys of
-        one prefix chain go head first: the tail is evicted first. `deferred`:
-        returns when one copy of each block is stored; False: when all copies are, which is the same with `replicas=1`.
-        `priority`, 0 to 3: a block is evicted only when nothing of a lower priority can be. Raises `BlockSizeMismatch`,
-        `ValueError`, and as the class says.
+        one prefix chain go head first: the tail is evicted first. `deferred`: returns when one copy of each block is
+        stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a block is evicted
+        only when nothing of a lower priority can be. `ttl_s`: the blocks this call stores expire after so many seconds,
+        whatever the server's rule for the namespace says; None: by that rule. A copy that a server hands on to another
+        one, and one that a client repairs, live by the rule again. Raises `BlockSizeMismatch`, `ValueError`, and as the
+        class says.
         """
-        if priority not in range(wire.MAX_PRIORITY + 1):
-            raise ValueError(f"priority={priority!r}: expected 0 to {wire.MAX_PRIORITY}")
-        options = self._options(timeout_s, force=force, deferred=deferred, priority=int(priority))
+        options = self._options(
+            timeout_s,
+            force=force,
+            deferred=deferred,
+            priority=_arguments.whole_number("priority", priority, 0, wire.MAX_PRIORITY),
+            ttl_s=0.0 if ttl_s is None else _arguments.seconds("ttl_s", ttl_s, wire.MAX_TTL_S),
+        )
         packed = pack_keys(keys)
         source = BlockSource(blocks, self.namespace.block_bytes)
         if source.count != len(packed):
@@ -154,25 +166,46 @@ class KVStoreClient:
         return result
 
     def contains(
-        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Which keys are present, one bool a key. `refresh` counts as a use; `pin_s` > 0 keeps the blocks found from
-        eviction for that long (as far as the server allows), so that a `get` that follows finds them."""
-        return self._reader.contains(pack_keys(keys), self._options(timeout_s, refresh=refresh, pin_s=pin_s))
+        """Which keys are present, one bool a key. `refresh` counts as a use; `pin_s`, 0 to 60, keeps the blocks found
+        from eviction for that long (as far as the server allows), so that a `get` that follows finds them."""
+        return self._reader.contains(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
     def match_prefix(
-        self, keys: Keys, refresh: bool = False, pin_s: float = 0.0, *, timeout_s: float | None = None
+        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> int:
-        """How many keys of the chain, from its head, are present without a gap."""
-        return self._reader.match_prefix(pack_keys(keys), self._options(timeout_s, refresh=refresh, pin_s=pin_s))
+        """How many keys of the chain, from its head, are present without a gap. Options as of `contains`."""
+        return self._reader.match_prefix(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
-    def get(self, keys: Keys) -> GetResult:
-        """All blocks at once, in memory of the client's: `blocks[i]` is read-only, None on a miss."""
+    def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
+        """Receive the leading blocks of a chain straight into `out[0]`, `out[1]` … -> how many: the first that is
+        missing ends the run.
+
+        One round trip: what `match_prefix` and `get_into` do in two, with nothing evicted in between. `out` as in
+        `get_into`, with a row for each key. Rows behind the run may have been written to.
+        """
+        options = self._options(timeout_s, prefix=True)
+        packed = pack_keys(keys)
+        rows = writable_rows(out, self.namespace.block_bytes)
+        if len(rows) < len(packed):
+            raise ValueError(f"out: {len(rows)} rows for {len(packed)} keys: expected a row for each key")
+        present = self._place(packed, rows, list(range(len(packed))), None, options)
+        gaps = np.flatnonzero(~present)
+        length = int(gaps[0]) if len(gaps) else len(packed)
+        self.stats.hits += length
+        self.stats.misses += len(packed) - length
+        return length
+
+    def get(self, keys: Keys, *, timeout_s: float | None = None) -> GetResult:
+        """All blocks at once, in memory of the client's: `blocks[i]` is a read-only memoryview, None on a miss."""
+        options = self._options(timeout_s)
         packed = pack_keys(keys)
         block_bytes = self.namespace.block_bytes
         rows = np.empty((len(packed), block_bytes), dtype=np.uint8)
         first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, None, first, unique, self._options(None))
+        present = self._get_into(packed, rows, None, first, unique, options)
+        self._count(present)
         flat = memoryview(rows.reshape(-1)).toreadonly()
         blocks = [
             flat[row * block_bytes : (row + 1) * block_bytes] if hit else None
@@ -182,7 +215,7 @@ class KVStoreClient:
         return GetResult(len(packed), hit, len(packed) - hit, len(packed) - len(unique), blocks)
 
     def get_into(
-        self, keys: Keys, out: Any, slots: Sequence[int] | None = None, *, timeout_s: float | None = None
+        self, keys: Keys, out: Any, slots: Iterable[int] | None = None, *, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
         """Receive block i straight into `out[slots[i]]` (`out[i]` without slots). -> which blocks are there.
 
@@ -193,7 +226,7 @@ class KVStoreClient:
         options = self._options(timeout_s)
         packed = pack_keys(keys)
         rows = writable_rows(out, self.namespace.block_bytes)
-        places = list(range(len(packed))) if slots is None else [int(slot) for slot in slots]
+        places = list(range(len(packed))) if slots is None else _slot_numbers(slots)
         if len(places) != len(packed):
             raise ValueError(f"{len(packed)} keys and {len(places)} slots: expected as many slots as keys")
         if places and not 0 <= min(places) <= max(places) < len(rows):
@@ -201,75 +234,85 @@ class KVStoreClient:
             raise IndexError(f"slot {wrong}: out has {len(rows)} rows")
         if slots is not None and len(set(places)) != len(places):
             raise ValueError("slots: one is named twice: expected a row of its own for each block")
-        first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, None if slots is None else places, first, unique, options)
-        if len(unique) < len(packed):
-            for position, origin in enumerate(first.tolist()):
-                if origin != position and present[position]:
-                    rows[places[position]] = rows[places[origin]]
+        present = self._place(packed, rows, places, None if slots is None else places, options)
+        self._count(present)
         return present
 
-    def stream_get(self, keys: Keys) -> Generator[tuple[int, memoryview], None, None]:
-        """Blocks as they arrive: `(index into keys, read-only buffer)`, hits only, in any order.
+    def stream_get(
+        self, keys: Keys, *, timeout_s: float | None = None
+    ) -> Generator[tuple[int, memoryview], None, None]:
+        """Blocks as they arrive: `(index into keys, read-only memoryview)`, hits only, in any order.
 
         A buffer stays valid as long as it is referenced. Each block may take `timeout_s`. Breaking off is fine.
         """
+        options = self._options(timeout_s)
         packed = pack_keys(keys)
         first, unique = first_occurrences(packed)
         repeats: dict[int, list[int]] = {}
         if len(unique) < len(packed):
             for position, origin in enumerate(first.tolist()):
                 repeats.setdefault(origin, []).append(position)
-        return self._stream(packed, unique, repeats, self._options(None))
+        return self._stream(packed, unique, repeats, options)
 
-    def delete(self, keys: Keys) -> int:
+    def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Remove blocks. -> how many were there."""
+        options = self._options(timeout_s)
         packed = pack_keys(keys)
         if not len(packed):
             return 0
         _, unique = first_occurrences(packed)
-        return self._writer.delete(packed[unique], self._options(None))
+        return self._writer.delete(packed[unique], options)
 
-    def flush(self) -> None:
+    def purge(self, *, all_namespaces: bool = False, timeout_s: float | None = None) -> int:
+        """Remove all blocks of this client's namespace, from memory and disk of every shard. -> how many there were;
+        with `replicas` each copy counts.
+
+        Returns when they cannot come back, not even after a crash. Blocks that anybody sets meanwhile may be removed or
+        not. `all_namespaces`: empty the whole store instead, whoever uses it. A large disk tier takes seconds: give
+        a `timeout_s` that allows for it. Shards that do not answer are not emptied: an error, or with `fail_open` left
+        out of the count.
+        """
+        return self._shards.purge(all_namespaces, self._repairs, self._options(timeout_s))
+
+    # ---- every shard -----------------------------------------------------------------------------------------
+
+    def sync(self, *, timeout_s: float | None = None) -> None:
         """Return when every deferred set of this client can be read."""
-        places = {place.link: place.node for place in self._core.view.places}
-        calls = self._exchange.ask_all(wire.Sync, self._options(None))
-        failed = {places.get(call.link, "") for call in calls if isinstance(call.error, TRANSPORT_ERRORS)}
-        for call in calls:  # fewer nodes than there are copies: the others have the blocks
-            outcome(call, wire.SyncReply, self.fail_open or len(failed) < self.replicas)
+        self._shards.sync(self._options(timeout_s))
 
-    def ping(self) -> float:
+    def ping(self, *, timeout_s: float | None = None) -> float:
         """Seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, also with `fail_open`."""
-        start = time.perf_counter()
-        for call in self._exchange.ask_all(wire.Ping, self._options(None)):
-            if call.error is not None:
-                raise call.error
-        return time.perf_counter() - start
+        return self._shards.ping(self._options(timeout_s))
 
-    def info(self) -> StoreInfo:
-        """The state of all shards that answer."""
-        shards = []
-        for call in self._exchange.ask_all(wire.Info, self._options(None)):
-            reply = outcome(call, wire.InfoReply, self.fail_open)
-            if reply is not None:
-                shards.append(msgspec.msgpack.decode(reply.info, type=wire.ShardInfo))
-        block_bytes = self.namespace.block_bytes
-        mine = [ns for shard in shards for ns in shard.namespaces if ns.id == self.namespace.id]
-        full = sum(ns.blocks for ns in mine)
-        total = sum(
-            shard.memory_limit_bytes // shard.segment_bytes * (shard.segment_bytes // block_bytes) for shard in shards
-        )
-        return StoreInfo(block_bytes, total, full, total - full, shards)
+    def info(self, *, timeout_s: float | None = None) -> StoreInfo:
+        """The state of the store. A shard that does not answer is an error, or with `fail_open` left out; `shards`
+        names it with the reason."""
+        return self._shards.info(self.namespace, self._options(timeout_s))
 
-    def scrub(self) -> dict[str, int]:
+    def scrub(self, *, timeout_s: float | None = None) -> dict[str, int]:
         """Have every shard check its blocks on disk now; returns at once.
 
         -> by shard (its `name` in `info`), the `disk.scrub_passes` with which the check is complete; 0: the
         shard has no disk tier that is on. Shards that do not answer are left out with `fail_open`.
         """
-        calls = self._exchange.ask_all(wire.Scrub, self._options(None))
-        replies = [(call.link.name, outcome(call, wire.ScrubReply, self.fail_open)) for call in calls]
-        return {name: reply.passes for name, reply in replies if reply is not None}
+        return self._shards.scrub(self._options(timeout_s))
+
+    def shards(self, *, timeout_s: float | None = None) -> list[ShardStatus]:
+        """Every shard this client knows, asked for its state. One that does not answer is listed with the reason, and
+        raises nothing; the list is empty while no node of a cluster is known (`directory_error` may say why)."""
+        return self._shards.statuses(self._options(timeout_s))
+
+    def locate(
+        self, key: bytes, *, replicas: int | None = None, ask: bool = True, timeout_s: float | None = None
+    ) -> list[Location]:
+        """The shards that may have a key's block, in the order in which clients ask them, its owner first.
+
+        `replicas`: as if clients kept so many copies; None: as this one does. `ask`: find out who has the block.
+        Raises `ConnectionLost` when no shard is known, nothing for a shard that does not answer.
+        """
+        if replicas is not None:
+            replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
+        return self._shards.locate(pack_keys([key]), replicas or self.replicas, ask, self._options(timeout_s))
 
     # ---- how they work ---------------------------------------------------------------------------------------
 
@@ -278,8 +321,30 @@ class KVStoreClient:
         if timeout_s is None:
             timeout_s = self._core.timeout_s
         else:
-            _check_timeout(timeout_s)
+            timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
         return Options(timeout_s=timeout_s, fail_open=self.fail_open, **chosen)
+
+    def _lookup_options(self, timeout_s: float | None, refresh: bool, pin_s: float) -> Options:
+        pin_s = _arguments.seconds("pin_s", pin_s, wire.MAX_PIN_S, zero=True)
+        return self._options(timeout_s, refresh=refresh, pin_s=pin_s)
+
+    def _place(
+        self,
+        packed: npt.NDArray[np.uint8],
+        rows: npt.NDArray[np.uint8],
+        places: Sequence[int],
+        slots: Sequence[int] | None,
+        options: Options,
+    ) -> npt.NDArray[np.bool_]:
+        """Blocks into `rows[places[i]]`, those of repeated keys copied. `slots`: `places`, or None: one after the
+        other."""
+        first, unique = first_occurrences(packed)
+        present = self._get_into(packed, rows, slots, first, unique, options)
+        if len(unique) < len(packed):
+            for position, origin in enumerate(first.tolist()):
+                if origin != position and present[position]:
+                    rows[places[position]] = rows[places[origin]]
+        return present
 
     def _get_into(
         self,
@@ -292,11 +357,13 @@ class KVStoreClient:
     ) -> npt.NDArray[np.bool_]:
         if not len(packed):
             return np.zeros(0, dtype=np.bool_)
-        found = self._reader.get_into(packed, unique, rows, slots, options)
-        present: npt.NDArray[np.bool_] = found[first]
-        self.stats.hits += int(present.sum())
-        self.stats.misses += int((~present).sum())
-        return present
+        found: npt.NDArray[np.bool_] = self._reader.get_into(packed, unique, rows, slots, options)[first]
+        return found
+
+    def _count(self, present: npt.NDArray[np.bool_]) -> None:
+        hits = int(present.sum())
+        self.stats.hits += hits
+        self.stats.misses += len(present) - hits
 
     def _stream(
         self,
@@ -317,3 +384,10 @@ class KVStoreClient:
         finally:
             self.stats.hits += hits
             self.stats.misses += len(packed) - hits
+
+
+def _slot_numbers(slots: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(slot) for slot in slots]
+    except TypeError as error:
+        raise TypeError(f"slots: {error}: expected whole numbers") from None

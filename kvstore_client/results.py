@@ -27,8 +27,12 @@ class SetResult(NamedTuple):
 
 @dataclass(frozen=True)
 class GetResult:
-    """`blocks[i]` is the read-only block of key i, or None on a miss. `duplicate` keys were asked for before in the
-    batch and share their first occurrence's block; `hit` and `miss` count them like any other."""
+    """`blocks[i]` is the block of key i as a read-only memoryview of `block_bytes` bytes, or None on a miss.
+
+    ``np.frombuffer(block, dtype=np.float16)`` makes an array of it without a copy, ``bytes(block)`` a copy. `duplicate`
+    keys were asked for before in the batch and share their first occurrence's block; `hit` and `miss` count them like
+    any other.
+    """
 
     total: int
     hit: int
@@ -39,13 +43,41 @@ class GetResult:
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """All shards that answered. Block counts are this client's namespace's."""
+    """All shards that answered. Block counts are of this client's namespace, in memory."""
 
     block_bytes: int
-    total_blocks: int
-    full_blocks: int
-    free_blocks: int
+    total_blocks: int  # that the whole memory could hold
+    full_blocks: int  # that are there
+    free_blocks: int  # that still fit without evicting anything, of this namespace or of another
     shards: Sequence[ShardInfo]
+
+
+@dataclass(frozen=True)
+class ShardStatus:
+    """One shard as this client sees it."""
+
+    name: str
+    node: str  # its id in a cluster, else HOST:PORT
+    zone: str  # empty: none
+    state: str  # as registered: "joining", "serving" or "draining"; "listed" without a directory
+    endpoint: str
+    weight: float  # bytes of block memory: its share of the keys
+    takes_sets: bool  # whether blocks are set on it: not while it drains
+    info: ShardInfo | None  # None: it does not answer
+    error: str  # why it does not; empty: it does
+
+
+@dataclass(frozen=True)
+class Location:
+    """A shard that may have a block."""
+
+    role: str  # "owner", "replica", or "old owner": where it was before a node joined, or began to drain
+    node: str
+    zone: str  # empty: none
+    state: str
+    shard: str
+    endpoint: str
+    present: bool | None  # None: it was not asked, or did not answer
 
 
 @dataclass

@@ -70,7 +70,7 @@ def measure_write(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) -
         client = stack.enter_context(server.connect(name, blocks.block_bytes))
 
         def before_set() -> None:
-            client.flush()
+            client.sync()
             client.delete(blocks.keys)
             wait_for("deletion", lambda: disk_state(client).blocks == 0)
             wait_until_clean(client)

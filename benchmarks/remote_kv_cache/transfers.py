@@ -142,12 +142,12 @@ def set_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) 
         results.append(client.set(blocks.keys[start:end], blocks.source[start:end]))
 
     def before() -> None:
-        client.flush()
+        client.sync()
         client.delete(blocks.keys)
         results.clear()
 
     def after() -> None:
-        client.flush()
+        client.sync()
         created = sum(result.created for result in results)
         if created != blocks.batch.blocks:
             raise AssertionError(f"{name}: {created} of {blocks.batch.blocks} blocks were created: {results}")

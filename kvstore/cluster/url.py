@@ -12,7 +12,7 @@ ETCD_SCHEME: Final = "etcd://"
 DNS_SCHEME: Final = "dns://"
 MAX_NAME: Final = 64  # characters of a cluster's name or a node's id
 _NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_NAME}}}")
-_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s\[\]:/,@?#]+)):([0-9]{1,5})")
+_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s\[\]:/,@?#]+)):([0-9]{1,5})")
 
 
 class EtcdURL(NamedTuple):
@@ -46,16 +46,16 @@ def is_cluster_url(endpoint: str) -> bool:
 def parse_cluster_url(url: str) -> ClusterURL:
     """The cluster that `url` names. Raises `ValueError` with what was given and what is expected."""
     if url.startswith(ETCD_SCHEME):
-        addresses, _, name = url[len(ETCD_SCHEME) :].partition("/")
+        addresses, _, name = url[len(ETCD_SCHEME) :].removesuffix("/").partition("/")
         if not is_name(name):
             raise ValueError(
                 f"{url!r}: the cluster's name {name!r}: expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME, "
                 f"NAME of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
             )
-        endpoints = tuple(_parse_address(url, text) for text in addresses.split(","))
+        endpoints = tuple(parse_address(url, text) for text in addresses.split(","))
         return EtcdURL(tuple(dict.fromkeys(endpoints)), name)
     if url.startswith(DNS_SCHEME):
-        return DnsURL(*_parse_address(url, url[len(DNS_SCHEME) :]))
+        return DnsURL(*parse_address(url, url[len(DNS_SCHEME) :].removesuffix("/")))
     raise ValueError(f"{url!r}: expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME or {DNS_SCHEME}SERVICE:PORT")
 
 
@@ -64,7 +64,8 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def _parse_address(url: str, text: str) -> tuple[str, int]:
+def parse_address(url: str, text: str) -> tuple[str, int]:
+    """Host and port of the `HOST:PORT` that stands in `url`; an IPv6 address in brackets. `ValueError` otherwise."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[3]) < 1 << 16:
         raise ValueError(f"{url!r}: the address {text!r}: expected HOST:PORT with a port from 1 to 65535")

@@ -19,6 +19,7 @@ from kvstore import __version__, wire
 from kvstore._cext import BlockIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.peer import Peer
+from kvstore.shard.purging import Purges
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import SMALL_BUFFER_BYTES, ShardState
 from kvstore.shard.stream import Stream
@@ -27,6 +28,7 @@ from kvstore.store.tier import Slots
 from kvstore.wire import ErrorCode, Outcome, WireError
 
 MAX_PINNED_SHARE: Final = 0.5
+PREFIX_PIN_S: Final = 2.0  # how long a GET of a prefix keeps its blocks from eviction: it is sent in less, mostly
 _OUTCOME_OF_VERDICT: Final = np.zeros(4, dtype=np.uint8)  # by its negative: `BlockIndex.reserve`; 0 is a slot
 _OUTCOME_OF_VERDICT[[0, -BlockIndex.EXISTED, -BlockIndex.DUPLICATE, -BlockIndex.NO_SPACE]] = (
     Outcome.CREATED,
@@ -58,6 +60,7 @@ class Answers:
         self._store = store
         self._disk = disk
         self._state = state
+        self.purges = Purges(store, disk, self._reply_for_good)
 
     def handle(self, peer: Peer, request: wire.Request) -> None:
         """A request of one frame."""
@@ -83,6 +86,10 @@ class Answers:
             peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.on else 0))
         elif isinstance(request, wire.Hottest):
             self._hottest(peer, request)
+        elif isinstance(request, wire.Purge):
+            if not (peer.namespace or request.all):
+                raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first", request.id)
+            self.purges.add(peer, request)
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
         if request.protocol != wire.PROTOCOL_VERSION:
@@ -142,7 +149,10 @@ class Answers:
         peer.remember(keys)
         if isinstance(request, wire.Get):
             self._state.gets += 1
-            stream = Stream(self._store, self._disk, namespace, request, keys, self._state.now, peer.resume)
+            now, pin_until = self._state.now, 0.0
+            if request.prefix and namespace is not None and self._may_pin(namespace, request.count):
+                pin_until = now + min(PREFIX_PIN_S, request.deadline_ms / 1000)
+            stream = Stream(self._store, self._disk, namespace, request, keys, now, peer.resume, pin_until)
             peer.add_stream(stream)
         elif isinstance(request, wire.Delete):
             self._delete(peer, request, namespace, keys)
@@ -216,7 +226,8 @@ class Answers:
         request, namespace, slots = write.request, write.namespace, write.slots
         checksums = np.frombuffer(sums, dtype="<u8")
         index = namespace.memory.index
-        expires = self._state.now + namespace.ttl_s if namespace.ttl_s else 0.0
+        ttl_s = request.ttl_s or namespace.ttl_s
+        expires = self._state.now + ttl_s if ttl_s else 0.0
         placed = index.commit(
             slots, checksums, self._store.ticks(request.count), expires, write.parent, write.ends_chain
         )

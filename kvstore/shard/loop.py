@@ -79,6 +79,7 @@ class Shard:
                     reader.on_readable(now)
                 if event & select.EPOLLOUT:
                     self._to_flush.add(reader.peer)
+            self._answers.purges.step(now)
             if disk is not None:
                 self._pump_disk(disk, now)
             self._flush_all(now)
@@ -93,6 +94,8 @@ class Shard:
 
     def _patience_s(self) -> float:
         """How long the loop may sleep when nothing happens."""
+        if self._answers.purges.pending:
+            return 0.0
         disk = self._disk
         if disk is None or not (disk.restless or disk.working):
             return HOUSEKEEPING_S

@@ -76,6 +76,7 @@ class Stream:
         keys: bytes,
         now: float,
         resume: Callable[[Stream], None],
+        pin_until: float,
     ) -> None:
         self.id = request.id
         self.namespace = namespace
@@ -98,8 +99,18 @@ class Stream:
         self.deadline = now + self._limit_s
         if namespace is None:
             self._next, self._miss = self._count, self._count
+        elif request.prefix:
+            self._cut_to_prefix(namespace, keys, now, pin_until)
         else:  # the chain is touched as one, whatever order its parts leave in
             namespace.contains(keys, now, self._used, store.ticks(self._count))
+
+    def _cut_to_prefix(self, namespace: NamespaceStore, keys: bytes, now: float, pin_until: float) -> None:
+        """Ask for the leading run only that is there, or is being written. It is touched and, until `pin_until`, kept
+        from eviction: a gap would make what comes behind it worthless."""
+        length = namespace.match_prefix(keys, now, self._used, self._store.ticks(self._count), pin_until)
+        self._miss = self._count - length
+        self._count = length
+        self._keys = memoryview(keys[: length * self._key_bytes])
 
     @property
     def nbytes(self) -> int:

@@ -6,9 +6,9 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvstore.wire import MAX_PRIORITY
+from kvstore.wire import MAX_PRIORITY, MAX_TTL_S
 
-MAX_TTL_SECONDS: Final = 10 * 365 * 86400
+MAX_TTL_SECONDS: Final = MAX_TTL_S
 
 
 class NamespaceRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,6 +29,7 @@ MAX_NAMESPACE_BYTES: Final = 8 * 1024
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_PIN_S: Final = 60.0
 MAX_PRIORITY: Final = 3
+MAX_TTL_S: Final = 10 * 365 * 86400
 MAX_REPLICAS: Final = 3
 MAX_HOTTEST_BYTES: Final = 8 << 20  # of keys in one HOTTEST reply
 MAX_DEADLINE_MS: Final = 600_000
@@ -87,7 +88,8 @@ class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Hello(_Header, tag=1, frozen=True):
-    """The first message of a connection. An empty `namespace` allows PING, INFO, SYNC and SCRUB only."""
+    """The first message of a connection. An empty `namespace` allows PING, INFO, SYNC, SCRUB and PURGE of all
+    only."""
 
     id: int
     protocol: int
@@ -107,11 +109,13 @@ class Set(_Header, tag=2, frozen=True):
     force: bool = False
     priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when nothing of a lower one is left
     outcomes: bool = False  # tell what became of each block, too
+    ttl_s: float = 0.0  # the blocks expire so many seconds from now; 0: as the shard's rule for the namespace says
 
 
 class Get(_Header, tag=3, frozen=True):
     """Frames: header, keys. Answered by PARTs. `credit` > 0: at most so many payload bytes ahead of CREDIT. `refresh`:
-    it counts as a use of the blocks, and in hits and misses."""
+    it counts as a use of the blocks, and in hits and misses. `prefix`: the keys are a chain, and only the leading run
+    that is present is asked for."""
 
     id: int
     deadline_ms: int
@@ -119,6 +123,7 @@ class Get(_Header, tag=3, frozen=True):
     key_bytes: int
     credit: int = 0
     refresh: bool = True
+    prefix: bool = False
 
 
 class Contains(_Header, tag=4, frozen=True):
@@ -196,6 +201,14 @@ class Hottest(_Header, tag=13, frozen=True):
     deadline_ms: int
     skip: int
     limit: int
+
+
+class Purge(_Header, tag=14, frozen=True):
+    """Remove all blocks of the connection's namespace; with `all`, of every namespace of the shard."""
+
+    id: int
+    deadline_ms: int
+    all: bool = False
 
 
 # ---- shard -> client -------------------------------------------------------------------------------------------
@@ -298,6 +311,13 @@ class HottestReply(_Header, tag=75, frozen=True):
     total: int
 
 
+class PurgeReply(_Header, tag=76, frozen=True):
+    """The blocks that were there when the PURGE came are gone, also from disk, for good."""
+
+    id: int
+    purged: int  # blocks
+
+
 class Error(_Header, tag=127, frozen=True):
     """`id` 0: the message was too broken to tell which request it was."""
 
@@ -307,7 +327,7 @@ class Error(_Header, tag=127, frozen=True):
 
 
 KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete
-Request: TypeAlias = Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest
+Request: TypeAlias = Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest | Purge
 Reply: TypeAlias = (
     Welcome
     | SetReply
@@ -320,6 +340,7 @@ Reply: TypeAlias = (
     | Pong
     | ScrubReply
     | HottestReply
+    | PurgeReply
     | Error
 )
 
@@ -348,6 +369,8 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
         _check_keyed(request)
     elif isinstance(request, Hello) and not 1 <= request.replicas <= MAX_REPLICAS:
         raise WireError(ErrorCode.LIMIT, f"{request.replicas} replicas: expected 1 to {MAX_REPLICAS}", request.id)
+    elif isinstance(request, Purge):
+        _check_deadline(request)
     elif isinstance(request, Hottest):
         _check_deadline(request)
         if not (0 <= request.skip < 1 << 63 and 0 <= request.limit < 1 << 63):
@@ -359,7 +382,7 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
     return request
 
 
-def _check_deadline(request: Set | KeyedRequest | Hottest) -> None:
+def _check_deadline(request: Set | KeyedRequest | Hottest | Purge) -> None:
     if not 0 < request.deadline_ms <= MAX_DEADLINE_MS:
         raise WireError(
             ErrorCode.LIMIT,
@@ -386,6 +409,10 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
         raise WireError(ErrorCode.LIMIT, f"a pin of {request.pin_s} s: expected 0 to {MAX_PIN_S:g} s", request.id)
     if isinstance(request, Set) and not 0 <= request.priority <= MAX_PRIORITY:
         raise WireError(ErrorCode.LIMIT, f"a priority of {request.priority}: expected 0 to {MAX_PRIORITY}", request.id)
+    if isinstance(request, Set) and not 0.0 <= request.ttl_s <= MAX_TTL_S:
+        raise WireError(
+            ErrorCode.LIMIT, f"a time to live of {request.ttl_s} s: expected 0 to {MAX_TTL_S} s", request.id
+        )
     if isinstance(request, Get) and request.credit < 0:
         raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more", request.id)
 

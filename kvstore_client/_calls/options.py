@@ -19,6 +19,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     force: bool = False  # replace what is there
     deferred: bool = True  # one copy of a block is enough
     priority: int = 0
+    ttl_s: float = 0.0  # 0: the server's rule for the namespace
+
+    # Reads
+    prefix: bool = False  # the keys are a chain, and only its leading run is wanted
 
     @property
     def deadline_ms(self) -> int:

@@ -114,7 +114,11 @@ class Reader:
         slots: Sequence[int] | None,
         options: Options,
     ) -> Present:
-        """Blocks at positions `unique` into their rows. -> one bool a position."""
+        """Blocks at positions `unique` into their rows. -> one bool a position.
+
+        With `options.prefix` every shard sends the leading run of those keys that it is asked for: all before the first
+        gap of the whole chain, and of what comes behind that gap as little as it has.
+        """
         target = IntoTarget(rows, slots, len(packed), self._verify)
         message = self._get_message(packed, options, credit=0)
         rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
@@ -202,7 +206,8 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            return keyed_message(wire.Get(call.operation.id, deadline_ms, len(keys), keys.shape[1], credit), keys)
+            request = wire.Get(call.operation.id, deadline_ms, len(keys), keys.shape[1], credit, prefix=options.prefix)
+            return keyed_message(request, keys)
 
         return message
 

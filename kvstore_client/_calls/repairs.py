@@ -88,6 +88,12 @@ class Repairs:
             self._queue = deque(repair for repair in self._queue if repair.key not in names)
             self._idle.wait_for(lambda: not any(repair.key in names for repair in self._under_way), timeout_s)
 
+    def cancel_all(self, timeout_s: float) -> None:
+        """All blocks are about to be removed: set none again. Waits for what is under way."""
+        with self._idle:
+            self._queue.clear()
+            self._idle.wait_for(lambda: not self._under_way, timeout_s)
+
     def _run(self) -> None:
         while batch := self._next_batch():
             try:

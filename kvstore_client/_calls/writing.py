@@ -99,11 +99,13 @@ class Writer:
             return positions, self._core.no_shards()
         owners = view.owners(take(packed, positions), self._replicas)
         replicas = owners.shape[1]
-        deadline_ms, force, priority = options.deadline_ms, options.force, options.priority
+        deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            request = wire.Set(call.operation.id, deadline_ms, len(keys), keys.shape[1], force, priority, outcomes=True)
+            request = wire.Set(
+                call.operation.id, deadline_ms, len(keys), keys.shape[1], force, priority, outcomes=True, ttl_s=ttl_s
+            )
             return set_message(request, keys, call.positions, source)
 
         calls = [

@@ -25,17 +25,16 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import urlsplit
 
 from kvstore import __version__, wire
 from kvstore.cluster.members import DirectoryError, Membership
-from kvstore.cluster.url import is_cluster_url, parse_cluster_url
 from kvstore.wire import MAX_REPLICAS
 from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link
 from kvstore_client._links.operations import Operation
 from kvstore_client._links.view import Place, View
 from kvstore_client._links.watching import Watch
+from kvstore_client.endpoints import Endpoints
 from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, ProtocolError, Timeout
 from kvstore_client.results import ClientStats
 
@@ -47,6 +46,7 @@ PROBE_TIMEOUT_S: Final = 2.0
 MOST_CONNECTING: Final = 16  # links a call connects at a time
 ENOUGH_TO_CONNECT_S: Final = 0.1  # a caller with less time than this has learned nothing about the shard
 TURN_S: Final = 1.0
+FAIL_OPEN_WAIT_S: Final = 1.0  # for the directory at the start, by a client whose blocks may as well be misses
 FIRST_NODES: Final = 3  # of a cluster, tried at the start for a first connection
 
 
@@ -60,41 +60,20 @@ class Node:
     links: list[Link] = field(default_factory=list)
 
 
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of ``tcp://HOST:PORT``; `ValueError` otherwise."""
-    parts = urlsplit(endpoint if isinstance(endpoint, str) else "")
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "tcp" or not parts.hostname or not port or parts.path or parts.query:
-        raise ValueError(
-            f"endpoint {endpoint!r}: expected tcp://HOST:PORT, a list of those, etcd://HOST:PORT/NAME or dns://HOST:PORT"
-        )
-    return parts.hostname, port
-
-
 class Core:
     """The links of one client."""
 
-    def __init__(self, endpoint: str | Sequence[str], namespace: bytes, timeout_s: float, replicas: int) -> None:
-        endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
-        if not endpoints:
-            raise ValueError("no endpoint: expected tcp://HOST:PORT or a list of them")
+    def __init__(self, endpoints: Endpoints, namespace: bytes, timeout_s: float, replicas: int) -> None:
         self.stats = ClientStats()
         self.timeout_s = timeout_s
         self.closed = False
         self.view = View([])
         self._namespace = namespace
-        self._replicas = replicas
-        self._nodes: list[Node] = []
-        self._cluster = ""  # the URL of the cluster; empty: a list of nodes
+        self.replicas = replicas
+        self._nodes = [Node(host, port) for host, port in endpoints.nodes]
+        self._cluster = endpoints.cluster  # empty: a list of nodes
         self._members: Watch | None = None
-        if len(endpoints) == 1 and is_cluster_url(endpoints[0]):
-            self._cluster = endpoints[0]
-            parse_cluster_url(self._cluster)
-        else:
-            self._nodes = [Node(*parse_endpoint(each)) for each in endpoints]
+        self._no_members = ""  # why there was none at the start
         self._ids = itertools.count(1)
         self._phase = random.uniform(0.0, MAX_REPLICAS)  # clients do not turn to the same replica at once
         self._new_process_state()
@@ -139,8 +118,10 @@ class Core:
 
     @property
     def directory_lost(self) -> str:
-        """Why the cluster's directory cannot be asked; empty: it can, or there is none."""
-        return self._members.lost if self._members is not None else ""
+        """Why the cluster's directory cannot be asked, or tells of no node; empty: it tells, or there is none."""
+        if self._members is None:
+            return ""
+        return self._members.lost or ("" if self.view.places else self._no_members)
 
     def no_shards(self) -> KVStoreError:
         """The error of a call that has nobody to ask."""
@@ -157,7 +138,7 @@ class Core:
     def hello(self, request_id: int) -> bytes:
         """The HELLO of this client."""
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
-        hello = wire.Hello(request_id, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self._replicas)
+        hello = wire.Hello(request_id, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
         return wire.encode(hello)
 
     # ---- connections -----------------------------------------------------------------------------------------
@@ -167,7 +148,7 @@ class Core:
         refusals are always raised."""
         try:
             if self._cluster:
-                self._connect_cluster()
+                self._connect_cluster(fail_open)
             else:
                 self._connect_nodes(fail_open)
         except TRANSPORT_ERRORS as error:
@@ -192,15 +173,16 @@ class Core:
                 self._remap()
                 self.break_link(link, error)
 
-    def _connect_cluster(self) -> None:
+    def _connect_cluster(self, fail_open: bool) -> None:
         deadline = time.monotonic() + self.timeout_s
         try:
             self._members = Watch(self._cluster, self._follow)
         except DirectoryError as error:  # what it takes to follow one is not installed
             raise ValueError(str(error)) from None
         try:
-            self._members.wait(self.timeout_s)
+            self._members.wait(min(self.timeout_s, FAIL_OPEN_WAIT_S) if fail_open else self.timeout_s)
         except DirectoryError as error:
+            self._no_members = str(error)
             raise ConnectionLost(str(error)) from None
         places = list(self.view.places)
         if not places:

@@ -156,7 +156,7 @@ def test_a_set_that_is_not_deferred_is_readable_at_once_by_others(
     assert reader.get(keys).blocks == blocks_of(keys, 4 * KiB)
 
 
-def test_after_a_flush_every_deferred_set_is_readable_by_others(
+def test_after_a_sync_every_deferred_set_is_readable_by_others(
     connect: Callable[..., KVStoreClient], new_namespace: MakeNamespace
 ) -> None:
     namespace = new_namespace(64 * KiB)
@@ -164,7 +164,7 @@ def test_after_a_flush_every_deferred_set_is_readable_by_others(
     for round_ in range(5):
         keys = make_keys(40, first=40 * round_)
         writer.set(keys, blocks_of(keys, 64 * KiB), deferred=True)
-        writer.flush()
+        writer.sync()
         assert reader.contains(keys).all()
 
 
@@ -516,7 +516,8 @@ def test_info_tells_the_state(server: Server, client: KVStoreClient) -> None:
     (shard,) = info.shards
     mine = namespace_info(client)
     assert (info.block_bytes, info.full_blocks) == (4 * KiB, 10)
-    assert info.total_blocks == info.full_blocks + info.free_blocks == 256 * MiB // (4 * KiB)
+    assert info.total_blocks == 256 * MiB // (4 * KiB)
+    assert 8 * MiB // (4 * KiB) - 10 <= info.free_blocks <= info.total_blocks - info.full_blocks
     assert (mine.blocks, mine.hits, mine.misses, mine.created, mine.writing) == (10, 10, 4, 10, 0)
     assert shard.pid == server.shards()[0].pid and shard.memory_limit_bytes == 256 * MiB
     assert shard.segment_bytes == 8 * MiB and shard.connections >= 1 and not shard.draining
@@ -612,7 +613,7 @@ def exercise(client: KVStoreClient, block_bytes: int) -> None:
     streamed = {position: bytes(block) for position, block in client.stream_get(keys)}
     assert streamed == {number: blocks[number] for number in there}
     assert client.match_prefix(keys[1:]) == 6 and client.match_prefix(keys) == 0
-    client.flush()
+    client.sync()
     assert client.info().full_blocks == len(there)
     assert client.delete(keys) == len(there)
 
@@ -750,7 +751,7 @@ def test_the_asyncio_client_does_the_same(server: Server, new_namespace: MakeNam
     async def main() -> None:
         async with AsyncKVStoreClient(server.endpoint, new_namespace(size), concurrency=4) as client:
             assert await client.set(keys[:18], blocks[:18]) == SetResult(18, 18, 0, 0, 0, 0)
-            await client.flush()
+            await client.sync()
             assert (await client.contains(keys, refresh=True)).tolist() == [True] * 18 + [False] * 2
             assert await client.match_prefix(keys) == 18
             assert (await client.get(keys)).blocks == [*blocks[:18], None, None]
@@ -807,6 +808,7 @@ def test_blocks_of_the_wrong_size_are_refused_before_anything_is_sent(client: KV
         ({"timeout_s": 0}, "timeout_s=0"),
         ({"timeout_s": 601}, "timeout_s=601: expected more than 0, at most 600"),
         ({"replicas": 4}, "replicas=4: expected 1 to 3"),
+        ({"replicas": 0}, "replicas=0: expected 1 to 3"),
     ],
 )
 def test_options_that_cannot_be_are_named(
@@ -816,9 +818,7 @@ def test_options_that_cannot_be_are_named(
         KVStoreClient(server.endpoint, new_namespace(), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["", "127.0.0.1:7070", "tcp://", "tcp://host", "tcp://host:x", "udp://h:1", "tcp://h:70707", []]
-)
+@pytest.mark.parametrize("endpoint", ["", "tcp://", "tcp://host", "tcp://host:x", "udp://h:1", "tcp://h:70707", []])
 def test_an_endpoint_that_is_none_is_named(new_namespace: MakeNamespace, endpoint: str) -> None:
     with pytest.raises(ValueError, match="expected tcp://HOST:PORT"):
         KVStoreClient(endpoint, new_namespace())

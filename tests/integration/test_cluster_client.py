@@ -49,7 +49,7 @@ def stores_and_reads(client: KVStoreClient, first: int = 0) -> None:
     keys = make_keys(64, first=first)
     blocks = blocks_of(keys, BLOCK)
     assert client.set(keys, blocks).error == 0
-    client.flush()
+    client.sync()
     assert list(client.get(keys).blocks) == blocks
 
 
@@ -368,7 +368,7 @@ def test_a_list_of_nodes_can_have_replicas(start_server: StartServer, namespace:
         assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
         servers[1].kill()
         assert client.get(KEYS).hit == COUNT
-        client.flush()
+        client.sync()
 
 
 # ---- silence -----------------------------------------------------------------------------------------------------

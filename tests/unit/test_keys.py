@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import json
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore import wire
-from kvstore_client import Namespace
+from kvstore import _cext, wire
+from kvstore_client import Namespace, prefix_keys
 from kvstore_client.keys import pack_keys
 
 FIELDS: dict[str, Any] = {"model": "m", "dtype": "bfloat16", "block_tokens": 16, "block_bytes": 4096}
@@ -63,12 +64,16 @@ def test_any_field_that_differs_is_another_namespace(changed: dict[str, Any]) ->
     [
         ({"block_bytes": 0}, ValueError, "block_bytes=0: expected 1 to 67108864"),
         ({"block_bytes": 2**26 + 1}, ValueError, "67108865"),
-        ({"block_bytes": 4096.0}, TypeError, "block_bytes=4096.0: expected a whole number"),
+        ({"block_bytes": 4096.0}, TypeError, "block_bytes=4096.0: a float: expected a whole number"),
         ({"block_tokens": True}, TypeError, "block_tokens=True"),
         ({"block_tokens": 0}, ValueError, "block_tokens=0: expected at least 1"),
-        ({"rank": 1}, ValueError, "rank=1, world=1"),
+        ({"rank": 1}, ValueError, "rank=1: expected less than world=1"),
         ({"rank": -1}, ValueError, "rank=-1"),
-        ({"model": b"m"}, TypeError, "model=b'm': expected a string"),
+        ({"world": 0}, ValueError, "world=0: expected at least 1"),
+        ({"model": b"m"}, TypeError, "model=b'm': a bytes: expected a string"),
+        ({"dtype": "banana"}, ValueError, "dtype='banana': expected one of float64, float32, float16, bfloat16, "),
+        ({"dtype": np.float16}, TypeError, "a type: expected a string"),
+        ({"extra": {"lora": 7}}, TypeError, "extra={'lora': 7}: expected a dict of strings"),
         ({"colour": "red"}, TypeError, "colour"),
     ],
 )
@@ -79,8 +84,115 @@ def test_a_field_that_cannot_be_is_named(changed: dict[str, Any], error: type[Ex
 
 
 def test_a_namespace_does_not_change() -> None:
+    extra = {"a": "1"}
+    one = namespace(extra=extra)
+    extra["a"] = "2"
+    assert one == namespace(extra={"a": "1"})
     with pytest.raises(AttributeError):
-        namespace().model = "other"
+        one.model = "other"
+
+
+def test_equal_namespaces_are_one_key_of_a_dict() -> None:
+    clients = {namespace(extra={"a": "1", "b": "2"}): "a client"}
+    assert clients[namespace(extra={"b": "2", "a": "1"})] == "a client"
+    assert namespace(extra={"a": "1"}) not in clients
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    one = namespace(block_tokens=np.int64(16), block_bytes=np.uint32(4096), rank=np.int8(0))
+    assert one == namespace() and one.id == namespace().id and type(one.block_bytes) is int
+
+
+# ---- of a model ----------------------------------------------------------------------------------------------------
+
+MODEL: dict[str, Any] = {"layers": 28, "kv_heads": 4, "head_size": 128, "dtype": "bfloat16", "block_tokens": 16}
+
+
+def test_the_size_of_a_block_follows_from_the_model() -> None:
+    made = Namespace.for_model("Qwen/Qwen2.5-7B-Instruct", **MODEL)
+    assert made == Namespace(
+        model="Qwen/Qwen2.5-7B-Instruct", dtype="bfloat16", block_tokens=16, block_bytes=28 * 2 * 16 * 4 * 128 * 2
+    )
+    assert Namespace.for_model("m", **{**MODEL, "dtype": "fp8_e4m3"}).block_bytes == made.block_bytes // 2
+    assert Namespace.for_model("m", **{**MODEL, "layers": np.int64(28)}).block_bytes == made.block_bytes
+
+
+def test_other_fields_of_a_models_namespace_are_given_by_name() -> None:
+    made = Namespace.for_model("m", **MODEL, rank=1, world=2, tenant="t", extra={"lora": "x"})
+    assert (made.rank, made.world, made.tenant, made.extra) == (1, 2, "t", {"lora": "x"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "part"),
+    [
+        ({"dtype": "banana"}, ValueError, "dtype='banana': expected one of float64, float32, float16, bfloat16, "),
+        ({"layers": 0}, ValueError, "layers=0: expected at least 1"),
+        ({"kv_heads": 4.0}, TypeError, "kv_heads=4.0: a float"),
+        ({"block_tokens": 1 << 20}, ValueError, "expected at most 67108864; choose fewer block_tokens"),
+        ({"block_bytes": 4096}, TypeError, "block_bytes: it is computed"),
+        ({"colour": "red"}, TypeError, "colour"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(changed: dict[str, Any], error: type[Exception], part: str) -> None:
+    with pytest.raises(error) as caught:
+        Namespace.for_model("m", **{**MODEL, **changed})
+    assert part in str(caught.value)
+
+
+# ---- keys of tokens ------------------------------------------------------------------------------------------------
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        TOKENS,
+        tuple(TOKENS),
+        iter(TOKENS),
+        (token for token in TOKENS),
+        array.array("i", TOKENS),
+        np.array(TOKENS, dtype=np.int32),
+        np.array(TOKENS, dtype=np.uint16),
+        np.array(TOKENS, dtype=np.uint64),
+        np.repeat(np.array(TOKENS), 2)[::2],
+        [np.int64(token) for token in TOKENS],
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_tokens_are_any_integers(given: Any) -> None:
+    expected = _cext.prefix_keys(np.array(TOKENS, dtype=np.int64), 4)
+    assert np.array_equal(namespace(block_tokens=4).keys(given), expected)
+
+
+def test_prefix_keys_take_lists_and_continue_chains() -> None:
+    whole = prefix_keys(TOKENS, 2, b"salt")
+    first = prefix_keys(TOKENS[:4], 2, b"salt")
+    assert np.array_equal(np.concatenate([first, prefix_keys(TOKENS[4:], 2, parent=first[-1])]), whole)
+    assert not np.array_equal(prefix_keys(TOKENS, 2), whole)
+    assert prefix_keys([], 2).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "part"),
+    [
+        ("text", TypeError, "token_ids: a str: expected integers"),
+        (b"text", TypeError, "token_ids: a bytes"),
+        (7, TypeError, "token_ids: a int"),
+        ([1.5, 2], TypeError, "token_ids: float64 of shape (2,): expected one row of integers"),
+        ([True, False], TypeError, "token_ids: bool"),
+        ([[1, 2], [3, 4]], TypeError, "shape (2, 2)"),
+        ([[1, 2], [3]], ValueError, "token_ids: "),
+        (["a", "b"], TypeError, "token_ids: <U1"),
+        ([1, -1], ValueError, "tokens[1] is -1"),
+        ([1 << 32], ValueError, "tokens[0] is 4294967296"),
+        ([(1 << 64) - 1], ValueError, "token_ids: 18446744073709551615"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(tokens: Any, error: type[Exception], part: str) -> None:
+    with pytest.raises(error) as caught:
+        prefix_keys(tokens, 1)
+    assert part in str(caught.value)
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------
@@ -89,15 +201,16 @@ def test_a_namespace_does_not_change() -> None:
 @pytest.mark.parametrize("key_bytes", [8, 9, 16, 64])
 def test_bytes_and_arrays_pack_alike(key_bytes: int) -> None:
     keys = [bytes([number]) * key_bytes for number in range(5)]
-    array = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(5, key_bytes)
-    for given in (keys, tuple(keys), [bytearray(key) for key in keys], array):
+    table = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(5, key_bytes)
+    unordered = dict.fromkeys(keys)
+    for given in (keys, tuple(keys), [bytearray(key) for key in keys], iter(keys), unordered, unordered.keys(), table):
         packed = pack_keys(given)
         assert packed.shape == (5, key_bytes) and packed.tobytes() == b"".join(keys)
 
 
 def test_an_array_of_keys_is_not_copied() -> None:
-    array = np.zeros((5, 16), dtype=np.uint8)
-    assert np.shares_memory(pack_keys(array), array)
+    table = np.zeros((5, 16), dtype=np.uint8)
+    assert np.shares_memory(pack_keys(table), table)
 
 
 def test_keys_out_of_an_array_with_other_columns_are_packed() -> None:
@@ -120,6 +233,8 @@ def test_no_keys_are_fine() -> None:
         (bytes(16), TypeError, "a single bytes"),
         ("a key as text", TypeError, "a single str"),
         (["a key as text"], TypeError, "expected bytes"),
+        (7, TypeError, "keys: a int: expected a list, or another iterable, of bytes"),
+        (iter([1, 2]), TypeError, "expected bytes"),
         (np.zeros((2, 7), dtype=np.uint8), ValueError, "keys of 7 bytes: expected 8 to 64"),
         (np.zeros((2, 16), dtype=np.int8), ValueError, "int8 (2, 16): expected uint8 (n, key_bytes)"),
         (np.zeros(16, dtype=np.uint8), ValueError, "uint8 (16,): expected uint8 (n, key_bytes)"),

@@ -32,7 +32,8 @@ SERVER = [
     *("kvstore.moving", "kvstore.node", "kvstore.__main__"),
 ]
 CLIENT = [
-    *("kvstore_client.errors", "kvstore_client.keys", "kvstore_client.results", "kvstore_client._links"),
+    *("kvstore_client.errors", "kvstore_client._arguments", "kvstore_client.endpoints", "kvstore_client.keys"),
+    *("kvstore_client.results", "kvstore_client._links"),
     *("kvstore_client._calls", "kvstore_client", "kvstore_client.engine", "kvstore_client.vllm.shared"),
     *("kvstore_client.vllm.tier", "kvstore_client.vllm.connector", "kvstore_client.vllm"),
 ]

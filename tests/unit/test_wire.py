@@ -6,6 +6,7 @@ that fails here means that the wire changed, and then `PROTOCOL_VERSION` must, t
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ SHARD_INFO = wire.ShardInfo(
 REQUESTS: dict[str, wire.Request] = {
     "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
     "hello_empty": wire.Hello(0, 2),
-    "set": wire.Set(2, 10_000, 40, 16, True, 3, True),
-    "get": wire.Get(3, 10_000, 8192, 32, 8 << 20),
+    "set": wire.Set(2, 10_000, 40, 16, True, 3, True, 3600.0),
+    "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
     "delete": wire.Delete(6, 250, 0, 16),
@@ -114,6 +115,7 @@ REQUESTS: dict[str, wire.Request] = {
     "cancel": wire.Cancel(3),
     "scrub": wire.Scrub(10, 10_000),
     "hottest": wire.Hottest(11, 10_000, 524_288, 1_000_000),
+    "purge": wire.Purge(12, 10_000, True),
 }
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
@@ -139,6 +141,7 @@ REPLIES: dict[str, wire.Reply] = {
     "info_reply": wire.InfoReply(8, msgspec.msgpack.encode(SHARD_INFO)),
     "pong": wire.Pong(2**63 - 1),
     "scrub_reply": wire.ScrubReply(10, 16),
+    "purge_reply": wire.PurgeReply(12, 1_000_000),
     "hottest_reply": wire.HottestReply(11, 8, b"hot-1st!hot-2nd!", 700_000),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
@@ -420,6 +423,9 @@ def test_a_request_decodes_from_any_buffer() -> None:
         (wire.Set(1, 600_001, 1, 8), ErrorCode.LIMIT, "600001", "1 to 600000"),
         (wire.Set(1, 1, 1, 8, priority=4), ErrorCode.LIMIT, "4", "0 to 3"),
         (wire.Set(1, 1, 1, 8, priority=-1), ErrorCode.LIMIT, "-1", "0 to 3"),
+        (wire.Set(1, 1, 1, 8, ttl_s=-1.0), ErrorCode.LIMIT, "-1.0 s", "0 to 315360000 s"),
+        (wire.Set(1, 1, 1, 8, ttl_s=math.nan), ErrorCode.LIMIT, "nan s", "0 to 315360000 s"),
+        (wire.Purge(1, 0), ErrorCode.LIMIT, "0 ms", "1 to 600000"),
         (wire.Contains(1, 1, 1, 8, False, 60.5), ErrorCode.LIMIT, "60.5", "0 to 60"),
         (wire.MatchPrefix(1, 1, 1, 8, False, -1.0), ErrorCode.LIMIT, "-1", "0 to 60"),
         (wire.MatchPrefix(1, 1, 1, 8, False, float("nan")), ErrorCode.LIMIT, "nan", "0 to 60"),

@@ -1,0 +1,39 @@
+"""Checks of what callers give. One style of error: the argument, the value given, what was expected.
+
+`TypeError` for a value of another kind, `ValueError` for one outside its range.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+_MAX_NUMBER: Final = (1 << 63) - 1
+
+
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value` as an int: an int, or what Python takes for one (`__index__`, as NumPy's integers have)."""
+    expected = f"expected {least} to {most}" if most is not None else f"expected at least {least}"
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: {expected}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: a {type(value).__name__}: expected a whole number") from None
+    if not least <= number <= (_MAX_NUMBER if most is None else most):
+        raise ValueError(f"{name}={value!r}: {expected}")
+    return number
+
+
+def seconds(name: str, value: Any, most: float, zero: bool = False) -> float:
+    """`value` as a float: more than 0 (or 0, if `zero`), at most `most`."""
+    expected = f"expected {'0 or more' if zero else 'more than 0'}, at most {most:g} seconds"
+    if isinstance(value, bool | str | bytes):
+        raise TypeError(f"{name}={value!r}: a {type(value).__name__}: {expected}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={value!r}: a {type(value).__name__}: {expected}") from None
+    if not (number >= 0 if zero else number > 0) or not number <= most:
+        raise ValueError(f"{name}={value!r}: {expected}")
+    return number

@@ -1,0 +1,368 @@
+"""What the client promises beyond set and get: prefixes in one round trip, times to live, emptying, asking all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import wire
+from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, Namespace, Timeout
+from tests.support.disk import disk_flags, disk_info, open_client, wait_until_on, wait_until_written
+from tests.support.fleet import Fleet
+from tests.support.harness import (
+    PROTOCOL,
+    MakeNamespace,
+    RawClient,
+    StartServer,
+    block_of,
+    blocks_of,
+    make_keys,
+    namespace_info,
+    pack,
+    shard_info,
+    wait_until,
+)
+
+BLOCK = 4096
+MiB = 1 << 20
+KEYS = make_keys(100)
+PURGE, PURGE_REPLY, ERROR = 14, 76, 127
+
+
+@pytest.fixture
+def namespace(new_namespace: MakeNamespace) -> Namespace:
+    return new_namespace(BLOCK)
+
+
+def room(count: int = len(KEYS)) -> np.ndarray:
+    return np.zeros((count, BLOCK), dtype=np.uint8)
+
+
+# ---- prefixes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_is_loaded_in_one_request(start_server: StartServer, namespace: Namespace) -> None:
+    server = start_server()
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.delete(KEYS[60:61])
+        before, out = shard_info(client), room()
+        assert client.load_prefix(KEYS, out) == 60
+        after = shard_info(client)
+        assert (after.gets - before.gets, after.lookups - before.lookups) == (1, 0)
+        assert [row.tobytes() for row in out[:60]] == blocks_of(KEYS[:60], BLOCK)
+        assert not out[60:].any()  # what stands behind the gap was not even sent
+        assert (client.stats.hits, client.stats.misses) == (60, 40)
+        assert namespace_info(client).hits == 60
+
+
+@pytest.mark.parametrize("there", [0, 1, 99, 100])
+def test_a_prefix_ends_where_the_chain_does(start_server: StartServer, namespace: Namespace, there: int) -> None:
+    with KVStoreClient(start_server().endpoint, namespace) as client:
+        client.set(KEYS[:there], blocks_of(KEYS[:there], BLOCK))
+        assert client.load_prefix(iter(KEYS), room()) == there
+        assert client.load_prefix([], room(0)) == 0
+        with pytest.raises(ValueError, match="out: 99 rows for 100 keys: expected a row for each key"):
+            client.load_prefix(KEYS, room(99))
+
+
+def test_a_prefix_is_kept_from_eviction_while_it_is_sent(start_server: StartServer, namespace: Namespace) -> None:
+    with KVStoreClient(start_server().endpoint, namespace) as client:
+        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        client.load_prefix(KEYS[:40], room())
+        assert namespace_info(client).pinned == 40
+
+
+def test_over_several_nodes_a_prefix_ends_at_the_first_gap(start_server: StartServer, namespace: Namespace) -> None:
+    servers = [start_server("--shards", "2"), start_server()]
+    with KVStoreClient([server.endpoint for server in servers], namespace) as client:
+        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        for gap in (90, 37, 5):
+            client.delete([KEYS[gap]])
+            out = room()
+            assert client.load_prefix(KEYS, out) == gap
+            assert [row.tobytes() for row in out[:gap]] == blocks_of(KEYS[:gap], BLOCK)
+        assert sum(shard.lookups for shard in client.info().shards) == 0
+
+
+def test_a_prefix_survives_a_node_with_a_replica(start_server: StartServer, namespace: Namespace) -> None:
+    servers = [start_server(), start_server()]
+    endpoints = [server.endpoint for server in servers]
+    with KVStoreClient(endpoints, namespace, replicas=2, timeout_s=5) as client:
+        client.set(KEYS, blocks_of(KEYS, BLOCK), deferred=False)
+        servers[0].kill()
+        out = room()
+        assert client.load_prefix(KEYS, out) == 100
+        assert [row.tobytes() for row in out] == blocks_of(KEYS, BLOCK)
+        servers[1].kill()
+        with pytest.raises(ConnectionLost):
+            client.load_prefix(KEYS, room())
+    with KVStoreClient(endpoints, namespace, fail_open=True, timeout_s=2) as client:
+        assert client.load_prefix(KEYS, room()) == 0
+
+
+def test_a_prefix_comes_from_disk(start_server: StartServer, namespace: Namespace, tmp_path: Path) -> None:
+    server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB")
+    with open_client(server, namespace) as client:
+        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        wait_until_written(client)
+    server.stop()
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        client.delete([KEYS[80]])
+        out = room()
+        assert client.load_prefix(KEYS, out) == 80
+        assert [row.tobytes() for row in out[:80]] == blocks_of(KEYS[:80], BLOCK)
+
+
+# ---- time to live --------------------------------------------------------------------------------------------------
+
+
+def test_a_set_says_how_long_its_blocks_live(start_server: StartServer, namespace: Namespace) -> None:
+    short, long, ruled = KEYS[:10], KEYS[10:20], KEYS[20:30]
+    server = start_server("--ttl-seconds", "600")
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.set(short, blocks_of(short, BLOCK), ttl_s=1)
+        client.set(long, blocks_of(long, BLOCK), ttl_s=600.5)
+        client.set(ruled, blocks_of(ruled, BLOCK))
+        assert client.contains(KEYS[:30]).all()
+        wait_until(lambda: not client.contains(short).any())
+        assert client.contains(KEYS[10:30]).all()
+
+
+def test_a_time_to_live_of_its_own_wins_over_the_rule(start_server: StartServer, namespace: Namespace) -> None:
+    with KVStoreClient(start_server("--ttl-seconds", "1").endpoint, namespace) as client:
+        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK))
+        client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK), ttl_s=600)
+        wait_until(lambda: not client.contains(KEYS[:10]).any())
+        assert client.contains(KEYS[10:20]).all()
+
+
+def test_a_time_to_live_survives_a_restart(start_server: StartServer, namespace: Namespace, tmp_path: Path) -> None:
+    server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB")
+    with open_client(server, namespace) as client:
+        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK), ttl_s=3)
+        client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK))
+        until = time.monotonic() + 3
+        wait_until_written(client)
+    server.stop()
+    server.restart()
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        time.sleep(max(0.0, until + 1.5 - time.monotonic()))  # the disk counts whole seconds
+        assert not client.contains(KEYS[:10]).any() and client.contains(KEYS[10:20]).all()
+
+
+# ---- emptying ------------------------------------------------------------------------------------------------------
+
+
+def test_a_purge_empties_one_namespace_and_no_other(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server = start_server("--shards", "2")
+    mine, other = new_namespace(BLOCK), new_namespace(BLOCK, rank=1, world=2)
+    with KVStoreClient(server.endpoint, mine) as client, KVStoreClient(server.endpoint, other) as others:
+        keys = make_keys(10_000)  # several steps
+        client.set(keys, np.zeros((len(keys), BLOCK), dtype=np.uint8))
+        others.set(KEYS, blocks_of(KEYS, BLOCK))
+        assert client.purge() == len(keys)
+        assert not client.contains(keys).any() and client.purge() == 0
+        assert others.contains(KEYS).all()
+        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        assert client.get(KEYS).blocks == blocks_of(KEYS, BLOCK)
+        assert client.purge(all_namespaces=True) == 200
+        assert not client.contains(KEYS).any() and not others.contains(KEYS).any()
+
+
+def test_what_was_purged_does_not_come_back_from_disk(
+    start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
+) -> None:
+    server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB")
+    mine, other = new_namespace(BLOCK), new_namespace(BLOCK, rank=1, world=2)
+    keys = make_keys(5000)  # more than memory holds
+    with open_client(server, mine) as client, open_client(server, other) as others:
+        for at in range(0, len(keys), 500):
+            client.set(keys[at : at + 500], np.ones((500, BLOCK), dtype=np.uint8))
+            wait_until_written(client)
+        others.set(KEYS, blocks_of(KEYS, BLOCK))
+        wait_until_written(others)
+        assert disk_info(client).blocks == 5100
+        assert client.purge(timeout_s=60) == 5000
+        assert disk_info(client).blocks == 100
+    server.kill()  # at once: what was acknowledged holds
+    server.start()
+    with open_client(server, mine) as client, open_client(server, other) as others:
+        wait_until_on(client)
+        assert not client.contains(keys).any()
+        assert others.get(KEYS).blocks == blocks_of(KEYS, BLOCK)
+
+
+def test_a_purge_holds_nobody_up(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server = start_server(memory="256MiB")
+    many, keys = new_namespace(64), make_keys(400_000)
+    with KVStoreClient(server.endpoint, many) as client, KVStoreClient(server.endpoint, many) as other:
+        client.set(keys, np.zeros((len(keys), 64), dtype=np.uint8))
+        purging = threading.Thread(target=client.purge)
+        purging.start()
+        slowest = 0.0
+        while purging.is_alive():
+            slowest = max(slowest, other.ping())
+        purging.join()
+        assert slowest < 0.25 and not other.contains(keys[:1000]).any()
+
+
+def test_a_purge_without_a_namespace_is_of_all_or_refused(start_server: StartServer, namespace: Namespace) -> None:
+    server = start_server()
+    with KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
+        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        raw.hello(b"", PROTOCOL)
+        assert raw.ask(pack(PURGE, 5, 1000))[:3] == [ERROR, 5, wire.ErrorCode.NO_NAMESPACE]
+        assert raw.ask(pack(PURGE, 6, 1000, True)) == [PURGE_REPLY, 6, 100]
+        assert not client.contains(KEYS).any()
+
+
+def test_readers_during_a_purge_get_right_bytes_or_a_miss(start_server: StartServer, namespace: Namespace) -> None:
+    with KVStoreClient(start_server().endpoint, namespace) as client:
+        for _ in range(20):
+            client.set(KEYS, blocks_of(KEYS, BLOCK))
+            purging = threading.Thread(target=client.purge)
+            purging.start()
+            for position, block in client.stream_get(KEYS):
+                assert block == block_of(KEYS[position], BLOCK)
+            purging.join()
+            assert not client.contains(KEYS).any()
+
+
+def test_a_purge_of_a_server_that_is_away_is_an_error(start_server: StartServer, namespace: Namespace) -> None:
+    server = start_server()
+    with KVStoreClient(server.endpoint, namespace) as client, server.stopped(), pytest.raises(Timeout):
+        client.purge(timeout_s=0.5)
+
+
+# ---- what the store says of itself ---------------------------------------------------------------------------------
+
+
+def test_free_blocks_are_those_that_nobody_else_has(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server = start_server(memory="16MiB", segment="1MiB")
+    mine, other = new_namespace(BLOCK), new_namespace(BLOCK, rank=1, world=2)
+    with KVStoreClient(server.endpoint, mine) as client, KVStoreClient(server.endpoint, other) as others:
+        assert client.info().free_blocks == client.info().total_blocks == 4096
+        client.set(KEYS, blocks_of(KEYS, BLOCK))
+        assert client.info().free_blocks == 4096 - 100
+        keys = make_keys(8000, first=1000)
+        others.set(keys, np.zeros((len(keys), BLOCK), dtype=np.uint8))
+        info = client.info()
+        assert info.total_blocks == 4096 and info.free_blocks <= 256  # at most what is left of its own segment
+        others.purge()
+        assert client.info().free_blocks == 4096 - client.info().full_blocks
+
+
+def test_shards_are_listed_with_who_does_not_answer(start_server: StartServer, namespace: Namespace) -> None:
+    up, down = start_server("--shards", "2"), start_server()
+    with KVStoreClient([up.endpoint, down.endpoint], namespace) as client:
+        assert [shard.error for shard in client.shards()] == ["", "", ""]
+        down.kill()
+        first, second, third = client.shards(timeout_s=2)
+        assert first.info is not None and second.info is not None and third.info is None
+        assert (third.endpoint, third.state, third.takes_sets) == (down.endpoint, "listed", True)
+        assert "Connection refused" in third.error or "closed" in third.error
+        assert {first.node, second.node} == {up.endpoint.removeprefix("tcp://")} and first.name == first.info.name
+        assert (client.epoch, client.directory_error) == (0, "")
+        with pytest.raises(ConnectionLost):
+            client.info()
+
+
+def test_a_key_is_located_where_its_block_is(start_server: StartServer, namespace: Namespace) -> None:
+    servers = [start_server(), start_server()]
+    with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2) as client:
+        client.set(KEYS[:1], blocks_of(KEYS[:1], BLOCK), deferred=False)
+        owner, replica = client.locate(KEYS[0])
+        assert (owner.role, owner.present, replica.role, replica.present) == ("owner", True, "replica", True)
+        assert {owner.endpoint, replica.endpoint} == {server.endpoint for server in servers}
+        (only,) = client.locate(KEYS[0], replicas=1, ask=False)
+        assert (only.shard, only.present) == (owner.shard, None)
+        with pytest.raises(ValueError, match="replicas=4: expected 1 to 3"):
+            client.locate(KEYS[0], replicas=4)
+
+
+def test_a_client_of_a_cluster_tells_states_and_epoch(fleet: Fleet, namespace: Namespace) -> None:
+    fleet.start("a", "b")
+    fleet.register("a", "serving", zone="x")
+    with KVStoreClient(fleet.url, namespace) as client:
+        wait_until(lambda: {(shard.node, shard.zone) for shard in client.shards()} == {("a", "x"), ("b", "")})
+        assert {shard.state for shard in client.shards()} == {"serving"}
+        fleet.register("b", "draining")
+        wait_until(lambda: {(shard.node, shard.takes_sets) for shard in client.shards()} == {("a", True), ("b", False)})
+        assert client.epoch > 0 and client.directory_error == ""
+
+
+def test_a_directory_that_is_away_costs_a_client_that_fails_open_a_second(namespace: Namespace) -> None:
+    started = time.monotonic()
+    with KVStoreClient("etcd://127.0.0.1:1/none", namespace, fail_open=True) as client:
+        assert client.get(KEYS).hit == 0 and client.load_prefix(KEYS, room()) == 0
+        assert time.monotonic() - started < 4
+        assert client.shards() == [] and client.directory_error
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "part"),
+    [
+        (lambda c: c.get(KEYS, timeout_s="5"), TypeError, "timeout_s='5': a str: expected more than 0, at most 600"),
+        (lambda c: c.ping(timeout_s=0), ValueError, "timeout_s=0: expected more than 0"),
+        (lambda c: c.contains(KEYS, timeout_s=float("nan")), ValueError, "timeout_s=nan"),
+        (lambda c: c.contains(KEYS, pin_s=100), ValueError, "pin_s=100: expected 0 or more, at most 60"),
+        (lambda c: c.match_prefix(KEYS, pin_s=-1), ValueError, "pin_s=-1"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], priority=9), ValueError, "priority=9: expected 0 to 3"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], priority="1"), TypeError, "priority='1': a str"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], ttl_s=0), ValueError, "ttl_s=0: expected more than 0"),
+        (lambda c: c.set(KEYS[:1], [bytes(BLOCK)], ttl_s=1e10), ValueError, "ttl_s=10000000000.0"),
+        (lambda c: c.set(KEYS[:2], [bytes(BLOCK)]), ValueError, "2 keys and 1 blocks: expected as many blocks as keys"),
+        (lambda c: c.get_into(KEYS[:1], room(2), [1.5]), TypeError, "slots: 'float'"),
+        (lambda c: c.set(KEYS, blocks_of(KEYS, BLOCK), True), TypeError, "positional"),
+        (lambda c: c.contains(KEYS, True), TypeError, "positional"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(
+    start_server: StartServer,
+    namespace: Namespace,
+    call: Callable[[Any], object],
+    error: type[Exception],
+    part: str,
+) -> None:
+    with KVStoreClient(start_server().endpoint, namespace, fail_open=True) as client:
+        with pytest.raises(error) as caught:
+            call(client)
+        assert part in str(caught.value)
+
+
+def test_keys_are_any_iterable_of_every_call(start_server: StartServer, namespace: Namespace) -> None:
+    with KVStoreClient(start_server().endpoint, namespace) as client:
+        client.set((key for key in KEYS), blocks_of(KEYS, BLOCK))
+        assert client.contains(dict.fromkeys(KEYS)).all() and client.match_prefix(tuple(KEYS)) == 100
+        assert client.get(iter(KEYS)).hit == 100 and client.get_into(iter(KEYS), room(), iter(range(100))).all()
+        assert len(list(client.stream_get(iter(KEYS)))) == 100 and client.delete(iter(KEYS)) == 100
+
+
+def test_the_asynchronous_client_has_it_all(start_server: StartServer, namespace: Namespace) -> None:
+    server = start_server()
+
+    async def run() -> None:
+        async with AsyncKVStoreClient(server.endpoint, namespace) as client:
+            await client.set(KEYS, blocks_of(KEYS, BLOCK), ttl_s=600)
+            await client.sync(timeout_s=5)
+            assert await client.load_prefix(KEYS, room()) == 100
+            assert [shard.error for shard in await client.shards()] == [""]
+            assert [place.present for place in await client.locate(KEYS[0])] == [True]
+            assert await client.purge() == 100 and (await client.get(KEYS, timeout_s=5)).hit == 0
+            assert (client.epoch, client.directory_error) == (0, "")
+
+    asyncio.run(run())

@@ -1,0 +1,59 @@
+"""The two clients are one interface: same calls, same options, same types."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+
+from kvstore_client import AsyncKVStoreClient, KVStoreClient
+
+OWN = {"connect"}  # of the asynchronous client, which cannot connect when it is made
+PUBLIC = sorted(name for name in vars(KVStoreClient) if not name.startswith("_"))
+
+
+def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def test_both_clients_have_the_same_members() -> None:
+    assert {name for name in vars(AsyncKVStoreClient) if not name.startswith("_")} - OWN == set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_call_has_one_signature(name: str) -> None:
+    sync, asynchronous = vars(KVStoreClient)[name], vars(AsyncKVStoreClient)[name]
+    assert type(sync) is type(asynchronous)
+    if isinstance(sync, property):
+        assert sync.fget is not None and asynchronous.fget is not None
+        sync, asynchronous = sync.fget, asynchronous.fget
+    assert parameters(sync) == parameters(asynchronous)
+    returned = inspect.signature(sync).return_annotation
+    expected = returned.replace("Generator", "AsyncGenerator").replace(", None, None]", ", None]")
+    assert inspect.signature(asynchronous).return_annotation == expected
+    assert asynchronous.__doc__
+
+
+def test_the_options_of_the_clients_differ_in_the_threads_only() -> None:
+    extra = [each for each in parameters(AsyncKVStoreClient.__init__) if each.name == "concurrency"]
+    assert parameters(KVStoreClient.__init__) + extra == parameters(AsyncKVStoreClient.__init__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_options_after_the_data_are_keywords(name: str) -> None:
+    call = vars(KVStoreClient)[name]
+    if not isinstance(call, property):
+        data = {"self", "keys", "key", "blocks", "out", "slots"}
+        named = [each for each in parameters(call) if each.name not in data]
+        assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in named)
+        talks = name not in ("close", "why_unanswered")
+        assert any(each.name == "timeout_s" for each in named) == talks
+
+
+def test_calls_are_awaited_and_streams_iterated() -> None:
+    for name, call in vars(AsyncKVStoreClient).items():
+        if inspect.isfunction(call) and not name.startswith("_") and name != "why_unanswered":
+            assert inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call), name
+    assert AsyncGenerator.__name__ in str(inspect.signature(AsyncKVStoreClient.stream_get).return_annotation)
