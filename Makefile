@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve check test soak torture chaos lint format demo bench build check-install clean clean-cache
+.PHONY: help serve run check test coverage soak torture chaos lint format demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -13,11 +13,17 @@ help: ## list the targets
 serve: ## install into .venv and run the server: ARGS="--port 7070 --memory 4GiB"
 	@exec scripts/serve.sh $(ARGS)
 
+run: ## a command on this checkout as it stands: ARGS="python -m benchmarks.remote_kv_cache.test_lookup"
+	@exec scripts/run.sh full $(ARGS)
+
 check: ## style, types, the quick tests: what to run while working (up to 3 minutes)
 	@exec scripts/run.sh full scripts/check.sh $(PYTEST_ARGS)
 
 test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k prefix" runs only the tests it selects
 	@exec scripts/run.sh full scripts/test.sh $(PYTEST_ARGS)
+
+coverage: ## the lines of kvstore, kvstore_client and kvstore_cli that the tests run, servers included
+	@exec scripts/run.sh full scripts/coverage.sh $(PYTEST_ARGS)
 
 soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=600 seconds each
 	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-600} scripts/run.sh full python -m pytest -m soak
@@ -48,7 +54,7 @@ check-install: ## install the wheel into a scratch environment and try it
 	@exec scripts/check_install.sh
 
 clean: ## remove what was built in this checkout
-	rm -rf .venv build dist *.egg-info cext/_cext.c kvstore/_cext*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist *.egg-info cext/_cext.c kvstore/_cext*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-cache: ## remove the environments that all checkouts share

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # check.sh [PYTEST ARGUMENT...]: what a change needs while it is being made, in a few minutes: style, types, and the
 # unit and integration tests that are quick, inside the environment of run.sh. Left out: engines, chaos, a real
-# installation, tests marked `slow` (more than 3 s each) or `exclusive` (they measure time).
+# installation, the tests of tests/slow.txt (more than 3 s each) and those marked `exclusive` (they measure time).
 set -euo pipefail
 started=$SECONDS
 scripts/programs.sh

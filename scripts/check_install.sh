@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the package into a scratch environment outside the tree and tries it from an empty folder: finds a module
+# Installs the package into a scratch environment outside the tree and tries it from an empty folder, with a server
+# that `kvstore ping` asks: finds a module
 # that the wheel lacks and an import that is no base dependency, which a run from the checkout cannot.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,4 +20,20 @@ for command in kvstore-server kvstore; do
         exit 1
     }
 done
+
+"$scratch/venv/bin/kvstore-server" --port 0 --memory 64MiB --segment 4MiB >"$scratch/ready" 2>"$scratch/log" &
+server=$!
+trap 'kill "$server" 2>/dev/null; rm -rf "$scratch"' EXIT
+for _ in {1..300}; do
+    [[ -s $scratch/ready ]] && break
+    sleep 0.1
+done
+endpoint=$(sed -n 's/^kvstore-server ready \(tcp:[^ ]*\) .*/\1/p' "$scratch/ready")
+if [[ -z $endpoint ]] || ! "$scratch/venv/bin/kvstore" ping --endpoint "$endpoint"; then
+    cat "$scratch/log"
+    echo "install: the installed server does not answer: it said '$(cat "$scratch/ready")'"
+    exit 1
+fi
+kill "$server"
+wait "$server" || { cat "$scratch/log"; echo "install: the server ended with status $?"; exit 1; }
 echo "install: ok"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from kvstore_client import Namespace
 from tests.support import programs, scheduling
@@ -19,8 +19,11 @@ _numbers = itertools.count()
 
 # How many examples property tests try: `dev` is for quick runs, `ci` is the whole budget. A test that wants more or
 # fewer takes a multiple, see tests/support/properties.py.
-settings.register_profile("dev", max_examples=20, deadline=None)
-settings.register_profile("ci", max_examples=100, deadline=None)
+# On a busy machine examples take as long as they like.
+for _profile, _examples in (("dev", 20), ("ci", 100)):
+    settings.register_profile(
+        _profile, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
 
 
@@ -28,7 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(programs)
     config.pluginmanager.register(scheduling)
     config.addinivalue_line("markers", "soak: its length is KVSTORE_SOAK_S seconds")
-    config.addinivalue_line("markers", "slow: takes more than 3 s on a quiet machine; `make check` leaves it out")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ process that schedules does not collect, so workers tell it which tests are excl
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +23,12 @@ from xdist.workermanage import WorkerController
 EXCLUSIVE: Final = "exclusive"
 ENGINES: Final = "engines"
 ROOMS: Final = ("engine", "chaos", "integration", "unit")  # those before take longer a file: they start first
+SLOW: Final = Path(__file__).parents[1] / "slow.txt"
 _LIST: Final = "exclusive_tests"  # the name, in a worker's input, of the file
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: is in tests/slow.txt, so `make check` leaves it out")
     config.addinivalue_line("markers", "exclusive: measures time or throughput, so it runs while no other test does")
     if config.getoption("dist", None) == "loadgroup":
         file, path = tempfile.mkstemp(prefix="exclusive-tests-")
@@ -49,9 +52,23 @@ def pytest_configure_node(node: WorkerController) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=_by_duration)
+    slow = slow_tests()
+    for item in items:
+        if name_of(item.nodeid) in slow:
+            item.add_marker(pytest.mark.slow)
     path = getattr(config, "workerinput", {}).get(_LIST)
     if path:
         Path(path).write_text("\n".join(item.nodeid for item in items if item.get_closest_marker("exclusive")))
+
+
+def slow_tests() -> set[str]:
+    """The names of tests/slow.txt."""
+    return {line for line in SLOW.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
+
+
+def name_of(nodeid: str) -> str:
+    """FILE::FUNCTION or FILE::CLASS of a test, whatever its parameters."""
+    return "::".join(re.sub(r"\[.*", "", nodeid).split("::")[:2])
 
 
 def _by_duration(item: pytest.Item) -> int:

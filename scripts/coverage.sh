@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# coverage.sh [PYTEST ARGUMENT...]: the tests with line coverage, inside the environment of run.sh, and what they cover of
+# each package. Servers, shards and commands that tests start are measured too, unless they are killed with SIGKILL.
+set -euo pipefail
+export HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-ci}
+scripts/programs.sh
+coverage erase
+status=0
+coverage run -m pytest -n "${TEST_WORKERS:-$(scripts/workers.sh)}" --dist loadgroup "$@" || status=$?
+coverage combine -q
+rm -f .coverage.* # of processes that were killed while they wrote
+coverage report
+for package in kvstore kvstore_client kvstore_cli; do
+    echo "$package: $(coverage report --include="$package/*" --format=total) % of its lines"
+done
+exit $status
