@@ -72,3 +72,24 @@ def shard(**fields: Any) -> bytes:
 def test_what_cannot_be_a_member_is_none(record: bytes) -> None:
     with pytest.raises(MemberError):
         decode_member(record)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (b"nodes: 3", "the record is not the JSON of a member: "),
+        (
+            b" " * (MAX_MEMBER_BYTES + 1),
+            f"the record has {MAX_MEMBER_BYTES + 1} bytes: expected at most {MAX_MEMBER_BYTES}",
+        ),
+        (changed(node=""), "the node id is empty"),
+        (changed(shards=[]), "node 'a' has no shards: expected at least 1"),
+        (shard(port=0), "node 'a' has shard 'a/0' at host 'h', port 0, with weight 1.0: expected a name, "),
+        (changed(shards=[["a/0", "h", 1, 1.0]] * 2), "node 'a' has two shards with the same name"),
+    ],
+    ids=lambda part: repr(part[:40]),
+)
+def test_a_refused_record_is_refused_with_what_is_wrong_with_it(record: bytes, message: str) -> None:
+    with pytest.raises(MemberError) as caught:
+        decode_member(record)
+    assert str(caught.value).startswith(message)
