@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 import kvstore
+from kvstore import logs
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.messages import (
     Committed,
@@ -62,7 +63,10 @@ def _spawn(
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, _CODE, str(directory), str(theirs.fileno()), mode, str(map_bytes)],
+            [
+                *(sys.executable, "-c", _RUN, _CODE, str(directory), str(theirs.fileno()), mode, str(map_bytes)),
+                *logs.of_child("keeper"),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *(() if lock_fd is None else (lock_fd,))),

@@ -31,6 +31,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import logs
 from kvstore.disk.entries import (
     ENTRY,
     ORDINAL_BYTES,
@@ -398,12 +399,14 @@ def _free_bytes(directory: Path) -> int:
 
 
 def main() -> None:
-    """Entry point of a keeper. Arguments: where the code lies, the shard's folder, the socket, the mode, map bytes."""
+    """Entry point of a keeper. Arguments: where the code lies, the shard's folder, the socket, the mode, map bytes, and
+    the level, name and form of its log."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the shard decides
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _, _, directory, fd, mode, map_bytes = sys.argv
+    _, _, directory, fd, mode, map_bytes, *log = sys.argv
+    logs.configure(*log)
     shard = Shard(socket.socket(fileno=int(fd)))
     try:
         run(Path(directory), shard, mode, int(map_bytes))

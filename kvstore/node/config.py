@@ -1,13 +1,8 @@
-"""Server configuration: one typed structure, filled from a TOML file, then the environment, then flags.
-
-The same name everywhere: flag ``--log-level``, variable ``KVSTORE_SERVER_LOG_LEVEL``, key ``log_level``. A name nobody
-knows is an error in each of the three; a value of the wrong kind says what was given and what is expected.
-"""
+"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual come."""
 
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -17,69 +12,194 @@ import msgspec
 from kvstore._cext import BlockIndex
 from kvstore.cluster.url import MAX_NAME, EtcdURL, is_name, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
-from kvstore.logs import LEVELS
-from kvstore.sizes import format_size, parse_size
+from kvstore.logs import FORMATS, LEVELS
+from kvstore.node.settings import MAX_HOST, HostPort, Misfit, Setting, Size, Sources
+from kvstore.sizes import spell_size
 from kvstore.store.rules import MAX_TTL_SECONDS, NamespaceRule
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ENVIRONMENT_PREFIX: Final = "KVSTORE_SERVER_"
+CONFIG_VARIABLE: Final = f"{ENVIRONMENT_PREFIX}CONFIG"
 MIN_SEGMENT_BYTES: Final = 1 << 20
 MAX_SHARDS: Final = 256
 MIN_DISK_BYTES: Final = 8 << 20
 MIN_DISK_SEGMENT_BYTES: Final = 1 << 20
 DISK_SEGMENT_BYTES: Final = 256 << 20
 WILDCARDS: Final = ("0.0.0.0", "::", "")
-MAX_HOST: Final = 255
 DISK_SEGMENTS: Final = (16, 1024)  # at least, if they can be of any size; at most, where that takes larger ones
+MAX_SECONDS: Final = 86_400
 
-
-class ConfigError(Exception):
-    """The configuration cannot be used. The message names the setting, its value and what is expected."""
+SERVER: Final = "Server"
+MEMORY: Final = "Memory"
+DISK: Final = "Disk"
+CLUSTER: Final = "Cluster"
+LOG: Final = "Log"
+NAMESPACES: Final = "Namespaces"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of `kvstore-server`, as given."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 7070
-    shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
-    memory: str = "4GiB"
-    segment: str = "32MiB"
-    log_level: str = "info"
-    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    policy: str = "default"
-    ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_SECONDS)] = 0
-    disk: str | None = None
-    disk_size: str = "50GiB"
-    disk_write: str = "all"
-    warm_start: bool = True
-    scrub_mbps: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
-    cluster: str | None = None
-    node_id: str | None = None
-    advertise: str | None = None
-    zone: str = ""
-    drain_seconds: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 0
-    grace_seconds: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 300
-    lease_seconds: Annotated[int, msgspec.Meta(ge=2, le=60)] = 2
-    namespaces: list[NamespaceRule] = []  # in the file only
+    host: Annotated[str, Setting(SERVER, "Address to listen on.", "HOST")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=65535),
+        Setting(
+            SERVER,
+            "First port; shard i listens on port + i. 0 picks free ones. Clients are given the first port, and the "
+            "server tells them the others.",
+            "PORT",
+        ),
+    ] = 7070
+    shards: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=MAX_SHARDS),
+        Setting(SERVER, "Shard processes. One shard uses about one core at full speed."),
+    ] = 1
+    http: Annotated[
+        HostPort | None,
+        Setting(
+            SERVER,
+            "Serve /metrics, /healthz and /readyz over HTTP on this address. Port 0 picks a free one.",
+            unset="off",
+            more="operations.md#http",
+        ),
+    ] = None
+
+    memory: Annotated[Size, Setting(MEMORY, "Block memory of all shards together, split evenly.")] = Size(4 << 30)
+    segment: Annotated[Size, Setting(MEMORY, "Unit in which memory goes to namespaces. No block can be larger.")] = (
+        Size(32 << 20)
+    )
+    policy: Annotated[
+        str,
+        Setting(
+            MEMORY,
+            "Which blocks are evicted first.",
+            choices=BlockIndex.POLICIES,
+            more="persistence.md#eviction-policies",
+        ),
+    ] = "default"
+    ttl_seconds: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=MAX_TTL_SECONDS),
+        Setting(
+            MEMORY,
+            "Blocks expire so many seconds after they were set. 0: never. By model: [[namespaces]] tables in the file.",
+            "SECONDS",
+            more="persistence.md#what-stays-ttl-priorities-pins",
+        ),
+    ] = 0
+
+    disk: Annotated[
+        str | None, Setting(DISK, "Folder of the disk tier.", "FOLDER", unset="no disk tier", more="persistence.md")
+    ] = None
+    disk_size: Annotated[Size, Setting(DISK, "What all shards together may take on disk.")] = Size(50 << 30)
+    disk_write: Annotated[
+        str,
+        Setting(
+            DISK,
+            "Which blocks are written to disk.",
+            choices=DISK_WRITES,
+            more="persistence.md#which-blocks-are-written",
+        ),
+    ] = "all"
+    warm_start: Annotated[
+        bool, Setting(DISK, "After a start, bring the hottest blocks from disk to memory.", more="persistence.md#start")
+    ] = True
+    scrub_mbps: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=100_000),
+        Setting(
+            DISK,
+            "Check the blocks on disk in the background, at so many MB/s. 0: never.",
+            "MB/S",
+            more="persistence.md#checking-verify-and-scrub",
+        ),
+    ] = 0
+
+    cluster: Annotated[
+        str | None,
+        Setting(
+            CLUSTER,
+            "Cluster to be a member of: etcd://HOST:PORT[,HOST:PORT...]/NAME.",
+            "URL",
+            unset="no cluster",
+            more="cluster.md",
+        ),
+    ] = None
+    node_id: Annotated[
+        str | None,
+        Setting(
+            CLUSTER, "Id of the node: unique in the cluster, the same after a restart.", "ID", unset="the host name"
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        Setting(CLUSTER, "Host at which clients and other nodes reach this node.", "HOST", unset="the value of --host"),
+    ] = None
+    zone: Annotated[
+        str,
+        Setting(CLUSTER, "What fails together, such as a rack. Copies of a block go to different zones.", "ZONE"),
+    ] = ""
+    drain_seconds: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=MAX_SECONDS),
+        Setting(
+            CLUSTER,
+            "At SIGTERM, move the hottest blocks to other nodes, for so many seconds at most.",
+            "SECONDS",
+            more="cluster.md#what-a-node-goes-through",
+        ),
+    ] = 0
+    grace_seconds: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=MAX_SECONDS),
+        Setting(CLUSTER, "How long a node that joined is also filled from the old owners of its keys.", "SECONDS"),
+    ] = 300
+    lease_seconds: Annotated[
+        int,
+        msgspec.Meta(ge=2, le=60),
+        Setting(CLUSTER, "A node that etcd has not heard of for so many seconds is taken for dead.", "SECONDS"),
+    ] = 2
+
+    log_level: Annotated[str, Setting(LOG, "Log lines of this level and above, on standard error.", choices=LEVELS)] = (
+        "info"
+    )
+    log_format: Annotated[
+        str,
+        Setting(
+            LOG,
+            "Log lines as text for people, or as one JSON object each.",
+            choices=FORMATS,
+            more="operations.md#log",
+        ),
+    ] = "text"
+
+    namespaces: Annotated[
+        list[NamespaceRule],
+        Setting(
+            NAMESPACES,
+            "Rules for the namespaces whose model matches a pattern (* ? [seq]); the first rule that matches counts. "
+            "They override ttl_seconds; priority, from 0 to 3, is at least that of each block.",
+            more="persistence.md#what-stays-ttl-priorities-pins",
+            file_only=True,
+            example='match = "Qwen/*"\nttl_seconds = 3600\npriority = 1',
+        ),
+    ] = []
 
     @property
     def cluster_url(self) -> EtcdURL | None:
-        """The cluster that the node registers in. `ConfigError` for a URL that names none."""
+        """The cluster that the node registers in. Raises `Misfit` for a URL that names none."""
         if self.cluster is None:
             return None
         try:
             url = parse_cluster_url(self.cluster)
         except ValueError as error:
-            raise ConfigError(f"cluster {error}") from None
+            raise Misfit("cluster", str(error).removeprefix(f"{self.cluster!r}: ")) from None
         if not isinstance(url, EtcdURL):
-            raise ConfigError(
-                f"cluster {self.cluster!r}: expected etcd://HOST:PORT[,HOST:PORT...]/NAME; nodes behind a DNS name do "
-                "not register: leave --cluster out, only clients are given dns://"
+            raise Misfit(
+                "cluster",
+                "expected etcd://HOST:PORT[,HOST:PORT...]/NAME. Nodes behind a DNS name do not register: leave "
+                "--cluster out; only clients are given dns://",
             )
         return url
 
@@ -94,24 +214,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.advertise or self.host
 
     @property
-    def memory_bytes(self) -> int:
-        """Block memory of the whole node."""
-        return parse_size(self.memory)
-
-    @property
-    def segment_bytes(self) -> int:
-        """What memory is handed to namespaces in."""
-        return parse_size(self.segment)
-
-    @property
     def shard_memory_bytes(self) -> int:
         """Block memory of one shard."""
-        return self.memory_bytes // self.shards
+        return self.memory // self.shards
 
     @property
     def shard_disk_bytes(self) -> int:
         """What one shard's folder may take on disk."""
-        return parse_size(self.disk_size) // self.shards
+        return self.disk_size // self.shards
 
     @property
     def disk_segment_bytes(self) -> int:
@@ -124,124 +234,66 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return size
 
     def check(self) -> None:
-        """Raise `ConfigError` where settings do not fit each other."""
-        for name in ("memory", "segment", "disk_size"):
-            try:
-                parse_size(getattr(self, name))
-            except ValueError as error:
-                raise ConfigError(f"{name}: {error}") from None
-        if self.log_level not in LEVELS:
-            raise ConfigError(f"log_level {self.log_level!r}: expected one of {', '.join(LEVELS)}")
-        if self.policy not in BlockIndex.POLICIES:
-            raise ConfigError(f"policy {self.policy!r}: expected one of {', '.join(BlockIndex.POLICIES)}")
-        if self.disk_write not in DISK_WRITES:
-            raise ConfigError(f"disk_write {self.disk_write!r}: expected one of {', '.join(DISK_WRITES)}")
+        """Raise `Misfit` where settings do not fit each other."""
         if self.disk == "":
-            raise ConfigError("disk is empty: expected the path of a folder")
+            raise Misfit("disk", "expected the path of a folder")
         if self.shard_disk_bytes < MIN_DISK_BYTES:
-            raise ConfigError(
-                f"disk_size {self.disk_size!r} gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: "
-                f"expected at least {format_size(MIN_DISK_BYTES)}; raise --disk-size"
+            raise Misfit(
+                "disk_size",
+                f"this gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: expected at least "
+                f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
             )
         self._check_cluster()
-        if not self.segment_bytes >= MIN_SEGMENT_BYTES or self.segment_bytes % 4096:
-            raise ConfigError(
-                f"segment {self.segment!r}: expected at least {format_size(MIN_SEGMENT_BYTES)}, a multiple of 4 KiB"
-            )
-        if self.shard_memory_bytes < self.segment_bytes:
-            raise ConfigError(
-                f"memory {self.memory!r} gives each of {self.shards} shard(s) {self.shard_memory_bytes} bytes: "
-                f"expected at least one segment of {self.segment_bytes} bytes; raise --memory, or lower --shards or "
-                "--segment"
+        if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:
+            raise Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
+        if self.shard_memory_bytes < self.segment:
+            raise Misfit(
+                "memory",
+                f"this gives each of {self.shards} shard(s) {self.shard_memory_bytes} bytes: expected at least one "
+                f"segment of {self.segment}; raise --memory, or lower --shards or --segment",
             )
 
     def _check_cluster(self) -> None:
         if self.node_id is not None and not is_name(self.node_id):
-            raise ConfigError(
-                f"node_id {self.node_id!r}: expected 1 to {MAX_NAME} letters, digits, '.', '_' and '-', another for "
-                "each node of the cluster"
+            raise Misfit(
+                "node_id",
+                f"expected 1 to {MAX_NAME} letters, digits, '.', '_' and '-', and another id for each node of the "
+                "cluster",
             )
         if self.zone and not is_name(self.zone):
-            raise ConfigError(f"zone {self.zone!r}: expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
+            raise Misfit("zone", f"expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
         if self.cluster_url is None:
             for name in ("advertise", "drain_seconds"):
                 if getattr(self, name):
-                    raise ConfigError(
-                        f"{name} {getattr(self, name)!r}: only a member of a cluster has one; expected --cluster too"
-                    )
+                    raise Misfit(name, "only a member of a cluster has this setting: give --cluster too")
             return
         if not is_name(self.cluster_node_id):
-            raise ConfigError(
+            raise Misfit(
+                "node_id",
                 f"the host name {self.cluster_node_id!r} cannot be the node's id: expected 1 to {MAX_NAME} letters, "
-                "digits, '.', '_' and '-'; give --node-id"
+                "digits, '.', '_' and '-'; give --node-id",
             )
-        host = self.advertised_host
+        host, name = self.advertised_host, "advertise" if self.advertise else "host"
         if host in WILDCARDS:
-            raise ConfigError(
-                f"{'advertise' if self.advertise else 'host'} {host!r} is no address that others can connect to: "
-                "expected --advertise with one"
-            )
+            raise Misfit(name, "others cannot connect to this address: give --advertise with one that they can reach")
         wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
         if wrong or len(host) > MAX_HOST or host.count(":") == 1:
-            raise ConfigError(f"advertise {host!r}: expected a host name or address, without a port")
+            raise Misfit(name, "expected a host name or an address, without a port")
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
-    """The configuration from all three sources; a flag that is None was not given. Raises `ConfigError`."""
-    settings: dict[str, Any] = {}
+    """The settings from all sources. `file`: None for the one that KVSTORE_SERVER_CONFIG names, if it is set; a flag
+    that is None was not given. Raises `ConfigError`."""
+    sources = Sources(ServerConfig, ENVIRONMENT_PREFIX)
     if file is not None:
-        settings.update(_from_file(file))
-    settings.update(_from_environment(environment))
-    settings.update({name: value for name, value in flags.items() if value is not None})
-    for name, value in settings.items():
-        try:
-            msgspec.convert({name: value}, ServerConfig)
-        except msgspec.ValidationError as error:
-            expected = str(error).partition(" - at ")[0]
-            raise ConfigError(f"{name}={value!r}: {expected[:1].lower()}{expected[1:]}") from None
-    config = msgspec.convert(settings, ServerConfig)
-    config.check()
-    return config
-
-
-def _known(names: list[str], unknown: list[str], where: str) -> None:
-    if unknown:
-        raise ConfigError(f"{where}: unknown {', '.join(map(repr, unknown))}; known are {', '.join(names)}")
-
-
-def _from_file(file: Path) -> dict[str, Any]:
+        sources.read_file(file)
+    elif CONFIG_VARIABLE in environment:
+        sources.read_file(Path(environment[CONFIG_VARIABLE]), CONFIG_VARIABLE)
+    sources.read_environment(environment, (CONFIG_VARIABLE,))
+    sources.read_flags(flags)
+    config = sources.config()
     try:
-        settings = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"configuration file {str(file)!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {str(file)!r} is no TOML: {error}") from None
-    names = list(ServerConfig.__struct_fields__)
-    _known(names, sorted(set(settings) - set(names)), f"configuration file {str(file)!r}")
-    return settings
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    names = [ENVIRONMENT_PREFIX + name.upper() for name in ServerConfig.__struct_fields__ if name != "namespaces"]
-    given = {name: value for name, value in environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
-    if f"{ENVIRONMENT_PREFIX}NAMESPACES" in given:
-        raise ConfigError(
-            f"environment: {ENVIRONMENT_PREFIX}NAMESPACES: rules for namespaces are [[namespaces]] tables of the "
-            "configuration file (--config); no variable sets them"
-        )
-    _known(names, sorted(set(given) - set(names)), "environment")
-    settings: dict[str, Any] = {}
-    for name, value in given.items():
-        field = name[len(ENVIRONMENT_PREFIX) :].lower()
-        if ServerConfig.__annotations__[field] == "bool":
-            if value not in ("true", "false"):
-                raise ConfigError(f"environment: {name}={value!r}: expected true or false")
-            settings[field] = value == "true"
-        elif "int" not in ServerConfig.__annotations__[field]:
-            settings[field] = value
-        else:
-            try:
-                settings[field] = int(value)
-            except ValueError:
-                raise ConfigError(f"environment: {name}={value!r}: expected a whole number") from None
-    return settings
+        config.check()
+    except Misfit as error:
+        raise sources.error(error) from None
+    return config

@@ -1,29 +1,31 @@
 """Prometheus metrics of a node: each scrape asks every shard for its state, so nothing is counted twice or late.
 
-Served by the supervisor on a thread of its own; a shard that does not answer is `kvstore_shard_up 0` and nothing else.
+A shard that does not answer is `kvstore_shard_up 0` and nothing else.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+import platform
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
-from kvstore.wire.asking import AskError, Asking
+import kvstore
+from kvstore.node.health import Health
+from kvstore.wire import PROTOCOL_VERSION, DiskInfo, NamespaceInfo, ShardInfo
 
 if TYPE_CHECKING:
     from kvstore.node.registration import RegistrationStatus
 
-log = logging.getLogger(__name__)
-
-ASK_TIMEOUT_S: Final = 2.0
+_BUILD: Final = {
+    "version": kvstore.__version__,
+    "protocol": str(PROTOCOL_VERSION),
+    "python": platform.python_version(),
+}
 
 
 @dataclass(frozen=True)
@@ -88,37 +90,27 @@ _DISK: Final[dict[str, _Family]] = {
 
 
 class NodeCollector(Collector):
-    """Asks the shards at `addresses` whenever it is scraped. `restarts`: how often shards were restarted so far.
-    `cluster`: the node's membership, if it has one."""
+    """The state of a node and its shards whenever it is scraped."""
 
-    def __init__(
-        self,
-        addresses: Sequence[tuple[str, int]],
-        restarts: Callable[[], int],
-        cluster: Callable[[], RegistrationStatus] | None = None,
-    ) -> None:
-        self._addresses = addresses
-        self._restarts = restarts
-        self._cluster = cluster
+    def __init__(self, health: Health) -> None:
+        self._health = health
 
     def collect(self) -> Iterable[Metric]:
         """All metrics, now."""
+        node = self._health.node
+        yield InfoMetricFamily("kvstore_build", "Versions of the server, of its protocol and of Python.", value=_BUILD)
         up = GaugeMetricFamily("kvstore_shard_up", "1 when the shard answers.", labels=["shard"])
         shards: list[ShardInfo] = []
-        for number, address in enumerate(self._addresses):
-            try:
-                with Asking(address, ASK_TIMEOUT_S) as asking:
-                    shards.append(asking.info())
-                up.add_metric([str(number)], 1)
-            except AskError as error:
-                log.warning("metrics: shard %d does not answer: %s", number, error)
-                up.add_metric([str(number)], 0)
+        for number, state in enumerate(self._health.shards()):
+            up.add_metric([str(number)], not isinstance(state, str))
+            if not isinstance(state, str):
+                shards.append(state)
         yield up
         restarts = CounterMetricFamily("kvstore_shard_restarts", "Shards that died and were started again.")
-        restarts.add_metric([], self._restarts())
+        restarts.add_metric([], node.restarts())
         yield restarts
-        if self._cluster is not None:
-            yield from _cluster_metrics(self._cluster())
+        if node.cluster is not None:
+            yield from _cluster_metrics(node.cluster())
         yield from _families(_SHARD, ["shard"], [((str(shard.shard),), shard) for shard in shards])
         disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
         yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
@@ -196,13 +188,3 @@ def _families(
 
 def _model(namespace: NamespaceInfo) -> str:
     return str(msgspec.json.decode(namespace.namespace).get("model", ""))
-
-
-def serve(host: str, port: int, collector: NodeCollector) -> int:
-    """Serve metrics over HTTP on a thread. -> the port. Raises `OSError`."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    server, _ = start_http_server(port, host, registry)
-    bound: int = server.server_port
-    log.info("metrics at http://%s:%d/metrics", host, bound)
-    return bound

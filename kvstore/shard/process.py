@@ -7,6 +7,7 @@ pipe on which the shard says that it is ready. It dies with its supervisor.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -19,6 +20,8 @@ import msgspec
 from kvstore.logs import configure as configure_logs
 from kvstore.shard.loop import Shard
 from kvstore.shard.setup import ShardConfig
+
+log = logging.getLogger("kvstore.server")
 
 _PR_SET_PDEATHSIG: Final = 1
 _M_MMAP_THRESHOLD: Final = -3
@@ -34,13 +37,14 @@ def main() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ShardConfig)
-    configure_logs(config.log_level, f"shard={config.shard}")
+    configure_logs(config.log_level, f"shard={config.shard}", config.log_format)
     listener = socket.socket(fileno=config.listen_fd)
     listener.setblocking(False)
     try:
         shard = Shard(config, listener)
     except (OSError, OverflowError) as error:
-        sys.exit(f"error: a shard's memory of {config.memory_bytes} bytes cannot be reserved: {error}; lower --memory")
+        log.error("%d bytes of memory cannot be reserved for blocks: %s; lower --memory", config.memory_bytes, error)
+        sys.exit(1)
     if config.disk is not None:  # a descriptor a segment file
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

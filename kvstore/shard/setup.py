@@ -25,3 +25,4 @@ class ShardConfig(msgspec.Struct, frozen=True):
     rules: list[NamespaceRule]
     disk: DiskConfig | None
     zone: str = ""
+    log_format: str = "text"

@@ -106,7 +106,7 @@ def test_a_killed_shard_is_restarted_and_its_blocks_are_misses(
         wait_until(lambda: len(load.client.info().shards) == 2, 20)
         assert load.client.stats.reconnects >= 1
     log = server.log_text()
-    assert "what it held in memory is gone and counts as misses; restarting" in log and "Traceback" not in log
+    assert "its blocks in memory are gone and count as misses; restarting" in log and "Traceback" not in log
     assert server.running and len(server.shards()) == 2
 
 

@@ -41,7 +41,7 @@ class Cluster:
 
     def start(self, node: str, *flags: str, memory: str = "64MiB") -> Server:
         return self._start_server(
-            "--cluster", self.url, "--node-id", node, "--metrics-port", "0", *flags, memory=memory, segment="1MiB"
+            "--cluster", self.url, "--node-id", node, "--http", "127.0.0.1:0", *flags, memory=memory, segment="1MiB"
         )
 
     def start_serving(self, *nodes: str, memory: str = "64MiB") -> list[Server]:
@@ -138,8 +138,7 @@ def wait_for_fills(servers: Sequence[Server], *nodes: str) -> list[tuple[str, in
 
 
 def fill_metrics(server: Server) -> dict[str, float]:
-    found = wait_until(lambda: re.search(r"metrics at http://[^:]+:(\d+)/metrics", server.log_text()))
-    with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
         sample.labels["what"]: sample.value

@@ -97,8 +97,7 @@ def cluster(etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]) -> Cluster:
 
 def metrics(server: Server) -> dict[tuple[str, str], float]:
     """(metric, its label) -> value, of those of the cluster."""
-    found = wait_until(lambda: re.search(r"metrics at http://[^:]+:(\d+)/metrics", server.log_text()))
-    with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
         (sample.name, "".join(sample.labels.values())): sample.value
@@ -112,7 +111,7 @@ def metrics(server: Server) -> dict[tuple[str, str], float]:
 
 
 def test_a_node_registers_its_shards_and_withdraws_at_sigterm(cluster: Cluster) -> None:
-    server = cluster.start("a", "--shards", "2", "--zone", "rack-1", "--metrics-port", "0")
+    server = cluster.start("a", "--shards", "2", "--zone", "rack-1", "--http", "127.0.0.1:0")
     cluster.wait_for(a="serving")  # at once: there is nobody to be filled from
     member = cluster.members()["a"]
     assert [(shard.name, shard.host, shard.port) for shard in member.shards] == [
@@ -188,7 +187,7 @@ def test_a_killed_node_that_starts_again_takes_its_record_over_at_once(cluster: 
 def test_the_same_id_started_twice_is_one_member_until_that_is_gone(cluster: Cluster) -> None:
     first = cluster.start("a")
     cluster.wait_for(a="serving")
-    second = cluster.start("a", "--metrics-port", "0")
+    second = cluster.start("a", "--http", "127.0.0.1:0")
     wait_until(
         lambda: "another process is registered with this node id" in second.log_text(), what="the second says so"
     )
@@ -228,7 +227,7 @@ def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
     own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster], new_namespace: MakeNamespace
 ) -> None:
     cluster = open_cluster(own_etcd)
-    servers = [cluster.start("a", "--metrics-port", "0")]
+    servers = [cluster.start("a", "--http", "127.0.0.1:0")]
     cluster.wait_for(a="serving")
     servers.append(cluster.start("b"))
     cluster.wait_for(a="serving", b="joining")
@@ -330,7 +329,7 @@ def fill(servers: Sequence[Server], namespace: Namespace, count: int) -> list[by
 def test_a_drain_that_is_asked_for_moves_the_blocks_and_the_node_goes_on_outside(
     cluster: Cluster, new_namespace: MakeNamespace
 ) -> None:
-    leaving = cluster.start("a", "--metrics-port", "0")
+    leaving = cluster.start("a", "--http", "127.0.0.1:0")
     cluster.wait_for(a="serving")
     staying = cluster.start("b", grace_s=0)
     cluster.wait_for(a="serving", b="serving")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import urllib.request
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_client import KVStoreClient
-from tests.support.harness import ROOT, MakeNamespace, StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import ROOT, MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 
-def scrape(port: int) -> dict[tuple[str, str], float]:
+def scrape(server: Server) -> dict[tuple[str, str], float]:
     """(metric, shard) -> value, summed over other labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     values: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
@@ -24,21 +23,17 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
     return values
 
 
-def metrics_port(log: str) -> int:
-    found = re.search(r"metrics at http://[^:]+:(\d+)/metrics", log)
-    assert found, log
-    return int(found[1])
-
-
 def test_a_scrape_tells_blocks_hits_misses_and_bytes(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    server = start_server("--metrics-port", "0")
-    port = metrics_port(server.log_text())
+    server = start_server("--http", "127.0.0.1:0")
     keys = make_keys(10)
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
         client.set(keys[:8], blocks_of(keys[:8], 4096))
         assert client.get(keys).hit == 8
-        values = scrape(port)
+        values = scrape(server)
     assert values["kvstore_shard_up", "0"] == 1
+    assert values["kvstore_build_info", ""] == 1
+    assert values["process_resident_memory_bytes", ""] > 1 << 20  # of the supervisor
+    assert values["process_open_fds", ""] > 3
     assert values["kvstore_blocks", "0"] == 8
     assert values["kvstore_hit_blocks_total", "0"] == 8
     assert values["kvstore_missed_blocks_total", "0"] == 2
@@ -50,15 +45,14 @@ def test_a_scrape_tells_what_moves_between_the_tiers(
     start_server: StartServer, new_namespace: MakeNamespace, tmp_path: Path
 ) -> None:
     disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
-    server = start_server("--metrics-port", "0", *disk, memory="8MiB", segment="1MiB")
-    port = metrics_port(server.log_text())
+    server = start_server("--http", "127.0.0.1:0", *disk, memory="8MiB", segment="1MiB")
     namespace = new_namespace(65536)
     keys = make_keys(256)  # twice what fits memory
     with KVStoreClient(server.endpoint, namespace) as client:
         for at in range(0, len(keys), 16):
             client.set(keys[at : at + 16], blocks_of(keys[at : at + 16], 65536))
         values = wait_until(
-            lambda: (found := scrape(port))["kvstore_disk_written_blocks_total", "0"] == 256 and found,
+            lambda: (found := scrape(server))["kvstore_disk_written_blocks_total", "0"] == 256 and found,
             what="every block is written",
         )
         assert values["kvstore_disk_up", "0"] == 1 and values["kvstore_disk_recovering", "0"] == 0
@@ -71,7 +65,7 @@ def test_a_scrape_tells_what_moves_between_the_tiers(
         assert values["kvstore_disk_dirty_blocks", "0"] == values["kvstore_disk_dirty_bytes", "0"] == 0
         assert values["kvstore_index_bytes", "0"] > 0
         assert client.get(keys[:16]).hit == 16
-        values = scrape(port)
+        values = scrape(server)
     assert values["kvstore_disk_fetched_blocks_total", "0"] >= 16
     assert values["kvstore_disk_fetched_bytes_total", "0"] >= 16 * 65536
     for name in ("corrupt_blocks", "skipped_blocks", "evicted_blocks", "scrub_passes", "scrub_corrupt_blocks"):
@@ -87,35 +81,34 @@ def test_a_scrape_tells_what_an_earlier_run_left_on_disk(
     with KVStoreClient(first.endpoint, new_namespace(4096)) as client:
         client.set(keys, blocks_of(keys, 4096))
     assert first.stop() == 0
-    port = metrics_port(start_server("--metrics-port", "0", *disk).log_text())
+    server = start_server("--http", "127.0.0.1:0", *disk)
     values = wait_until(
-        lambda: (found := scrape(port))["kvstore_disk_up", "0"] == 1 and found, what="the tier is recovered"
+        lambda: (found := scrape(server))["kvstore_disk_up", "0"] == 1 and found, what="the tier is recovered"
     )
     assert values["kvstore_disk_recovered_blocks", "0"] == 100
     assert values["kvstore_disk_recovery_seconds", "0"] > 0
 
 
 def test_every_metric_of_the_disk_tier_is_in_the_manual(start_server: StartServer, tmp_path: Path) -> None:
-    server = start_server("--metrics-port", "0", "--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+    server = start_server("--http", "127.0.0.1:0", "--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
     manual = (ROOT / "docs" / "persistence.md").read_text(encoding="utf-8")
-    served = {name for name, _ in scrape(metrics_port(server.log_text())) if "disk" in name or "index" in name}
+    served = {name for name, _ in scrape(server) if "disk" in name or "index" in name}
     assert len(served) > 20
     assert not {name for name in served if f"`{name}`" not in manual}
 
 
 def test_a_server_without_a_disk_tier_has_no_metrics_of_one(start_server: StartServer) -> None:
-    values = scrape(metrics_port(start_server("--metrics-port", "0").log_text()))
+    values = scrape(start_server("--http", "127.0.0.1:0"))
     assert not [name for name, _ in values if name.startswith("kvstore_disk")]
 
 
 def test_a_dead_shard_is_down_in_the_metrics_until_it_is_back(start_server: StartServer) -> None:
-    server = start_server("--shards", "2", "--metrics-port", "0")
-    port = metrics_port(server.log_text())
-    assert scrape(port)["kvstore_shard_up", "1"] == 1
+    server = start_server("--shards", "2", "--http", "127.0.0.1:0")
+    assert scrape(server)["kvstore_shard_up", "1"] == 1
     server.shards()[1].kill()
     values = wait_until(
-        lambda: (found := scrape(port)).get(("kvstore_shard_restarts_total", "")) == 1 and found,
+        lambda: (found := scrape(server)).get(("kvstore_shard_restarts_total", "")) == 1 and found,
         what="the restart is counted",
     )
     assert values["kvstore_shard_up", "0"] == 1
-    wait_until(lambda: scrape(port)["kvstore_shard_up", "1"] == 1, what="shard 1 answers again")
+    wait_until(lambda: scrape(server)["kvstore_shard_up", "1"] == 1, what="shard 1 answers again")

@@ -24,7 +24,7 @@ from tests.support.harness import Server, environment, wait_until
 from tests.support.network import Network
 
 PORT = 7070
-METRICS_PORT = 9090
+HTTP_PORT = 9090
 SERVE_S = 30.0  # for a node to register, or its grace to end
 CLIENTS = ("client1", "client2")
 
@@ -43,7 +43,7 @@ class Node(Server):
             "zone": zone,
             "memory": cluster.memory,
             "segment": "2MiB",
-            "metrics-port": METRICS_PORT,
+            "http": f"{address}:{HTTP_PORT}",
             **flags,
         }
         arguments = [f"--{name}={value}" for name, value in given.items()]

@@ -2,7 +2,8 @@
 that cannot be written, a user that is not root and has no capability, an environment of its own, and volumes.
 
 What the image would hold is what the test's own Python has: the commands `kvstore-server` and `kvstore` run this
-checkout. The user is 10001 in a user namespace, and whoever runs the tests outside of it, so that it can read them.
+checkout, and `python` is that Python. The user is 10001 in a user namespace, and whoever runs the tests outside of it,
+so that it can read them.
 
 with Network() as network, Container(network, "kvstore-1", tmp_path) as container:
     process = container.start(["kvstore-server", ...], {"KVSTORE_SERVER_PORT": "7070"})
@@ -22,7 +23,7 @@ from tests.support.network import Network, unavailable
 
 USER_ID = 10001
 SETUP_S = 10.0
-_MODULES = {"kvstore-server": "kvstore", "kvstore": "kvstore_cli"}
+_COMMANDS = {"kvstore-server": "-m kvstore", "kvstore": "-m kvstore_cli", "python": ""}
 _AS_USER = [
     *("unshare", "--user", f"--map-user={USER_ID}", f"--map-group={USER_ID}"),
     *("setpriv", "--no-new-privs", "--inh-caps=-all", "--"),
@@ -135,8 +136,8 @@ class Container:
     def _write_commands(self) -> Path:
         folder = self.folder / "bin"
         folder.mkdir()
-        for command, module in _MODULES.items():
+        for command, arguments in _COMMANDS.items():
             file = folder / command
-            file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
+            file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
             file.chmod(0o755)
         return folder

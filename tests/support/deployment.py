@@ -83,7 +83,8 @@ class Node:
     def settings(self) -> config.ServerConfig:
         """As the server itself would read them. Raises what it would exit with."""
         context = get_command(server_app).make_context("kvstore-server", list(self.flags))
-        given = {name: value for name, value in context.params.items() if name not in ("config", "version")}
+        settings = config.ServerConfig.__struct_fields__
+        given = {name: value for name, value in context.params.items() if name in settings}
         return config.load(None, self.environment, given)
 
     def with_settings(self, **values: str) -> Node:
@@ -178,12 +179,19 @@ def pod(ordinal: int, address: str, zone: str = "") -> Node:
         name,
         flags,
         image_environment(),
-        [container[probe]["exec"]["command"] for probe in PROBES],
+        [_asking(container, container[probe]["httpGet"], address) for probe in PROBES],
         spec["terminationGracePeriodSeconds"],
         quantity_bytes(container["resources"]["limits"]["memory"]),
         frozenset(port["containerPort"] for port in container["ports"]),
         mount["mountPath"],
     )
+
+
+def _asking(container: Any, get: Any, address: str) -> list[str]:
+    """A command that asks what the kubelet would: status 0 for an answer of 200."""
+    (port,) = (port["containerPort"] for port in container["ports"] if port["name"] == get["port"])
+    url = f"http://{address}:{port}{get['path']}"
+    return ["python", "-I", "-c", "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)", url]
 
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")

@@ -139,6 +139,13 @@ class Server:
         return f"tcp://{self.host}:{self.port}"
 
     @property
+    def http_url(self) -> str:
+        """Where it serves HTTP, when started with --http: http://HOST:PORT."""
+        found = re.search(r" (http://\S+:\d+)/[;\s]", self.log_text())
+        assert found, self.log_text()
+        return found[1]
+
+    @property
     def running(self) -> bool:
         return self.process.poll() is None
 

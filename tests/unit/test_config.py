@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.cluster.url import EtcdURL
-from kvstore.node.config import ConfigError, NamespaceRule, ServerConfig, load
+from kvstore.node.cli import HEADING
+from kvstore.node.config import NamespaceRule, ServerConfig, load
+from kvstore.node.settings import ConfigError, HostPort, Size, changed, describe, to_toml
+from kvstore.sizes import parse_size
+from tests.support.harness import ROOT
 
 CLUSTER = "etcd://a:2379/n"
 
@@ -37,24 +44,27 @@ def test_the_defaults_are_the_documented_ones() -> None:
     config = load(None, {}, {})
     assert config == ServerConfig()
     assert (config.host, config.port, config.shards, config.log_level) == ("127.0.0.1", 7070, 1, "info")
-    assert config.memory_bytes == 4 << 30
-    assert (config.disk, config.disk_size, config.disk_write, config.scrub_mbps) == (None, "50GiB", "all", 0)
+    assert (config.memory, config.segment, config.http, config.log_format) == (4 << 30, 32 << 20, None, "text")
+    assert (config.disk, config.disk_size, config.disk_write, config.scrub_mbps) == (None, 50 << 30, "all", 0)
     assert (config.cluster, config.node_id, config.advertise, config.zone) == (None, None, None, "")
     assert (config.drain_seconds, config.grace_seconds, config.lease_seconds) == (0, 300, 2)
     assert (config.policy, config.ttl_seconds, config.namespaces, config.warm_start) == ("default", 0, [], True)
 
 
-def test_every_setting_is_in_the_operators_manual() -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
-    for name in ServerConfig.__struct_fields__:
-        assert ("[[namespaces]]" if name == "namespaces" else f"`--{name.replace('_', '-')}`") in manual, name
+def test_the_table_in_the_operators_manual_is_made_from_the_settings() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "settings_table.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    for each in describe(ServerConfig):
+        assert (f"`[[{each.name}]]`" if each.setting.file_only else f"`{each.flag}") in manual, each.name
 
 
 def test_a_flag_beats_the_environment_and_that_the_file(write: Any) -> None:
     file = write('port = 1000\nshards = 2\nmemory = "1GiB"\nlog_level = "debug"\n')
     environment = {"KVSTORE_SERVER_PORT": "2000", "KVSTORE_SERVER_SHARDS": "4", "PATH": "/bin"}
     config = load(file, environment, {"port": 3000, "shards": None, "memory": None})
-    assert (config.port, config.shards, config.memory_bytes, config.log_level) == (3000, 4, 1 << 30, "debug")
+    assert (config.port, config.shards, config.memory, config.log_level) == (3000, 4, 1 << 30, "debug")
     assert config.shard_memory_bytes == 1 << 28
 
 
@@ -66,7 +76,8 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "memory": "128MiB",
         "segment": "2MiB",
         "log_level": "error",
-        "metrics_port": 9100,
+        "log_format": "json",
+        "http": "[::]:9100",
         "policy": "lru",
         "ttl_seconds": 3600,
         "disk": "/data/kv",
@@ -88,7 +99,54 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
     environment = {f"KVSTORE_SERVER_{name.upper()}": text for name, text in texts.items()}
     from_file, from_environment = load(write(toml), {}, {}), load(None, environment, {})
     assert from_file == from_environment == load(None, {}, settings)
-    assert {name: getattr(from_file, name) for name in settings} == settings
+    expected = {**settings, "memory": 128 << 20, "segment": 2 << 20, "disk_size": 1 << 30}
+    assert {name: getattr(from_file, name) for name in settings} == expected
+    assert load(None, {}, texts) == from_file  # flags are text, as variables are
+    assert load(write(to_toml(from_file, HEADING)), {}, {}) == from_file
+
+
+def test_the_settings_are_printed_as_a_file_that_gives_them_again(write: Any) -> None:
+    defaults = to_toml(ServerConfig(), HEADING)
+    assert load(write(defaults), {}, {}) == ServerConfig()
+    # What is commented out can be used: no example is anything but an example.
+    keys = re.sub(r"^# (\w+ = |\[\[)", r"\1", defaults, flags=re.MULTILINE)
+    keys = keys.replace('"HOST:PORT"', '"[::1]:0"').replace('"URL"', '"etcd://a:2379/n"').replace('= "HOST"', '= "b"')
+    config = load(write(keys), {}, {})
+    assert (config.http, config.disk, config.node_id) == ("[::1]:0", "FOLDER", "ID")
+    assert config.namespaces == [NamespaceRule("Qwen/*", 3600, 1)]
+    assert load(write(to_toml(config, HEADING)), {}, {}) == config
+    for each in describe(ServerConfig):
+        assert each.name in defaults and each.setting.help.split()[0] in defaults
+
+
+def test_what_is_not_as_by_default_is_told() -> None:
+    assert changed(ServerConfig()) == {}
+    config = load(None, {}, {"memory": "512Mi", "warm_start": False, "http": "127.0.0.1:0"})
+    assert changed(config) == {"http": "127.0.0.1:0", "memory": "512MiB", "warm_start": "false"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [('"512Mi"', 512 << 20), ("1073741824", 1 << 30), ('"4G"', 4 * 10**9), ('"1073741824"', 1 << 30)]
+)
+def test_a_size_in_the_file_has_a_unit_or_is_a_number_of_bytes(write: Any, text: str, size: int) -> None:
+    assert load(write(f"memory = {text}\n"), {}, {}).memory == size
+
+
+@pytest.mark.parametrize(("text", "host", "port"), [("0.0.0.0:9100", "0.0.0.0", 9100), ("[fd00::7]:0", "fd00::7", 0)])
+def test_an_address_for_http_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
+    address = load(None, {"KVSTORE_SERVER_HTTP": text}, {}).http
+    assert address is not None and (address.host, address.port) == (host, port)
+    assert HostPort.of(host, port) == text
+
+
+def test_a_file_can_be_named_by_a_variable_and_a_flag_names_another(write: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text("port = 1\n")
+    environment = {"KVSTORE_SERVER_CONFIG": str(other)}
+    assert load(None, environment, {}).port == 1
+    assert load(write("port = 2\n"), environment, {}).port == 2
+    message = refused(environment={"KVSTORE_SERVER_CONFIG": "/nosuch/x.toml"})
+    assert message == "KVSTORE_SERVER_CONFIG /nosuch/x.toml: the file cannot be read: No such file or directory"
 
 
 def test_rules_for_namespaces_are_tables_of_the_file(write: Any) -> None:
@@ -120,7 +178,7 @@ SIZES = [f"{count}{unit}" for unit in ("MiB", "GiB", "TiB") for count in (8, 9, 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_disk_of_any_size_is_cut_into_some_dozens_to_some_hundreds_of_segments(size: str, shards: int) -> None:
-    config = ServerConfig(disk_size=size, shards=shards)
+    config = ServerConfig(disk_size=Size(parse_size(size)), shards=shards)
     segment, limit = config.disk_segment_bytes, config.shard_disk_bytes
     assert segment >= 1 << 20 and segment & (segment - 1) == 0
     if limit >= 8 << 20:
@@ -131,9 +189,9 @@ def test_a_disk_of_any_size_is_cut_into_some_dozens_to_some_hundreds_of_segments
 
 
 def test_no_more_segments_than_needed_while_they_may_be_larger() -> None:
-    assert ServerConfig(disk_size="8MiB").disk_segment_bytes == 1 << 20
-    assert ServerConfig(disk_size="50GiB").disk_segment_bytes == 256 << 20
-    assert ServerConfig(disk_size="100TiB").disk_segment_bytes == 128 << 30
+    assert ServerConfig(disk_size=Size(parse_size("8MiB"))).disk_segment_bytes == 1 << 20
+    assert ServerConfig(disk_size=Size(parse_size("50GiB"))).disk_segment_bytes == 256 << 20
+    assert ServerConfig(disk_size=Size(parse_size("100TiB"))).disk_segment_bytes == 128 << 30
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
@@ -166,82 +224,100 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "parts"),
+    ("flags", "message"),
     [
-        ({"port": 70000}, ["port", "70000", "65535"]),
-        ({"port": -1}, ["port", "-1", "0"]),
-        ({"shards": 0}, ["shards", "0", "1"]),
-        ({"shards": 257}, ["shards", "257", "256"]),
-        ({"port": "7070"}, ["port", "7070", "int"]),
-        ({"memory": "lots"}, ["memory", "'lots'", "4GiB"]),
-        ({"memory": "-1GiB"}, ["memory", "'-1GiB'", "4GiB"]),
-        ({"memory": "4 GiBs"}, ["memory", "'4 GiBs'"]),
-        ({"memory": "9" * 400}, ["memory", "999"]),
-        ({"memory": ""}, ["memory", "''"]),
-        ({"segment": "much"}, ["segment", "'much'", "MiB"]),
-        ({"segment": "4KiB"}, ["segment", "'4KiB'", "1.0 MiB"]),
-        ({"segment": "1048577"}, ["segment", "'1048577'", "multiple of 4 KiB"]),
-        ({"memory": "16MiB"}, ["memory", "'16MiB'", "one segment", "33554432", "--segment"]),
-        ({"memory": "64MiB", "shards": 3}, ["memory", "3 shard", "22369621", "--shards"]),
-        ({"policy": "mru"}, ["policy", "'mru'", "default", "lru"]),
-        ({"ttl_seconds": -1}, ["ttl_seconds", "-1", "0"]),
-        ({"ttl_seconds": 10**10}, ["ttl_seconds", "10000000000", "315360000"]),
-        ({"disk": ""}, ["disk", "empty", "folder"]),
-        ({"disk": 5}, ["disk", "5", "str"]),
-        ({"disk_size": "big"}, ["disk_size", "'big'", "GiB"]),
-        ({"disk_size": "4MiB"}, ["disk_size", "'4MiB'", "4194304", "8.0 MiB", "--disk-size"]),
-        ({"disk_size": "64MiB", "shards": 9}, ["disk_size", "9 shard", "7456540", "8.0 MiB"]),
-        ({"disk_write": "some"}, ["disk_write", "'some'", "all, reused, evicted"]),
-        ({"scrub_mbps": -1}, ["scrub_mbps", "-1", "0"]),
-        ({"scrub_mbps": 200_000}, ["scrub_mbps", "200000", "100000"]),
-        ({"cluster": "10.0.0.1:2379"}, ["cluster", "'10.0.0.1:2379'", "etcd://HOST:PORT"]),
-        ({"cluster": "etcd://a/n"}, ["cluster", "'etcd://a/n'", "HOST:PORT"]),
-        ({"cluster": "etcd://a:2379"}, ["cluster", "'etcd://a:2379'", "/NAME"]),
-        ({"cluster": ""}, ["cluster", "''", "etcd://HOST:PORT"]),
-        ({"cluster": "dns://kvstore:7070"}, ["cluster", "'dns://kvstore:7070'", "etcd://", "do not register"]),
-        ({"cluster": CLUSTER, "node_id": "a/b"}, ["node_id", "'a/b'", "letters", "1 to 64"]),
-        ({"cluster": CLUSTER, "node_id": ""}, ["node_id", "''", "letters"]),
-        ({"cluster": CLUSTER, "host": "0.0.0.0"}, ["host", "'0.0.0.0'", "--advertise"]),
-        ({"cluster": CLUSTER, "advertise": "::"}, ["advertise", "'::'", "--advertise"]),
-        ({"cluster": CLUSTER, "advertise": "10.0.0.7:7070"}, ["advertise", "'10.0.0.7:7070'", "without a port"]),
-        ({"cluster": CLUSTER, "advertise": "a b"}, ["advertise", "'a b'", "host name"]),
-        ({"cluster": CLUSTER, "zone": "a,b"}, ["zone", "'a,b'", "letters"]),
-        ({"cluster": CLUSTER, "drain_seconds": -1}, ["drain_seconds", "-1", "0"]),
-        ({"cluster": CLUSTER, "lease_seconds": 1}, ["lease_seconds", "1", "2"]),
-        ({"cluster": CLUSTER, "grace_seconds": 100_000}, ["grace_seconds", "100000", "86400"]),
-        ({"advertise": "10.0.0.7"}, ["advertise", "'10.0.0.7'", "--cluster"]),
-        ({"drain_seconds": 5}, ["drain_seconds", "5", "--cluster"]),
-        ({"log_level": "loud"}, ["log_level", "'loud'", "debug, info, warning, error"]),
+        ({"port": "70000"}, "--port 70000: expected a whole number from 0 to 65535"),
+        ({"port": "-1"}, "--port -1: expected a whole number from 0 to 65535"),
+        ({"port": "7070.5"}, "--port 7070.5: expected a whole number from 0 to 65535"),
+        ({"shards": "0"}, "--shards 0: expected a whole number from 1 to 256"),
+        ({"shards": "257"}, "--shards 257: expected a whole number from 1 to 256"),
+        ({"memory": "lots"}, "--memory lots: expected a size such as 512MiB, 4GiB or 512Mi, or a number of bytes"),
+        ({"memory": "-1GiB"}, "--memory -1GiB: expected a size"),
+        ({"memory": "4 GiBs"}, "--memory '4 GiBs': expected a size"),
+        ({"memory": "9" * 400}, "--memory 999"),
+        ({"memory": ""}, "--memory '': expected a size"),
+        ({"segment": "much"}, "--segment much: expected a size"),
+        ({"segment": "4KiB"}, "--segment 4KiB: expected at least 1MiB, and a multiple of 4KiB"),
+        ({"segment": "1048577"}, "--segment 1048577: expected at least 1MiB, and a multiple of 4KiB"),
+        (
+            {"memory": "16MiB"},
+            "--memory 16MiB: this gives each of 1 shard(s) 16777216 bytes: expected at least one segment of 32MiB; "
+            "raise --memory, or lower --shards or --segment",
+        ),
+        ({"memory": "64MiB", "shards": "3"}, "--memory 64MiB: this gives each of 3 shard(s) 22369621 bytes"),
+        ({"shards": "200"}, "--memory 4GiB (the default): this gives each of 200 shard(s) 21474836 bytes"),
+        ({"policy": "mru"}, "--policy mru: expected one of "),
+        ({"ttl_seconds": "-1"}, "--ttl-seconds -1: expected a whole number from 0 to 315360000"),
+        ({"ttl_seconds": "10000000000"}, "--ttl-seconds 10000000000: expected a whole number from 0 to 315360000"),
+        ({"disk": ""}, "--disk '': expected the path of a folder"),
+        ({"disk_size": "big"}, "--disk-size big: expected a size"),
+        (
+            {"disk_size": "4MiB"},
+            "--disk-size 4MiB: this gives each of 1 shard(s) 4194304 bytes: expected at least 8MiB a shard; raise "
+            "--disk-size",
+        ),
+        ({"disk_size": "64MiB", "shards": "9"}, "--disk-size 64MiB: this gives each of 9 shard(s) 7456540 bytes"),
+        ({"disk_write": "some"}, "--disk-write some: expected one of all, reused, evicted"),
+        ({"scrub_mbps": "-1"}, "--scrub-mbps -1: expected a whole number from 0 to 100000"),
+        ({"cluster": "10.0.0.1:2379"}, "--cluster 10.0.0.1:2379: expected etcd://HOST:PORT"),
+        ({"cluster": "etcd://a/n"}, "--cluster etcd://a/n: the address 'a': expected HOST:PORT"),
+        (
+            {"cluster": "etcd://a:2379"},
+            "--cluster etcd://a:2379: the cluster's name '': expected etcd://HOST:PORT[,HOST:PORT...]/NAME",
+        ),
+        ({"cluster": ""}, "--cluster '': expected etcd://HOST:PORT"),
+        ({"cluster": "dns://kvstore:7070"}, "--cluster dns://kvstore:7070: expected etcd://HOST:PORT"),
+        ({"cluster": CLUSTER, "node_id": "a/b"}, "--node-id a/b: expected 1 to 64 letters"),
+        ({"cluster": CLUSTER, "node_id": ""}, "--node-id '': expected 1 to 64 letters"),
+        ({"cluster": CLUSTER, "host": "0.0.0.0"}, "--host 0.0.0.0: others cannot connect to this address: give --adv"),
+        ({"cluster": CLUSTER, "advertise": "::"}, "--advertise ::: others cannot connect to this address"),
+        ({"cluster": CLUSTER, "advertise": "10.0.0.7:7070"}, "--advertise 10.0.0.7:7070: expected a host name or an"),
+        ({"cluster": CLUSTER, "advertise": "a b"}, "--advertise 'a b': expected a host name or an address, without a"),
+        ({"cluster": CLUSTER, "zone": "a,b"}, "--zone a,b: expected up to 64 letters"),
+        ({"cluster": CLUSTER, "drain_seconds": "-1"}, "--drain-seconds -1: expected a whole number from 0 to 86400"),
+        ({"cluster": CLUSTER, "lease_seconds": "1"}, "--lease-seconds 1: expected a whole number from 2 to 60"),
+        (
+            {"advertise": "10.0.0.7"},
+            "--advertise 10.0.0.7: only a member of a cluster has this setting: give --cluster",
+        ),
+        ({"drain_seconds": "5"}, "--drain-seconds 5: only a member of a cluster has this setting: give --cluster too"),
+        ({"log_level": "loud"}, "--log-level loud: expected one of debug, info, warning, error"),
+        ({"log_format": "xml"}, "--log-format xml: expected one of text, json"),
+        ({"http": ":9090"}, "--http :9090: expected HOST:PORT or [IPv6]:PORT, such as 0.0.0.0:9100"),
+        ({"http": "9090"}, "--http 9090: expected HOST:PORT"),
+        ({"http": "::1:9090"}, "--http ::1:9090: expected HOST:PORT or [IPv6]:PORT"),
+        ({"http": "a:65536"}, "--http a:65536: expected HOST:PORT"),
+        ({"http": "http://a:80"}, "--http http://a:80: expected HOST:PORT"),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) and len(str(value)) < 40 else "",
 )
-def test_a_setting_that_cannot_be_says_what_was_given_and_what_is_expected(
-    flags: dict[str, Any], parts: list[str]
+def test_a_setting_that_cannot_be_used_says_what_was_given_and_what_is_expected(
+    flags: dict[str, Any], message: str
 ) -> None:
-    message = refused(flags=flags)
-    assert all(part in message for part in parts), message
+    assert refused(flags=flags).startswith(message)
 
 
 @pytest.mark.parametrize("value", ["many", "", "1.5", "0x10"])
 def test_a_number_in_the_environment_is_a_number(value: str) -> None:
     message = refused(environment={"KVSTORE_SERVER_SHARDS": value})
-    assert "KVSTORE_SERVER_SHARDS" in message and repr(value) in message and "whole number" in message
+    shown = value or "''"
+    assert message == f"KVSTORE_SERVER_SHARDS={shown}: expected a whole number from 1 to 256"
 
 
 @pytest.mark.parametrize(
-    ("rule", "parts"),
+    ("rule", "problem"),
     [
-        ('match = "*"\nttl = 5', ["namespaces", "ttl"]),
-        ("ttl_seconds = 5", ["namespaces", "match"]),
-        ('match = "*"\nttl_seconds = "5"', ["namespaces", "'5'", "int"]),
-        ('match = "*"\nttl_seconds = -1', ["namespaces", "-1", ">= 0"]),
-        ('match = "*"\npriority = 4', ["namespaces", "4", "<= 3"]),
-        ("match = 5", ["namespaces", "5", "str"]),
+        ('match = "*"\nttl = 5', "[[namespaces]] number 1: object contains unknown field `ttl`"),
+        ("ttl_seconds = 5", "[[namespaces]] number 1: object missing required field `match`"),
+        ('match = "*"\nttl_seconds = "x"', "[[namespaces]] number 1, ttl_seconds: expected `int`, got `str`"),
+        ('match = "*"\nttl_seconds = -1', "[[namespaces]] number 1, ttl_seconds: expected `int` >= 0"),
+        ('match = "*"\n[[namespaces]]\nmatch = "*"\npriority = 4', "[[namespaces]] number 2, priority: expected `int`"),
+        ("match = 5", "[[namespaces]] number 1, match: expected `str`, got `int`"),
     ],
 )
-def test_a_rule_that_cannot_be_is_named(write: Any, rule: str, parts: list[str]) -> None:
-    message = refused(write(f"[[namespaces]]\n{rule}\n"))
-    assert all(part in message for part in parts), message
+def test_a_rule_that_cannot_be_used_is_named(write: Any, rule: str, problem: str) -> None:
+    file = write(f"[[namespaces]]\n{rule}\n")
+    assert refused(file).startswith(f"{file}: {problem}")
 
 
 def test_no_variable_makes_rules_for_namespaces() -> None:
@@ -251,12 +327,33 @@ def test_no_variable_makes_rules_for_namespaces() -> None:
     assert "'KVSTORE_SERVER_NAMESPACE'" in unknown and "KVSTORE_SERVER_NAMESPACES" not in unknown
 
 
-@pytest.mark.parametrize("value", ["yes", "", "1", "True"])
+@pytest.mark.parametrize("value", ["yes", "", "on"])
 def test_a_switch_in_the_environment_is_true_or_false(value: str) -> None:
     message = refused(environment={"KVSTORE_SERVER_WARM_START": value})
-    assert "KVSTORE_SERVER_WARM_START" in message and repr(value) in message and "true or false" in message
+    shown = value or "''"
+    assert message == f"KVSTORE_SERVER_WARM_START={shown}: expected true or false"
 
 
-def test_a_value_of_the_wrong_kind_in_the_file_is_named(write: Any) -> None:
-    message = refused(write("memory = 5\n"))
-    assert "memory" in message and "5" in message
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("memory = -5", "a size such as"),
+        ("memory = true", "a size such as"),
+        ("memory = 1.5", "a size such as"),
+        ("port = [1]", "a whole number from 0 to 65535"),
+        ("disk = 5", "text"),
+        ('log_level = "loud"', "one of debug, info, warning, error"),
+        ("http = 9090", "HOST:PORT"),
+    ],
+)
+def test_a_value_in_the_file_is_named_with_its_file_and_key(write: Any, line: str, expected: str) -> None:
+    file = write(f"{line}\n")
+    shown = line.replace("[1]", "...")
+    assert refused(file).startswith(f"{file}: {shown}: expected {expected}")
+
+
+def test_settings_that_do_not_fit_each_other_say_where_they_came_from(write: Any) -> None:
+    file = write('memory = "16Mi"\n')
+    assert refused(file).startswith(f'{file}: memory = "16Mi": this gives each of 1 shard(s) 16777216 bytes')
+    message = refused(environment={"KVSTORE_SERVER_DISK_SIZE": "4Mi"})
+    assert message.startswith("KVSTORE_SERVER_DISK_SIZE=4Mi: this gives each of 1 shard(s) 4194304 bytes")

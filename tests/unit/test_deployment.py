@@ -13,8 +13,8 @@ import pytest
 
 from kvstore import __version__
 from kvstore.node import supervisor as server
-from kvstore.node.config import tomllib
-from kvstore.sizes import parse_size
+from kvstore.node.health import VERDICT_S
+from kvstore.node.settings import tomllib
 from tests.support.deployment import (
     DOCKER,
     PROBES,
@@ -39,6 +39,13 @@ USER_ID = 10001
 
 def nodes() -> list[Node]:
     return [*compose_nodes(), pod(0, "10.0.0.1", "a")]
+
+
+def http_port(node: Node) -> int:
+    """Where it serves HTTP, for every host."""
+    address = node.settings().http
+    assert address is not None and address.host in ("0.0.0.0", "::")
+    return address.port
 
 
 by_name = pytest.mark.parametrize("node", nodes(), ids=lambda node: node.name)
@@ -94,7 +101,7 @@ def test_the_server_is_process_one_is_told_to_stop_by_sigterm_and_says_how_it_is
     last = {instruction.name: instruction.rest for instruction in stage("server")}
     assert last["ENTRYPOINT"] == '["kvstore-server"]'
     assert last["STOPSIGNAL"] == "SIGTERM"
-    assert "kvstore ping" in last["HEALTHCHECK"]
+    assert "/readyz" in last["HEALTHCHECK"]
     assert not re.search(r"\bgcc\b|apt-get", " ".join(rest for _, rest in stage("server")))
 
 
@@ -137,16 +144,16 @@ def test_ports_are_those_of_the_shards_and_of_the_metrics(node: Node) -> None:
     settings = node.settings()
     shards = set(range(settings.port, settings.port + settings.shards))
     assert shards <= node.ports
-    assert settings.metrics_port not in shards
+    assert http_port(node) not in shards
 
 
 @by_name
 def test_probes_ask_the_port_the_server_listens_on(node: Node) -> None:
-    settings = node.settings()
-    assert settings.host in ("0.0.0.0", "::")
+    assert node.settings().host in ("0.0.0.0", "::")
     for probe in node.probes:
-        text = " ".join(probe).replace("$KVSTORE_SERVER_PORT", node.environment["KVSTORE_SERVER_PORT"])
-        assert f"tcp://127.0.0.1:{settings.port}" in text
+        port = node.environment["KVSTORE_SERVER_HTTP"].rpartition(":")[2]
+        text = " ".join(probe).replace("${KVSTORE_SERVER_HTTP##*:}", port)
+        assert re.search(rf"http://[\d.]+:{http_port(node)}/(healthz|readyz)$", text), text
 
 
 @by_name
@@ -159,7 +166,7 @@ def test_a_node_has_the_time_to_drain_and_to_write_what_is_only_in_memory(node: 
 def test_memory_limits_leave_room_for_what_the_server_takes_beyond_its_blocks(node: Node) -> None:
     settings = node.settings()
     supervisor = 256 << 20
-    assert node.memory_limit_bytes >= settings.memory_bytes + settings.shards * OVERHEAD_BYTES + supervisor
+    assert node.memory_limit_bytes >= settings.memory + settings.shards * OVERHEAD_BYTES + supervisor
 
 
 @by_name
@@ -235,7 +242,7 @@ def test_build_targets_are_stages_of_the_dockerfile() -> None:
 def test_prometheus_scrapes_every_node_where_it_serves_its_metrics() -> None:
     (job,) = manifest("prometheus/prometheus.yml")["scrape_configs"]
     (targets,) = job["static_configs"]
-    assert targets["targets"] == [f"{node.name}:{node.settings().metrics_port}" for node in compose_nodes()]
+    assert targets["targets"] == [f"{node.name}:{http_port(node)}" for node in compose_nodes()]
     # What is named by a path inside is mounted there.
     (rules,) = manifest("prometheus/prometheus.yml")["rule_files"]
     assert "./prometheus:/etc/prometheus:ro" in services()["prometheus"]["volumes"]
@@ -319,14 +326,14 @@ def test_a_pod_mounts_the_volume_it_claims_where_its_image_expects_it(file: str)
 
 def test_the_headless_service_leads_to_the_first_shard_and_to_the_metrics_of_every_pod() -> None:
     spec = kubernetes("kvstore.yaml")["Service"]["spec"]
-    settings = pod(0, "10.0.0.1").settings()
+    node = pod(0, "10.0.0.1")
     assert spec["clusterIP"] == "None" and spec["publishNotReadyAddresses"]
     assert {port["name"]: port["port"] for port in spec["ports"]} == {
-        "kvstore": settings.port,
-        "metrics": settings.metrics_port,
+        "kvstore": node.settings().port,
+        "http": http_port(node),
     }
     annotations = stateful_set()["spec"]["template"]["metadata"]["annotations"]
-    assert annotations["prometheus.io/port"] == str(settings.metrics_port)
+    assert annotations["prometheus.io/port"] == str(http_port(node))
 
 
 def test_pods_are_found_by_the_name_that_etcd_has_in_the_manifest() -> None:
@@ -354,11 +361,16 @@ def test_without_etcd_a_pod_needs_only_flags_removed() -> None:
 def test_a_probe_has_the_time_that_its_own_question_may_take() -> None:
     (container,) = stateful_set()["spec"]["template"]["spec"]["containers"]
     for name in PROBES:
-        (timeout,) = re.findall(r"--timeout=(\d+)", " ".join(container[name]["exec"]["command"]))
-        assert container[name]["timeoutSeconds"] >= int(timeout) + 5
+        assert container[name]["timeoutSeconds"] >= VERDICT_S + 2
         assert container[name]["periodSeconds"] <= 30
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 2 * server.START_S
+
+
+def test_a_pod_that_etcd_does_not_answer_is_not_ready_but_is_not_ended() -> None:
+    (container,) = stateful_set()["spec"]["template"]["spec"]["containers"]
+    paths = {name: container[name]["httpGet"]["path"] for name in PROBES}
+    assert paths == {"startupProbe": "/healthz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
 
 
 def test_the_next_pod_is_updated_only_when_this_one_has_been_filled() -> None:
@@ -370,14 +382,15 @@ def test_the_next_pod_is_updated_only_when_this_one_has_been_filled() -> None:
 def test_the_claim_holds_the_disk_tier_and_what_the_file_system_takes() -> None:
     (claim,) = stateful_set()["spec"]["volumeClaimTemplates"]
     size = quantity_bytes(claim["spec"]["resources"]["requests"]["storage"])
-    assert size >= parse_size(pod(0, "10.0.0.1").settings().disk_size) * 1.05
+    assert size >= pod(0, "10.0.0.1").settings().disk_size * 1.05
 
 
 def test_policies_let_through_the_ports_that_are_served() -> None:
     text = (DOCKER / "kubernetes" / "networkpolicy.yaml").read_text(encoding="utf-8")
-    settings = pod(0, "10.0.0.1").settings()
+    node = pod(0, "10.0.0.1")
+    settings = node.settings()
     assert f"port: {settings.port}\n" in text and f"endPort: {settings.port + settings.shards - 1}\n" in text
-    assert f"port: {settings.metrics_port}\n" in text
+    assert f"port: {http_port(node)}\n" in text
 
 
 def test_kustomize_names_the_manifests() -> None:

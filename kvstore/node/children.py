@@ -1,0 +1,189 @@
+"""The shards as the supervisor has them: each a listening socket, and the process that serves it now.
+
+The socket is the supervisor's. A shard that dies keeps its port and the connections that wait there, and the process
+started in its place takes them over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import kvstore
+from kvstore.logs import fields
+from kvstore.shard.setup import ShardConfig
+
+log = logging.getLogger("kvstore.server")
+
+MAX_RESTART_DELAY_S: Final = 5.0
+FIRST_RESTART_DELAY_S: Final = 0.1
+STABLE_S: Final = 10.0  # a shard that lived so long restarts without delay
+BIND_RETRY_S: Final = 1.0
+_BACKLOG: Final = 512
+# A shard runs the supervisor's own code, whatever the working directory holds (`python -m` would look there first).
+_CODE: Final = str(Path(kvstore.__file__).resolve().parent.parent)
+_RUN_SHARD: Final = (
+    "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; from kvstore.shard.process import main; main()"
+)
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+def bind(host: str, port: int, shards: int) -> list[socket.socket]:
+    """Listening sockets for all shards: `port`, `port`+1 …, or free ones for port 0. Raises `StartError`."""
+    sockets: list[socket.socket] = []
+    deadline = time.monotonic() + BIND_RETRY_S
+    for number in range(shards):
+        wanted = port + number if port else 0
+        while True:
+            try:
+                sockets.append(_listen(host, wanted))
+                break
+            except (OSError, OverflowError) as error:
+                code = error.errno if isinstance(error, OSError) else None
+                if code == errno.EADDRINUSE and time.monotonic() < deadline:
+                    time.sleep(0.05)  # a predecessor that was just killed
+                    continue
+                for other in sockets:
+                    other.close()
+                reason = "the port is in use" if code == errno.EADDRINUSE else str(error)
+                raise StartError(
+                    f"cannot listen on {host}:{wanted} for shard {number}: {reason}; "
+                    "choose another --host or --port (--port 0 picks free ones)"
+                ) from None
+    return sockets
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class Child:
+    """One shard. Used by the supervisor's main thread; `not_serving` may be read by any.
+
+    Its `pid_fd` and, until it is ready, its `ready_fd` are registered with the `selector`, with the child as data.
+    """
+
+    def __init__(self, number: int, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.number = number
+        self.listener = listener
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pid_fd = -1
+        self.ready_fd = -1  # it says there that it is ready; -1: it has
+        self.restart_at = 0.0
+        self.not_serving = "its process is starting"  # why it does not serve; empty: it does
+        self._selector = selector
+        self._started = 0.0
+        self._delay_s = 0.0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        host, port = self.listener.getsockname()[:2]
+        return host, port
+
+    def start(self, make_config: Callable[[Child, int], ShardConfig]) -> None:
+        """Start the shard's process, configured by `make_config(child, ready_fd)`. Raises `OSError`, with nothing left
+        of it."""
+        with contextlib.ExitStack() as undo:
+            ready_r, ready_w = os.pipe()
+            undo.callback(os.close, ready_r)
+            try:
+                process = self._spawn(make_config(self, ready_w), ready_w)
+            finally:
+                os.close(ready_w)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            pid_fd = os.pidfd_open(process.pid)
+            undo.callback(os.close, pid_fd)
+            self._selector.register(pid_fd, selectors.EVENT_READ, self)
+            undo.callback(self._selector.unregister, pid_fd)
+            self._selector.register(ready_r, selectors.EVENT_READ, self)
+            undo.pop_all()
+        self.process, self.pid_fd, self.ready_fd = process, pid_fd, ready_r
+        self._started = time.monotonic()
+
+    def _spawn(self, config: ShardConfig, ready_fd: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RUN_SHARD, _CODE],
+            stdin=subprocess.PIPE,
+            pass_fds=(self.listener.fileno(), ready_fd),
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(msgspec.json.encode(config))
+            process.stdin.close()
+        except BrokenPipeError:
+            log.error("shard %d died before it read its configuration", self.number)
+        return process
+
+    def take_ready(self) -> bool:
+        """Its `ready_fd` can be read: whether it is ready. False: it died before that."""
+        ready = bool(os.read(self.ready_fd, 1))
+        self._selector.unregister(self.ready_fd)
+        os.close(self.ready_fd)
+        self.ready_fd = -1
+        if ready:
+            self.not_serving = ""
+        return ready
+
+    def bury(self) -> None:
+        """Its process has ended: clear up, and decide when it is to be started again."""
+        process = self.process
+        assert process is not None
+        status = process.wait()
+        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+        self.not_serving = f"its process died ({cause}); another one is starting"
+        self._selector.unregister(self.pid_fd)
+        os.close(self.pid_fd)
+        self.pid_fd = -1
+        if self.ready_fd >= 0:
+            self.take_ready()
+        self.process = None
+        now = time.monotonic()
+        stable = now - self._started > STABLE_S
+        self._delay_s = 0.0 if stable else min(MAX_RESTART_DELAY_S, self._delay_s * 2 or FIRST_RESTART_DELAY_S)
+        self.restart_at = now + self._delay_s
+        log.error(
+            "shard %d (pid %d) died: %s; its blocks in memory are gone and count as misses; restarting in %.1f s",
+            self.number,
+            process.pid,
+            cause,
+            self._delay_s,
+            extra=fields(shard=self.number, pid=process.pid, status=status, restart_s=self._delay_s),
+        )
+
+    def start_failed(self, error: OSError) -> None:
+        """Its process cannot be started now: try again later."""
+        self.restart_at = time.monotonic() + MAX_RESTART_DELAY_S
+        self.not_serving = f"its process cannot be started: {error}"
+        log.error(
+            "shard %d cannot be started: %s; trying again in %.1f s",
+            self.number,
+            error,
+            MAX_RESTART_DELAY_S,
+            extra=fields(shard=self.number, restart_s=MAX_RESTART_DELAY_S),
+        )

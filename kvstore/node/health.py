@@ -1,0 +1,163 @@
+"""How the node is: each question asks the shards, so the answer is of now.
+
+All shards are asked at once, each on a thread of its own. One question a shard is under way at a time, and whoever
+asks meanwhile gets its answer: a shard that hangs holds one thread, however many probes wait for it. An answer takes
+`VERDICT_S` at most. Any thread may use a `Health`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvstore.wire import ShardInfo
+from kvstore.wire.asking import AskError, Asking
+
+if TYPE_CHECKING:
+    from kvstore.node.registration import RegistrationStatus
+
+log = logging.getLogger("kvstore.server")
+
+ASK_TIMEOUT_S: Final = 1.5  # to connect, and again to answer
+VERDICT_S: Final = 2.0  # for all shards together
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """What the supervisor knows itself. Its functions may be called by any thread."""
+
+    addresses: Sequence[tuple[str, int]]  # of the shards
+    not_serving: Callable[[int], str]  # why a shard is not served by a process; empty: it is
+    stopping: Callable[[], bool]
+    restarts: Callable[[], int]  # of shards, so far
+    cluster: Callable[[], RegistrationStatus] | None  # the node's membership, if it is to be a member
+
+
+class ShardState(msgspec.Struct, frozen=True):
+    """One shard in `Readiness`."""
+
+    shard: int
+    ready: bool
+    reason: str  # why not
+
+
+class ClusterState(msgspec.Struct, frozen=True):
+    """The node's membership in `Readiness`."""
+
+    registered: bool
+    state: str
+    reason: str
+
+
+class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What /readyz answers."""
+
+    ready: bool
+    reasons: list[str]
+    shards: list[ShardState]
+    cluster: ClusterState | None = None
+
+
+class Health:
+    """Asks the shards of a node."""
+
+    def __init__(self, node: NodeView) -> None:
+        self.node = node
+        count = len(node.addresses)
+        self._threads = ThreadPoolExecutor(count, "kvstore-health")
+        self._lock = threading.Lock()
+        self._asked: list[Future[ShardInfo] | None] = [None] * count
+        self._silent = [False] * count
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def shards(self) -> list[ShardInfo | str]:
+        """The state of each shard, or why there is none."""
+        questions = [self._question(shard) for shard in range(len(self.node.addresses))]
+        wait(questions, VERDICT_S)
+        return [_answer(question) for question in questions]
+
+    def alive(self) -> bool:
+        """Whether at least one shard answers."""
+        questions = [self._question(shard) for shard in range(len(self.node.addresses))]
+        try:
+            return any(question.exception() is None for question in as_completed(questions, VERDICT_S))
+        except (Late, CancelledError):
+            return False
+
+    def readiness(self) -> Readiness:
+        """Whether every shard answers and, in a cluster, the node is registered."""
+        shards = []
+        reasons = []
+        for number, state in enumerate(self.shards()):
+            reason = state if isinstance(state, str) else ""
+            shards.append(ShardState(number, not reason, reason))
+            if reason:
+                reasons.append(f"shard {number}: {reason}")
+        cluster = None
+        if self.node.cluster is not None:
+            status = self.node.cluster()
+            reason = "" if status.registered else _why_not_registered(status)
+            cluster = ClusterState(status.registered, status.state, reason)
+            if reason:
+                reasons.append(f"cluster: {reason}")
+        if self.node.stopping():
+            reasons.append("the server is stopping")
+        return Readiness(not reasons, reasons, shards, cluster)
+
+    def _question(self, shard: int) -> Future[ShardInfo]:
+        """The question to a shard that is under way, or a new one."""
+        with self._lock:
+            question = self._asked[shard]
+            if question is None or question.done():
+                question = self._asked[shard] = self._submit(shard)
+            return question
+
+    def _submit(self, shard: int) -> Future[ShardInfo]:
+        try:
+            return self._threads.submit(self._ask, shard)
+        except RuntimeError:  # closed
+            refused: Future[ShardInfo] = Future()
+            refused.set_exception(AskError("the server is stopping"))
+            return refused
+
+    def _ask(self, shard: int) -> ShardInfo:
+        try:
+            reason = self.node.not_serving(shard)
+            if reason:
+                raise AskError(reason)
+            with Asking(self.node.addresses[shard], ASK_TIMEOUT_S) as asking:
+                info = asking.info()
+        except AskError as error:
+            if not self._silent[shard] and not self.node.stopping():
+                log.warning("shard %d does not answer: %s", shard, error)
+                self._silent[shard] = True
+            raise
+        if self._silent[shard]:
+            log.warning("shard %d answers again", shard)
+            self._silent[shard] = False
+        return info
+
+
+def _answer(question: Future[ShardInfo]) -> ShardInfo | str:
+    if not question.done() or question.cancelled():
+        return f"no answer within {VERDICT_S:g} s"
+    error = question.exception()
+    return question.result() if error is None else str(error)
+
+
+def _why_not_registered(status: RegistrationStatus) -> str:
+    if status.state == "out":
+        return "the node has left the cluster; restart it to join again"
+    if not status.directory_up:
+        return "not registered: etcd cannot be asked; see the log"
+    return "not registered yet, or another process has its --node-id; see the log"

@@ -1,0 +1,192 @@
+"""The node over HTTP: `/metrics`, `/healthz`, `/readyz`, and a page that lists them.
+
+Requests have threads, `MAX_REQUESTS` of them at most. When all are taken, the oldest connection is closed to make
+room: a scraper that reads slowly, or a client that says nothing, keeps no probe out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from socketserver import TCPServer, ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+
+import kvstore
+from kvstore.node.health import Health
+from kvstore.node.metrics import NodeCollector
+from kvstore.node.settings import HostPort
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+log = logging.getLogger("kvstore.server")
+
+MAX_REQUESTS: Final = 32
+PLACE_WAIT_S: Final = 0.2  # for the oldest connection to end
+READ_S: Final = 5.0  # for a client to say something, and to take an answer
+_TEXT: Final = "text/plain; charset=utf-8"
+_BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests at once\n"
+
+
+class Pages:
+    """The WSGI application. Any number of threads call it at once."""
+
+    def __init__(self, health: Health, settings: str) -> None:
+        """`settings`: those in effect, as text."""
+        registry = CollectorRegistry()
+        registry.register(NodeCollector(health))
+        ProcessCollector(registry=registry)  # of this process, the supervisor
+        self._metrics = make_wsgi_app(registry)
+        self._health = health
+        self._settings = settings
+        self._started = time.monotonic()
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer one request."""
+        method, environ["REQUEST_METHOD"] = environ["REQUEST_METHOD"], "GET"
+        if method not in ("GET", "HEAD"):
+            return _answer(start_response, "405 Method Not Allowed", "expected GET or HEAD\n")
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            body: Iterable[bytes] = self._metrics(environ, start_response)
+        elif path == "/healthz":
+            body = self._healthz(start_response)
+        elif path == "/readyz":
+            body = self._readyz(start_response)
+        elif path in ("", "/"):
+            body = _answer(start_response, "200 OK", self._page(), "text/html; charset=utf-8")
+        else:
+            body = _answer(start_response, "404 Not Found", "expected /, /metrics, /healthz or /readyz\n")
+        return [] if method == "HEAD" else body
+
+    def _healthz(self, start_response: StartResponse) -> Iterable[bytes]:
+        if self._health.alive():
+            return _answer(start_response, "200 OK", "ok\n")
+        return _answer(start_response, "503 Service Unavailable", "no shard answers; /readyz says why\n")
+
+    def _readyz(self, start_response: StartResponse) -> Iterable[bytes]:
+        readiness = self._health.readiness()
+        status = "200 OK" if readiness.ready else "503 Service Unavailable"
+        body = msgspec.json.format(msgspec.json.encode(readiness)).decode()
+        return _answer(start_response, status, f"{body}\n", "application/json")
+
+    def _page(self) -> str:
+        links = [
+            ("/metrics", "metrics of the node for Prometheus"),
+            ("/healthz", "200 when a shard answers"),
+            ("/readyz", "200 when every shard answers and, in a cluster, the node is registered; else who does not"),
+        ]
+        items = "".join(f'<li><a href="{path}">{path}</a>: {text}</li>' for path, text in links)
+        uptime_s = time.monotonic() - self._started
+        return (
+            "<!doctype html><html lang=en><meta charset=utf-8><title>kvstore-server</title>"
+            f"<h1>kvstore-server {html.escape(kvstore.__version__)}</h1><p>Up for {uptime_s:.0f} s.</p>"
+            f"<ul>{items}</ul><h2>Settings</h2><pre>{html.escape(self._settings)}</pre></html>\n"
+        )
+
+
+def _answer(start_response: StartResponse, status: str, body: str, kind: str = _TEXT) -> Iterable[bytes]:
+    data = body.encode()
+    start_response(status, [("Content-Type", kind), ("Content-Length", str(len(data))), ("Cache-Control", "no-store")])
+    return [data]
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = READ_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug("http: %s: %s", self.client_address[0], format % args)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, address: HostPort) -> None:
+        family, _, _, _, found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self.address_family = family
+        self._places = threading.BoundedSemaphore(MAX_REQUESTS)
+        self._lock = threading.Lock()
+        self._open: dict[Any, None] = {}  # connections, the oldest first
+        super().__init__(found, _Handler)  # type: ignore[arg-type]
+
+    def server_bind(self) -> None:
+        """Bind, without asking DNS for the name of this host as the standard library does."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection a thread; on the accepting thread."""
+        if not self._take_place():
+            with contextlib.suppress(OSError):
+                request.settimeout(PLACE_WAIT_S)
+                request.sendall(_BUSY)
+            self.shutdown_request(request)
+            return
+        with self._lock:
+            self._open[request] = None
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._leave(request)
+            raise
+
+    def _take_place(self) -> bool:
+        if self._places.acquire(blocking=False):
+            return True
+        with self._lock:
+            oldest = next(iter(self._open), None)
+            if oldest is not None:
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        return self._places.acquire(timeout=PLACE_WAIT_S)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer; on the connection's thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._leave(request)
+
+    def _leave(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection failed: its client left, or was too slow."""
+        log.debug("http: %s: the connection failed", client_address[0], exc_info=True)
+
+
+class HTTPServer:
+    """Listens from its making on, answers from `start` on. Raises `OSError` when it cannot listen."""
+
+    def __init__(self, address: HostPort) -> None:
+        self._server = _Server(address)
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvstore-http", daemon=True)
+
+    def start(self, pages: Pages) -> None:
+        """Answer requests, on threads of its own."""
+        self._server.set_app(pages)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more requests. Those that have begun end by themselves."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,199 @@
+"""The node over HTTP: what /healthz and /readyz say of real shards that are frozen, killed, or not registered yet."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+import kvstore
+from kvstore.node.health import VERDICT_S
+from kvstore.node.web import MAX_REQUESTS
+from tests.support.etcd import Etcd
+from tests.support.harness import Server, StartServer, wait_until
+
+HTTP = ("--http", "127.0.0.1:0")
+SLACK_S = 1.5  # for a machine that is busy
+
+
+class Answer(NamedTuple):
+    """What a request gave, and how long it took."""
+
+    status: int
+    text: str
+    seconds: float
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.text)
+
+
+def ask(server: Server, path: str, method: str = "GET") -> Answer:
+    request = urllib.request.Request(f"{server.http_url}{path}", method=method)
+    started = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            status, text = answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, text = error.code, error.read().decode()
+    return Answer(status, text, time.monotonic() - started)
+
+
+@contextmanager
+def frozen(*shards: psutil.Process) -> Iterator[None]:
+    for shard in shards:
+        shard.suspend()
+    try:
+        yield
+    finally:
+        for shard in shards:
+            shard.resume()
+
+
+def shard_process(server: Server, number: int) -> psutil.Process:
+    """The process that serves shard `number`: the supervisor starts them in order."""
+    return server.shards()[number]
+
+
+def test_a_server_that_is_well_says_so(start_server: StartServer) -> None:
+    server = start_server("--shards", "2", *HTTP)
+    assert ask(server, "/healthz")[:2] == (200, "ok\n")
+    ready = ask(server, "/readyz")
+    assert ready.status == 200
+    assert ready.document == {
+        "ready": True,
+        "reasons": [],
+        "shards": [{"shard": shard, "ready": True, "reason": ""} for shard in range(2)],
+    }
+
+
+def test_there_is_a_page_that_lists_the_others_and_the_settings(start_server: StartServer) -> None:
+    server = start_server(*HTTP)
+    page = ask(server, "/")
+    assert page.status == 200 and kvstore.__version__ in page.text and "memory = 64MiB" in page.text
+    for path in ("/metrics", "/healthz", "/readyz"):
+        assert f'href="{path}"' in page.text
+        head = ask(server, path, "HEAD")
+        assert (head.status, head.text) == (200, "")
+    missing = ask(server, "/metrics/x")
+    assert missing.status == 404 and "/readyz" in missing.text
+    assert ask(server, "/readyz", "POST").status == 405
+
+
+def test_an_address_may_be_of_ipv6(start_server: StartServer) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    server = start_server("--http", "[::1]:0")
+    assert server.http_url.startswith("http://[::1]:")
+    assert ask(server, "/readyz").status == 200
+
+
+def test_a_port_that_is_in_use_ends_the_start_with_its_name(start_server: StartServer) -> None:
+    taken = start_server(*HTTP).http_url.removeprefix("http://")
+    with pytest.raises(AssertionError) as failed:
+        start_server("--http", taken)
+    assert f"cannot listen on {taken} for HTTP" in str(failed.value)
+
+
+def test_a_frozen_shard_is_named_and_the_others_keep_the_node_alive(start_server: StartServer) -> None:
+    server = start_server("--shards", "2", *HTTP)
+    with frozen(shard_process(server, 1)):
+        ready = ask(server, "/readyz")
+        assert ready.status == 503 and ready.seconds < VERDICT_S + SLACK_S
+        assert [shard["ready"] for shard in ready.document["shards"]] == [True, False]
+        assert "no answer within" in ready.document["shards"][1]["reason"]
+        assert ready.document["reasons"] == [f"shard 1: {ready.document['shards'][1]['reason']}"]
+        alive = ask(server, "/healthz")
+        assert alive.status == 200 and alive.seconds < SLACK_S  # shard 0 answered, nobody waited for shard 1
+        assert 'kvstore_shard_up{shard="1"} 0.0' in ask(server, "/metrics").text
+    wait_until(lambda: ask(server, "/readyz").status == 200, what="shard 1 answers again")
+    assert server.log_text().count("shard 1 does not answer") == 1  # not at each probe
+    assert "shard 1 answers again" in server.log_text()
+
+
+def test_a_node_whose_shards_are_all_frozen_is_not_alive(start_server: StartServer) -> None:
+    server = start_server("--shards", "2", *HTTP)
+    with frozen(*server.shards()):
+        alive = ask(server, "/healthz")
+        assert alive.status == 503 and alive.seconds < VERDICT_S + SLACK_S
+    wait_until(lambda: ask(server, "/healthz").status == 200, what="a shard answers again")
+
+
+def test_a_killed_shard_is_named_until_another_serves_in_its_place(start_server: StartServer) -> None:
+    server = start_server("--shards", "2", *HTTP)
+    shard_process(server, 1).kill()
+    wait_until(lambda: "shard 1 (pid" in server.log_text(), what="its death is noticed")
+    answer = ask(server, "/readyz")  # a process takes longer to start
+    assert answer.status == 503 and answer.seconds < SLACK_S
+    assert [shard["ready"] for shard in answer.document["shards"]] == [True, False]
+    assert answer.document["shards"][1]["reason"] == "its process died (signal 9); another one is starting"
+    wait_until(lambda: ask(server, "/readyz").status == 200, what="another serves in its place")
+
+
+def test_a_node_is_ready_when_it_is_registered_and_alive_before(own_etcd: Etcd, start_server: StartServer) -> None:
+    url = own_etcd.url("health")
+    own_etcd.stop()
+    server = start_server("--cluster", url, "--node-id", "a", *HTTP)
+    ready = ask(server, "/readyz")
+    assert ready.status == 503
+    assert [shard["ready"] for shard in ready.document["shards"]] == [True]
+    assert not ready.document["cluster"]["registered"]
+    assert ready.document["reasons"] == [f"cluster: {ready.document['cluster']['reason']}"]
+    assert "not registered" in ready.document["cluster"]["reason"]
+    assert ask(server, "/healthz").status == 200
+    own_etcd.start()
+    answer = wait_until(lambda: (found := ask(server, "/readyz")).status == 200 and found, 30.0, "it registers")
+    assert answer.document["cluster"] == {"registered": True, "state": "serving", "reason": ""}
+
+
+def test_connections_that_say_nothing_keep_no_probe_out(start_server: StartServer) -> None:
+    server = start_server(*HTTP)
+    host, _, port = server.http_url.removeprefix("http://").rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(2 * MAX_REQUESTS)]
+    try:
+        for number, sock in enumerate(silent):
+            if number % 2:
+                sock.sendall(b"GET /metrics HTTP/1.0\r\n")  # and no more
+        for _ in range(3):
+            answer = ask(server, "/readyz")
+            assert answer.status == 200 and answer.seconds < SLACK_S
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_probes_of_a_shard_that_hangs_do_not_pile_up(start_server: StartServer) -> None:
+    server = start_server("--shards", "2", *HTTP)
+    supervisor = psutil.Process(server.process.pid)
+    before = supervisor.num_threads()
+    with frozen(*server.shards()), ThreadPoolExecutor(64) as threads:
+        probes = [threads.submit(ask, server, path) for path in ("/readyz", "/metrics") * 64]
+        most = 0
+        while not all(probe.done() for probe in probes):
+            most = max(most, supervisor.num_threads())
+            time.sleep(0.02)
+        statuses = {probe.result().status for probe in probes if probe.exception() is None}
+    assert most <= before + MAX_REQUESTS + 2 + 2  # a thread a shard, and one or two that are just ending
+    assert statuses <= {200, 503}
+    assert ask(server, "/readyz").seconds < VERDICT_S + SLACK_S
+    assert server.stop() == 0
+
+
+def test_a_server_that_stops_answers_no_more_and_ends_in_time(start_server: StartServer) -> None:
+    server = start_server(*HTTP)
+    with socket.create_connection(("127.0.0.1", int(server.http_url.rpartition(":")[2]))):  # says nothing
+        started = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.stop() == 0
+        assert time.monotonic() - started < 5.0

@@ -1,0 +1,98 @@
+"""`kvstore-server` as a command: its help, its settings, its log."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+import kvstore
+from kvstore.node.config import ServerConfig
+from kvstore.node.settings import describe
+from tests.support.harness import StartServer, environment, server_command, wait_until
+
+
+def run(*arguments: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        server_command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(COLUMNS="100", **variables),
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_help_tells_every_setting_with_its_default(flag: str) -> None:
+    text = " ".join(run(flag).stdout.split())
+    for each in describe(ServerConfig):
+        if not each.setting.file_only:
+            assert re.search(rf"{each.flag} .*?\[default: {re.escape(each.default_text)}\]", text), each.name
+    assert "--print-config" in text and "--check-config" in text and "KVSTORE_SERVER_CONFIG" in text
+
+
+def test_settings_are_checked_without_a_start(tmp_path: Path) -> None:
+    assert run("--check-config", "--memory", "512Mi").stdout == "the settings are valid\n"
+    file = tmp_path / "server.toml"
+    file.write_text("port = 70000\n")
+    wrong = run("--check-config", status=2, KVSTORE_SERVER_CONFIG=str(file))
+    assert wrong.stdout == ""
+    assert wrong.stderr == f"error: {file}: port = 70000: expected a whole number from 0 to 65535\n"
+
+
+def test_printed_settings_can_be_given_as_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(run("--print-config", "--shards", "3", KVSTORE_SERVER_MEMORY="2Gi").stdout)
+    again = run("--print-config", "--config", str(file)).stdout
+    assert again == file.read_text()
+    assert "\nshards = 3\n" in again and '\nmemory = "2GiB"\n' in again
+
+
+def test_a_start_and_a_stop_are_told_in_one_line_each(start_server: StartServer) -> None:
+    server = start_server("--shards", "2", "--http", "127.0.0.1:0")
+    (started,) = (line for line in server.log_text().splitlines() if " starts: " in line)
+    assert f"kvstore-server {kvstore.__version__} starts: listening on 127.0.0.1:{server.port}, 127.0.0.1:" in started
+    assert started.endswith("settings: port=0 shards=2 http=127.0.0.1:0 memory=64MiB segment=4MiB")
+    assert server.stop() == 0
+    *_, stopping, stopped = server.log_text().splitlines()
+    assert "SIGTERM: stopping" in stopping
+    assert re.search(r"supervisor stopped after \d+\.\d s, exit status 0$", stopped)
+
+
+def test_every_line_of_a_json_log_is_an_object(start_server: StartServer, tmp_path: Path) -> None:
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+    server = start_server("--log-format", "json", "--log-level", "debug", *disk)
+    shard = server.shards()[0]
+    keeper = wait_until(lambda: next(iter(shard.children()), None), what="the shard has its keeper")
+    assert keeper.cmdline()[-3:] == ["debug", "shard=0 keeper", "json"]
+    pid = shard.pid
+    shard.send_signal(signal.SIGKILL)
+    wait_until(lambda: "is serving again" in server.log_text(), what="another shard serves")
+    psutil.wait_procs([keeper], 5)
+    assert server.stop() == 0
+    lines = [json.loads(line) for line in server.log_text().splitlines()]
+    for line in lines:
+        assert set(line) <= {"time", "level", "where", "message", "fields", "exception"}
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+        assert line["level"] in ("debug", "info", "warning", "error")
+    assert {"supervisor", "shard=0"} <= {line["where"] for line in lines}
+    start, stop = lines[0], lines[-1]
+    assert start["fields"]["version"] == kvstore.__version__ and start["fields"]["settings"]["memory"] == "64MiB"
+    assert stop["fields"]["status"] == 0 and stop["fields"]["uptime_s"] > 0
+    (died,) = (line for line in lines if " died: " in line["message"])
+    assert (died["level"], died["fields"]["pid"], died["fields"]["status"]) == ("error", pid, -9)
+
+
+def test_a_start_that_fails_is_told_in_the_log_as_well(start_server: StartServer) -> None:
+    server = start_server()
+    taken = run("--port", str(server.port), "--log-format", "json", status=1)
+    line = json.loads(taken.stderr.splitlines()[-1])
+    assert line["level"] == "error" and "the port is in use" in line["message"]
