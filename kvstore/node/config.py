@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from kvstore._cext import BlockIndex
-from kvstore.cluster.url import MAX_NAME, EtcdURL, is_name, parse_cluster_url
+from kvstore.cluster.url import ETCD_SCHEME, MAX_NAME, EtcdURL, is_name, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
 from kvstore.node.settings import MAX_HOST, HostPort, Misfit, Setting, Size, Sources
@@ -191,16 +191,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The cluster that the node registers in. Raises `Misfit` for a URL that names none."""
         if self.cluster is None:
             return None
+        if not self.cluster.startswith(ETCD_SCHEME):
+            raise Misfit(
+                "cluster",
+                f"expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME. Nodes behind a DNS name do not register: leave "
+                "--cluster out; only clients are given dns://",
+            )
         try:
             url = parse_cluster_url(self.cluster)
         except ValueError as error:
             raise Misfit("cluster", str(error).removeprefix(f"{self.cluster!r}: ")) from None
-        if not isinstance(url, EtcdURL):
-            raise Misfit(
-                "cluster",
-                "expected etcd://HOST:PORT[,HOST:PORT...]/NAME. Nodes behind a DNS name do not register: leave "
-                "--cluster out; only clients are given dns://",
-            )
+        assert isinstance(url, EtcdURL)
         return url
 
     @property

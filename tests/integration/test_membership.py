@@ -438,9 +438,9 @@ def test_a_shard_that_dies_while_its_node_drains_is_started_again(cluster: Clust
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--cluster", "127.0.0.1:2379"], ["cluster", "'127.0.0.1:2379'", "etcd://HOST:PORT"]),
+        (["--cluster", "127.0.0.1:2379"], ["--cluster 127.0.0.1:2379: expected etcd://HOST:PORT"]),
         (["--cluster", "etcd://127.0.0.1:1/n", "--host", "0.0.0.0"], ["0.0.0.0", "--advertise"]),
-        (["--drain-seconds", "5"], ["drain_seconds", "5", "--cluster"]),
+        (["--drain-seconds", "5"], ["--drain-seconds 5: ", "--cluster"]),
         (["--clutser", "x"], ["--clutser"]),
     ],
 )
