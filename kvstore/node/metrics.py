@@ -128,25 +128,27 @@ class NodeCollector(Collector):
 
 def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:
     for name, help_, value in (
-        ("registered", "1 while the node's record is in the directory, as far as the node knows.", status.registered),
-        ("epoch", "The directory's revision of the node's view.", status.epoch),
-        ("directory_up", "1 while the directory can be asked.", status.directory_up),
+        ("registered", "1 while the node is registered in etcd, as far as it knows.", status.registered),
+        ("epoch", "The revision of etcd that the node's member list is of.", status.epoch),
+        ("directory_up", "1 while etcd answers the node.", status.directory_up),
     ):
         yield GaugeMetricFamily(f"kvstore_cluster_{name}", help_, value=float(value))
     for name, help_, value in (
-        ("directory_errors", "Questions to the directory that failed.", status.directory_errors),
-        ("changes", "Changes of the node's view of the members.", status.changes),
+        ("directory_errors", "Requests to etcd that failed.", status.directory_errors),
+        ("changes", "Changes of the node's member list.", status.changes),
     ):
         yield CounterMetricFamily(f"kvstore_cluster_{name}", help_, value=float(value))
     state = GaugeMetricFamily("kvstore_cluster_state", "1 for the state that the node is in.", labels=["state"])
-    members = GaugeMetricFamily("kvstore_cluster_members", "Members in the node's view.", labels=["state"])
+    members = GaugeMetricFamily("kvstore_cluster_members", "Members in the node's member list.", labels=["state"])
     for each in ("joining", "serving", "draining", "out"):
         state.add_metric([each], status.state == each)
         if each != "out":
             members.add_metric([each], status.members.get(each, 0))
     yield state
     yield members
-    drained = GaugeMetricFamily("kvstore_drain_blocks", "Copies of blocks that a drain is to make.", labels=["what"])
+    drained = GaugeMetricFamily(
+        "kvstore_drain_blocks", "Blocks that a drain copies to other nodes, by what became of them.", labels=["what"]
+    )
     if status.drain is not None:
         drain = status.drain
         drained.add_metric(["to_move"], drain.total - drain.done)
@@ -154,7 +156,7 @@ def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:
             drained.add_metric([what], getattr(drain, what))
     yield drained
     filled = GaugeMetricFamily(
-        "kvstore_fill_blocks", "Copies of blocks that the last fill of nodes that joined is to make.", labels=["what"]
+        "kvstore_fill_blocks", "Blocks that are copied to nodes that joined, by what became of them.", labels=["what"]
     )
     if status.fill is not None:
         fill = status.fill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import fnmatch
 import itertools
 import re
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from kvstore import __version__
+from kvstore.exits import BAD_USAGE
 from kvstore.node import supervisor as server
+from kvstore.node.config import CONFIG_VARIABLE
 from kvstore.node.health import VERDICT_S
 from kvstore.node.settings import tomllib
 from tests.support.deployment import (
@@ -397,3 +400,20 @@ def test_kustomize_names_the_manifests() -> None:
     assert all(
         (DOCKER / "kubernetes" / name).exists() for name in manifest("kubernetes/kustomization.yaml")["resources"]
     )
+
+
+# ---- systemd ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_unit_of_systemd_stops_the_server_as_it_wants_to_be_stopped() -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string((ROOT / "packaging" / "kvstore-server.service").read_text(encoding="utf-8"))
+    service = unit["Service"]
+    assert service["ExecStart"].endswith("/kvstore-server")
+    assert service["KillMode"] == "mixed"  # shards are told by their supervisor
+    assert int(service["TimeoutStopSec"]) >= 120 + server.DRAIN_S + server.DISK_STOP_S + 15
+    assert service["RestartPreventExitStatus"] == str(BAD_USAGE)
+    variable, _, file = service["Environment"].partition("=")
+    assert (variable, file) == (CONFIG_VARIABLE, "/etc/kvstore/server.toml")
+    assert file in (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
