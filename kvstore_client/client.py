@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore_client import _arguments
+from kvstore_client._calls.batches import first_occurrences
 from kvstore_client._calls.exchange import Exchange
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
-from kvstore_client._calls.requests import first_occurrences
 from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.buffers import BlockSource, writable_rows

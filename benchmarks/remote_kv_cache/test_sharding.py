@@ -26,11 +26,10 @@ from benchmarks.remote_kv_cache.transfers import (
 )
 from kvstore import wire
 from kvstore.cluster.placement import Placement
-from kvstore_client._calls.requests import Call, keyed_message, milliseconds, take
+from kvstore_client._calls.batches import keyed_message, milliseconds, take
+from kvstore_client._links.call import Call, Message
 from kvstore_client._links.core import Core
 from kvstore_client._links.link import Link
-from kvstore_client._links.operations import Operation as Request
-from kvstore_client._links.sending import Message
 from kvstore_client._links.view import Place, View
 
 SHARDS: Final = 64
@@ -91,14 +90,13 @@ def measure_split(benchmark: Benchmark) -> None:
 
     def message(call: Call) -> Message:
         mine = take(keys, call.positions)
-        request = wire.Get(call.operation.id, milliseconds(10.0), len(mine), mine.shape[1], 0)
+        request = wire.Get(call.id, milliseconds(10.0), len(mine), mine.shape[1], 0)
         return keyed_message(request, mine)
 
     def split() -> None:
         readers = view.readers(keys, 1)
         calls = [
-            Call(link, Request(core.next_id()), positions, message)
-            for link, positions in view.split(readers[:, 0], everything)
+            Call(link, core.next_id(), positions, message) for link, positions in view.split(readers[:, 0], everything)
         ]
         for call in calls:
             for _ in call.message():

@@ -10,11 +10,11 @@ One thread uses an `Asking`; only `interrupt` may be called by another.
 from __future__ import annotations
 
 import contextlib
-import math
 import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.wire import zmtp
+from kvstore.wire.dealer import Answer, Dealer, FrameBuffers, GetAnswer, Refusal
 
-MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # INFO of as many namespaces as a shard keeps
 _IOV: Final = 512
 _NAME: Final = "server"  # for the shard's log
-_KEPT_BUFFERS: Final = 8  # of a frame each: memory that was used before costs no page faults, half of a GET's time
+_KEPT_BUFFERS: Final = 8  # of a frame each
 _RECEIVE_BYTES: Final = 1 << 20  # before the deadline is looked at
 
 Keys = npt.NDArray[np.uint8]  # (n, key_bytes)
@@ -55,19 +55,21 @@ class Asking:
         self.timeout_s = timeout_s
         self._where = f"{address[0]}:{address[1]}"
         self._block_bytes = 0
-        self._replies = _Replies()
+        self._buffers = FrameBuffers(1, 0)
         self._last_id = 0
         self._deadline = time.monotonic() + timeout_s
+        self._dealer: Dealer | None = None
         self._sock: socket.socket | None = None
         try:
             self._sock = socket.create_connection(address, timeout_s)
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sock.setblocking(False)
-            self._shake_hands()
-            self.welcome = self.hello(namespace, replicas)
+            self._dealer = Dealer(self._sock, lambda _: None)
+            self._dealer.greet(self._deadline)
         except (OSError, ValueError, zmtp.ZMTPError) as error:  # ValueError: a host that cannot be one
-            self.close()
-            raise AskError(f"{self._where}: {error}") from None
+            raise self._broken(self._reason(error)) from None
+        try:
+            self.welcome = self.hello(namespace, replicas)
         except AskError:
             self.close()
             raise
@@ -98,22 +100,19 @@ class Asking:
         try:
             block_bytes = wire.decode_namespace(namespace).block_bytes if namespace else 0
         except wire.WireError as error:
-            raise Refused(str(error)) from None
+            raise Refused(f"{self._where}: {error}") from None
         self._begin()
-        request = wire.Hello(self._last_id, wire.PROTOCOL_VERSION, namespace, _NAME, b"", replicas)
-        welcome = self._ask(wire.Welcome, request)
-        self._check(
-            welcome.protocol == wire.PROTOCOL_VERSION and welcome.block_bytes == block_bytes,
-            f"protocol {welcome.protocol} and blocks of {welcome.block_bytes} bytes: "
-            f"expected {wire.PROTOCOL_VERSION} and {block_bytes}",
-        )
-        self._check(
-            0 <= welcome.shard < len(welcome.shards)
-            and all(
-                shard.name and 0 < shard.port < 1 << 16 and 0 < shard.weight < math.inf for shard in welcome.shards
-            ),
-            f"shards that cannot be: number {welcome.shard} of {welcome.shards}",
-        )
+        dealer = self._open_dealer()
+        try:
+            welcome = dealer.say_hello(
+                wire.Hello(self._last_id, wire.PROTOCOL_VERSION, namespace, _NAME, b"", replicas), self._deadline
+            )
+        except Refusal as error:
+            raise Refused(f"{self._where}: {error}") from None
+        except (OSError, zmtp.ZMTPError, wire.WireError) as error:
+            raise self._broken(self._reason(error)) from None
+        if block_bytes and block_bytes != self._block_bytes:
+            self._buffers = FrameBuffers(block_bytes, _KEPT_BUFFERS)
         self._block_bytes = block_bytes
         return welcome
 
@@ -124,7 +123,7 @@ class Asking:
         try:
             return msgspec.msgpack.decode(reply.info, type=wire.ShardInfo)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._broken(f"its INFO is none: {error}") from None
+            raise self._broken(f"its INFO_REPLY holds no shard's state: {error}") from None
 
     def hottest(self, skip: int, limit: int) -> tuple[Keys, int]:
         """Keys of the namespace, most recently used first: up to `limit` after the first `skip`, fewer if they do not
@@ -146,7 +145,7 @@ class Asking:
         """Which of up to `wire.MAX_KEYS` keys are there; `refresh` counts as a use of them."""
         self._begin()
         request = wire.Contains(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh)
-        reply = self._ask(wire.ContainsReply, request, keys.tobytes())
+        reply = self._ask(wire.ContainsReply, request, [keys.tobytes()])
         self._check(len(reply.present) == len(keys), f"{len(reply.present)} answers to {len(keys)} keys")
         return np.frombuffer(reply.present, dtype=np.uint8).astype(np.bool_)
 
@@ -158,26 +157,21 @@ class Asking:
         Nothing else can be asked until the iterator is at its end; who leaves it before that closes the connection.
         """
         self._begin()
-        replies = self._replies
-        replies.expect_blocks(len(keys), self._block_bytes)
-        complete = False
+        answer = _Blocks(self._last_id, len(keys), self._block_bytes, self._buffers)
+        ready = answer.ready
         try:
             self._send_message(
-                wire.Get(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh=False), [keys.tobytes()]
+                answer,
+                wire.Get(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh=False),
+                [keys.tobytes()],
             )
-            while True:
-                part = self._receive(wire.Part)
-                if part.positions:
-                    yield replies.take_blocks()
-                if part.last:
-                    complete = True
-                    return
-        except Refused:
-            complete = True
-            raise
+            while not answer.done:
+                self._receive_until(lambda: bool(ready) or answer.done)
+                while ready:
+                    yield ready.popleft()
+            self._check_reply(answer, type(None))
         finally:
-            replies.expect_blocks(0, self._block_bytes)
-            if not complete:
+            if not answer.done:
                 self.close()
 
     def set(self, keys: Keys, blocks: Sequence[memoryview], sums: Sums) -> wire.SetReply:
@@ -192,8 +186,7 @@ class Asking:
             )
         frames: list[Sequence[bytes | memoryview]] = [[keys.tobytes()]]
         frames += [blocks[at : at + per_frame] for at in range(0, len(blocks), per_frame)]
-        self._send_message(header, *frames, [sums.astype("<u8").tobytes()])
-        reply = self._receive(wire.SetReply)
+        reply = self._ask(wire.SetReply, header, *frames, [sums.astype("<u8").tobytes()])
         counts = (reply.created, reply.existed, reply.forced, reply.duplicated, reply.error)
         self._check(
             min(counts) >= 0 and sum(counts) == reply.total == len(keys), f"{reply} to a SET of {len(keys)} blocks"
@@ -210,81 +203,66 @@ class Asking:
     def _deadline_ms(self) -> int:
         return max(1, min(wire.MAX_DEADLINE_MS, int(self.timeout_s * 1000)))
 
-    def _ask(self, kind: type[ReplyT], request: wire.Request, keys: bytes | None = None) -> ReplyT:
-        self._send_message(request, *([] if keys is None else [[keys]]))
-        return self._receive(kind)
+    def _ask(self, kind: type[ReplyT], request: wire.Request, *frames: Sequence[bytes | memoryview]) -> ReplyT:
+        answer = Answer(request.id)
+        self._send_message(answer, request, *frames)
+        self._receive_until(lambda: answer.done)
+        reply = self._check_reply(answer, kind)
+        assert isinstance(reply, kind)
+        return reply
 
-    def _send_message(self, request: wire.Request, *frames: Sequence[bytes | memoryview]) -> None:
+    def _send_message(self, answer: Answer, request: wire.Request, *frames: Sequence[bytes | memoryview]) -> None:
+        self._open_dealer().expect(answer)
         views: list[bytes | memoryview] = [zmtp.frame(wire.encode(request), bool(frames))]
         for number, frame in enumerate(frames, 1):
             views.append(zmtp.frame_head(sum(map(len, frame)), number < len(frames)))
             views += frame
-        self._send(views)
+        try:
+            self._send(views)
+        except OSError as error:
+            raise self._broken(self._reason(error)) from None
 
     def _send(self, views: list[bytes | memoryview]) -> None:
-        sock = self._open_socket()
-        try:
-            while views:
-                try:
-                    sent = sock.sendmsg(views[:_IOV])
-                except BlockingIOError:
-                    self._wait(sock, select.POLLOUT)
-                else:
-                    views = zmtp.advance(views, sent)
-        except OSError as error:
-            raise self._broken(str(error)) from None
+        dealer, sock = self._open_dealer(), self._sock
+        assert sock is not None
+        while views:
+            try:
+                sent = sock.sendmsg(views[:_IOV])
+            except BlockingIOError:
+                dealer.wait(select.POLLOUT, self._deadline)
+            else:
+                views = zmtp.advance(views, sent)
 
-    def _receive(self, kind: type[ReplyT]) -> ReplyT:
-        """The next message: of this kind, in answer to the last request."""
-        sock, replies = self._open_socket(), self._replies
+    def _receive_until(self, ready: Callable[[], bool]) -> None:
+        dealer = self._open_dealer()
         try:
-            while (reply := replies.next()) is None:
-                self._wait(sock, select.POLLIN)
-                assert replies.receiver is not None
-                if not replies.receiver.receive(_RECEIVE_BYTES):
+            while not ready():
+                dealer.wait(select.POLLIN, self._deadline)
+                if not dealer.receiver.receive(_RECEIVE_BYTES):
                     raise OSError("it closed the connection before it answered")
-                if replies.pong:
-                    pong, replies.pong = replies.pong, b""
+                if dealer.pong:
+                    pong, dealer.pong = dealer.pong, b""
                     self._send([pong])
         except (OSError, zmtp.ZMTPError, wire.WireError) as error:
-            raise self._broken(str(error)) from None
-        if isinstance(reply, wire.Error) and reply.id in (0, self._last_id):
-            if not reply.id:
-                raise self._broken(reply.message)
+            raise self._broken(self._reason(error)) from None
+
+    def _check_reply(self, answer: Answer, kind: type) -> wire.Reply | None:
+        """The reply of an answer that is done: of this kind."""
+        reply = answer.reply
+        if isinstance(reply, wire.Error):
             raise Refused(f"{self._where}: {reply.message}")
-        self._check(reply.id == self._last_id and isinstance(reply, kind), f"answered with {type(reply).__name__}")
-        assert isinstance(reply, kind)
+        self._check(isinstance(reply, kind), f"it answered with {type(reply).__name__}")
         return reply
 
-    def _wait(self, sock: socket.socket, events: int) -> None:
-        poll = select.poll()
-        poll.register(sock, events)
-        left = self._deadline - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):  # also when it goes on sending, but no answer
-            raise OSError(f"no answer within {self.timeout_s:.3g} s")
-
-    def _shake_hands(self) -> None:
-        """Greeting and READY, both ways."""
-        sock, replies = self._open_socket(), self._replies
-        self._send([zmtp.greeting() + zmtp.ready(b"DEALER")])
-        greeting = b""
-        while len(greeting) < zmtp.GREETING_BYTES:
-            self._wait(sock, select.POLLIN)
-            data = sock.recv(zmtp.GREETING_BYTES - len(greeting))
-            if not data:
-                raise OSError("it closed the connection during the handshake")
-            greeting += data
-        zmtp.check_greeting(greeting)
-        replies.receiver = zmtp.Receiver(sock, replies)
-        while not replies.ready:  # frames may follow a READY, not come before it
-            self._wait(sock, select.POLLIN)
-            if not replies.receiver.receive(_RECEIVE_BYTES):
-                raise OSError("it closed the connection during the handshake")
-
-    def _open_socket(self) -> socket.socket:
-        if self._sock is None:
+    def _open_dealer(self) -> Dealer:
+        if self._dealer is None or self._sock is None:
             raise AskError(f"{self._where}: the connection was closed")
-        return self._sock
+        return self._dealer
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self.timeout_s:.3g} s"
+        return str(error)
 
     def _check(self, fine: bool, message: str) -> None:
         if not fine:
@@ -295,107 +273,22 @@ class Asking:
         return AskError(f"{self._where}: {message}")
 
 
-class _Replies:
-    """A `zmtp.FrameSink`: the messages of a connection, payload in memory of its own."""
+class _Blocks(GetAnswer):
+    """What has come in reply to a GET: its blocks, each part in memory of its own."""
 
-    def __init__(self) -> None:
-        self.receiver: zmtp.Receiver | None = None
-        self.ready = False
-        self.pong = b""  # owed to the shard
-        self._complete: list[tuple[wire.Reply, Blocks | None]] = []
-        self._blocks: Blocks | None = None  # of the message returned last
-        self._frame = 0
-        self._reply: wire.Reply | None = None
-        self._payload: Blocks | None = None  # of the message that is arriving
-        self._payload_bytes = 0  # still to come for it
-        self._block_bytes = 0
-        self._buffers: list[bytearray] = []
-        self._following = 0  # payload bytes announced behind the current message
-        self._wanted: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # by position: not come yet
+    __slots__ = ("_buffers", "_part", "ready")
 
-    def expect_blocks(self, count: int, block_bytes: int) -> None:
-        """A GET of `count` keys begins; or, of 0, is over."""
-        if count and block_bytes != self._block_bytes:
-            self._buffers.clear()
-        self._wanted = np.ones(count, dtype=np.bool_)
-        self._following = 0
-        self._block_bytes = block_bytes
+    def __init__(self, request_id: int, count: int, block_bytes: int, buffers: FrameBuffers) -> None:
+        super().__init__(request_id, count, block_bytes)
+        self.ready: deque[Blocks] = deque()
+        self._buffers = buffers
+        self._part: memoryview | None = None
 
-    def next(self) -> wire.Reply | None:
-        """The next message that is complete."""
-        if not self._complete:
-            return None
-        reply, self._blocks = self._complete.pop(0)
-        return reply
+    def begin_payload(self) -> list[memoryview]:
+        self._part = self._buffers.take(len(self.part_positions) * self.block_bytes)
+        return [self._part]
 
-    def take_blocks(self) -> Blocks:
-        """Those of the message returned last."""
-        blocks, self._blocks = self._blocks, None
-        assert blocks is not None
-        return blocks
-
-    def command(self, name: bytes, body: bytes) -> None:
-        if name == b"READY":
-            self.ready = True
-        elif name == b"PING":
-            self.pong = zmtp.command(b"PONG", body[2:18])
-        elif name == b"ERROR":
-            raise zmtp.ZMTPError(f"it reports {body[1:]!r}")
-
-    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
-        if not self.ready:
-            raise zmtp.ZMTPError("a frame before READY")
-        if self._frame == 0:
-            if size > MAX_REPLY_HEADER_BYTES:
-                raise zmtp.ZMTPError(f"a reply header of {size} bytes: expected at most {MAX_REPLY_HEADER_BYTES}")
-            return None
-        if self._payload is None or size != self._payload_bytes or not size:
-            raise zmtp.ZMTPError(f"a payload frame of {size} bytes: expected {self._payload_bytes}")
-        self._payload_bytes = 0
-        return [self._payload[2]]
-
-    def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
-        if self._frame == 0:
-            self._reply = wire.decode_reply(data or b"")
-            if isinstance(self._reply, wire.Part):
-                self._following = self._reply.following
-                if self._reply.positions:
-                    self._begin_payload(self._reply)
-        self._frame += 1
-        if not more:
-            if self._payload_bytes:
-                raise zmtp.ZMTPError(f"a PART without its payload of {self._payload_bytes} bytes")
-            assert self._reply is not None
-            self._complete.append((self._reply, self._payload))
-            self._frame, self._payload = 0, None
-
-    def _begin_payload(self, part: wire.Part) -> None:
-        """Room for the blocks a PART announces, when they are some of those that were asked for."""
-        count, rest = divmod(len(part.positions), 4)
-        if rest or len(part.sums) != count * wire.CHECKSUM_BYTES:
-            raise zmtp.ZMTPError(f"a PART of {len(part.positions)} bytes of positions, {len(part.sums)} of checksums")
-        positions = np.frombuffer(part.positions, dtype="<u4").astype(np.uint32)
-        known = int(positions.max()) < len(self._wanted) and count <= wire.frame_blocks(self._block_bytes)
-        if not known or not self._wanted[positions].all() or len(np.unique(positions)) != count:
-            raise zmtp.ZMTPError(f"a PART of {count} blocks that are not those asked for")
-        self._wanted[positions] = False
-        self._payload_bytes = count * self._block_bytes
-        sums = np.frombuffer(part.sums, dtype="<u8").astype(np.uint64)
-        self._payload = positions, sums, memoryview(self._free_buffer())[: self._payload_bytes]
-
-    def _free_buffer(self) -> bytearray:
-        """Memory for a frame that nobody looks at."""
-        for buffer in self._buffers:
-            try:
-                buffer.append(0)  # refused while any view of it exists
-            except BufferError:
-                continue
-            buffer.pop()
-            return buffer
-        buffer = bytearray(wire.frame_blocks(self._block_bytes) * self._block_bytes)
-        if len(self._buffers) < _KEPT_BUFFERS:
-            self._buffers.append(buffer)
-        return buffer
-
-    def bytes_after_frame(self) -> int:
-        return self._following
+    def end_payload(self) -> None:
+        assert self._part is not None
+        self.ready.append((self.part_positions, self.part_sums, self._part))
+        self._part = None

@@ -15,12 +15,11 @@ import numpy as np
 from kvstore import wire
 from kvstore.wire.zmtp import frame
 from kvstore_client._calls.options import Options
-from kvstore_client._calls.requests import Call
+from kvstore_client._links.call import Call, Message
 from kvstore_client._links.core import Core, protocol_error
 from kvstore_client._links.link import Link
-from kvstore_client._links.operations import Operation
-from kvstore_client._links.sending import Message, Sending, send_all
-from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, Timeout
+from kvstore_client._links.sending import Sending, send_all
+from kvstore_client.errors import TRANSPORT_ERRORS, Timeout
 
 _T = TypeVar("_T", bound=wire.Reply)
 
@@ -44,10 +43,10 @@ class Exchange:
         patience_s: float | None = None,
         enough: Callable[[], bool] | None = None,
     ) -> None:
-        """Send all, wait for all, or until `enough()`; at `deadline`, whatever happens, every operation is done.
+        """Send all, wait for all, or until `enough()`; at `deadline`, whatever happens, every call is done.
 
         `patience_s`: a request to a shard that is silent for so long is given up, because another can be asked.
-        Operations that `enough` left undone stay owed; their answers are read and forgotten.
+        Calls that `enough` left undone stay owed; their answers are read and forgotten.
         """
         self.send(calls, deadline, patience_s)
         self.wait(calls, deadline, patience_s, enough)
@@ -61,13 +60,13 @@ class Exchange:
         deadline_ms = options.deadline_ms
 
         def message(call: Call) -> Message:
-            return [[frame(wire.encode(request(call.operation.id, deadline_ms)), False)]]
+            return [[frame(wire.encode(request(call.id, deadline_ms)), False)]]
 
         links = self.core.links
         if not links and not options.fail_open:
             raise self.core.no_shards()
         no_keys = np.empty(0, dtype=np.intp)
-        calls = [Call(link, Operation(self.core.next_id()), no_keys, message) for link in links]
+        calls = [Call(link, self.core.next_id(), no_keys, message) for link in links]
         self.run(calls, time.monotonic() + options.timeout_s)
         return calls
 
@@ -78,7 +77,7 @@ class Exchange:
         self.send(calls, deadline, patience_s)
 
     def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
-        """Send; operations of links that cannot be had fail. What is up comes first, the others connect meanwhile."""
+        """Send; calls to links that cannot be connected fail. What is up comes first, the others connect meanwhile."""
         now = time.monotonic()
         if patience_s is not None:
             deadline = min(deadline, now + patience_s)
@@ -95,7 +94,7 @@ class Exchange:
             for link, error in done:
                 if error is not None:
                     for call in by_link[link]:
-                        call.operation.fail(error)
+                        call.answer.fail(error)
             self._send(by_link, [link for link, error in done if error is None], deadline)
 
     def _send(self, by_link: dict[Link, list[Call]], links: Sequence[Link], deadline: float) -> None:
@@ -114,11 +113,11 @@ class Exchange:
         enough: Callable[[], bool] | None = None,
     ) -> None:
         """Until all answers are there; those that do not come in time fail."""
-        operations = [call.operation for call in calls]
+        answers = [call.answer for call in calls]
 
         def ready() -> bool:
-            for operation in operations:
-                if not operation.done:
+            for answer in answers:
+                if not answer.done:
                     return enough is not None and enough()
             return True
 
@@ -132,23 +131,24 @@ class Exchange:
                     break
                 for call in calls:
                     silent_s = min(now - began, call.link.silence_s(now))
-                    if not call.operation.done and silent_s >= patience_s:
-                        core.lost(call.link, call.operation)
+                    if not call.done and silent_s >= patience_s:
+                        core.lost(call.link, call.answer)
         if enough is not None and enough():
             return
         for call in calls:
-            if not call.operation.done:
+            if not call.done:
                 call.link.receive(_READ_BYTES)  # what came while something else took the time
-            if not call.operation.done:
-                core.lost(call.link, call.operation)
+            if not call.done:
+                core.lost(call.link, call.answer)
 
 
 def outcome(call: Call, expected: type[_T], fail_open: bool) -> _T | None:
     """The reply; None for a transport failure under `fail_open`; raises otherwise."""
-    operation = call.operation
-    if operation.error is None and isinstance(operation.reply, expected):
-        return operation.reply
-    error: KVStoreError = operation.error or protocol_error(call.link, operation.reply)
+    error = call.error
+    if error is None:
+        if isinstance(call.reply, expected):
+            return call.reply
+        error = protocol_error(call.link, call.reply)
     if fail_open and isinstance(error, TRANSPORT_ERRORS):
         return None
     raise error

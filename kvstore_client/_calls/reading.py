@@ -7,6 +7,7 @@ at the next shard that may have them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -16,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, take
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
-from kvstore_client._calls.requests import Call, chunks, keyed_message, milliseconds, take
 from kvstore_client._calls.rounds import Rounds
+from kvstore_client._links.call import Call, Message
 from kvstore_client._links.core import protocol_error
 from kvstore_client._links.link import Link
-from kvstore_client._links.operations import BlockTarget, GetOperation, IntoTarget, Operation, QueueTarget
-from kvstore_client._links.sending import Message
+from kvstore_client._links.targets import BlockTarget, IntoTarget, PlacedBlocks, QueueTarget
 from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.keys import KeyArray
@@ -55,23 +56,23 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            request = wire.Contains(call.operation.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
+            request = wire.Contains(call.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
             return keyed_message(request, keys)
 
         rounds = Rounds(self._core, packed, np.arange(len(packed)), self._replicas, options.timeout_s)
         while groups := rounds.next():
             calls = [
-                Call(link, Operation(self._core.next_id()), some, message)
+                Call(link, self._core.next_id(), some, message)
                 for link, positions in groups
                 for some in chunks(positions, wire.MAX_KEYS)
             ]
             self._exchange.run(calls, rounds.deadline, rounds.patience_s)
             for call in calls:
-                reply = call.operation.reply
-                if call.operation.error is not None:
+                reply = call.reply
+                if call.error is not None:
                     continue
                 if not isinstance(reply, wire.ContainsReply) or len(reply.present) != call.count:
-                    call.operation.error = protocol_error(call.link, reply)
+                    call.fail(protocol_error(call.link, reply))
                 else:
                     present[call.positions] = np.frombuffer(reply.present, dtype=np.bool_)
             rounds.settle(calls, present)
@@ -88,11 +89,11 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            request = wire.MatchPrefix(call.operation.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
+            request = wire.MatchPrefix(call.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
             return keyed_message(request, keys)
 
         calls = [
-            Call(links[0], Operation(self._core.next_id()), some, message)
+            Call(links[0], self._core.next_id(), some, message)
             for some in chunks(np.arange(len(packed)), wire.MAX_KEYS)
         ]
         self._exchange.run(calls, time.monotonic() + options.timeout_s)
@@ -157,9 +158,9 @@ class Reader:
                     del block
             finally:
                 for call in calls:
-                    if not call.operation.done:
-                        call.link.abandon(call.operation)
-                        call.link.post(wire.encode(wire.Cancel(call.operation.id)), DISCARD_TIMEOUT_S)
+                    if not call.done:
+                        call.link.abandon(call.answer)
+                        call.link.post(wire.encode(wire.Cancel(call.id)), DISCARD_TIMEOUT_S)
             self._settle(rounds, calls, present, packed, target)
         self._end(rounds, options)
 
@@ -173,7 +174,7 @@ class Reader:
         exchange.send(calls, rounds.deadline, patience_s)
 
         def something() -> bool:
-            return bool(target.ready) or all(call.operation.done for call in calls)
+            return bool(target.ready) or all(call.done for call in calls)
 
         while True:
             exchange.wait(calls, rounds.deadline, patience_s, something)
@@ -191,10 +192,10 @@ class Reader:
                 del block
                 rounds.deadline = time.monotonic() + timeout_s
             for number, call in enumerate(calls):
-                assert isinstance(call.operation, GetOperation)
-                taken = call.operation.arrived * self._block_bytes
-                if not call.operation.done and taken - granted[number] >= credit // 2:
-                    grant = wire.Credit(call.operation.id, taken - granted[number])
+                assert isinstance(call.answer, PlacedBlocks)
+                taken = call.answer.arrived * self._block_bytes
+                if not call.done and taken - granted[number] >= credit // 2:
+                    grant = wire.Credit(call.id, taken - granted[number])
                     call.link.post(wire.encode(grant), timeout_s)
                     granted[number] = taken
 
@@ -206,7 +207,7 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            request = wire.Get(call.operation.id, deadline_ms, len(keys), keys.shape[1], credit, prefix=options.prefix)
+            request = wire.Get(call.id, deadline_ms, len(keys), keys.shape[1], credit, prefix=options.prefix)
             return keyed_message(request, keys)
 
         return message
@@ -218,7 +219,13 @@ class Reader:
         message: Callable[[Call], Message],
     ) -> list[Call]:
         return [
-            Call(link, GetOperation(self._core.next_id(), some, target), some, message)
+            Call(
+                link,
+                self._core.next_id(),
+                some,
+                message,
+                functools.partial(PlacedBlocks, positions=some, target=target),
+            )
             for link, positions in groups
             for some in chunks(positions, wire.MAX_KEYS)
         ]
@@ -227,8 +234,8 @@ class Reader:
         self, rounds: Rounds, calls: Sequence[Call], present: Present, packed: KeyArray, target: BlockTarget
     ) -> None:
         for call in calls:
-            assert isinstance(call.operation, GetOperation)
-            self._core.stats.bytes_in += call.operation.hit * self._block_bytes
+            assert isinstance(call.answer, PlacedBlocks)
+            self._core.stats.bytes_in += call.answer.hit * self._block_bytes
         if target.bad:
             bad, target.bad = target.bad, []
             self._core.stats.checksum_errors += len(bad)
@@ -242,17 +249,17 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = packed[call.positions]
-            return keyed_message(wire.Delete(call.operation.id, deadline_ms, len(keys), keys.shape[1]), keys)
+            return keyed_message(wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1]), keys)
 
         wrong = np.array(bad, dtype=np.intp)
         discards = [
-            Call(call.link, Operation(self._core.next_id()), some, message)
+            Call(call.link, self._core.next_id(), some, message)
             for call in calls
             if len(some := np.intersect1d(call.positions, wrong))
         ]
         self._exchange.run(discards, time.monotonic() + timeout_s)
         for call in discards:
-            error = call.operation.error
+            error = call.error
             if isinstance(error, TRANSPORT_ERRORS):
                 log.warning("%d blocks with wrong bytes stay on %s: %s", call.count, call.link, error)
             elif error is not None:

@@ -20,12 +20,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstore import wire
+from kvstore_client._calls.batches import milliseconds, set_message
 from kvstore_client._calls.exchange import Exchange, outcome
-from kvstore_client._calls.requests import Call, milliseconds, set_message
 from kvstore_client._links.buffers import BlockSource
+from kvstore_client._links.call import Call, Message
 from kvstore_client._links.link import Link
-from kvstore_client._links.operations import Operation
-from kvstore_client._links.sending import Message
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import KeyArray
 
@@ -123,10 +122,10 @@ class Repairs:
         source = BlockSource([repair.block for repair in batch], self._block_bytes)
 
         def message(call: Call) -> Message:
-            request = wire.Set(call.operation.id, milliseconds(core.timeout_s), len(keys), keys.shape[1])
+            request = wire.Set(call.id, milliseconds(core.timeout_s), len(keys), keys.shape[1])
             return set_message(request, keys, call.positions, source)
 
-        call = Call(batch[0].link, Operation(core.next_id()), np.arange(len(keys)), message)
+        call = Call(batch[0].link, core.next_id(), np.arange(len(keys)), message)
         self._exchange.run([call], time.monotonic() + core.timeout_s)
         reply = outcome(call, wire.SetReply, fail_open=False)
         core.stats.repaired += reply.created if reply is not None else 0

@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client._calls.requests import Call, take
+from kvstore_client._calls.batches import take
+from kvstore_client._links.call import Call
 from kvstore_client._links.core import Core
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import NOBODY, Numbers, View
@@ -91,7 +92,7 @@ class Rounds:
         the protocol, at once where nobody else can be asked."""
         more = self._candidates.shape[1] > 1
         for call in calls:
-            error = call.operation.error
+            error = call.error
             if error is None:
                 if self._unanswered is not None:
                     self._unanswered[call.positions] = False

@@ -12,12 +12,11 @@ import msgspec
 import numpy as np
 
 from kvstore import wire
+from kvstore_client._calls.batches import keyed_message
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
-from kvstore_client._calls.requests import Call, keyed_message
-from kvstore_client._links.operations import Operation
-from kvstore_client._links.sending import Message
+from kvstore_client._links.call import Call, Message
 from kvstore_client._links.view import NOBODY, Place
 from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.keys import KeyArray, Namespace
@@ -88,7 +87,7 @@ class Shards:
             place = places.get(call.link)
             if place is None:  # it joined in this instant
                 continue
-            reply = call.operation.reply
+            reply = call.reply
             info = _shard_info(reply) if call.error is None and isinstance(reply, wire.InfoReply) else None
             error = call.link.broken or call.error or f"{call.link}: unexpected reply to INFO"
             statuses.append(
@@ -133,10 +132,10 @@ class Shards:
         """Who of these has the block; without those that do not answer."""
 
         def message(call: Call) -> Message:
-            request = wire.Contains(call.operation.id, options.deadline_ms, 1, packed.shape[1])
+            request = wire.Contains(call.id, options.deadline_ms, 1, packed.shape[1])
             return keyed_message(request, packed)
 
-        calls = [Call(place.link, Operation(self._core.next_id()), np.arange(1), message) for place in places]
+        calls = [Call(place.link, self._core.next_id(), np.arange(1), message) for place in places]
         self._exchange.run(calls, time.monotonic() + options.timeout_s)
         replies = [outcome(call, wire.ContainsReply, fail_open=True) for call in calls]
         return {

@@ -16,14 +16,13 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.wire import Outcome
+from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, set_message, take
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
-from kvstore_client._calls.requests import Call, chunks, keyed_message, milliseconds, set_message, take
 from kvstore_client._links.buffers import BlockSource
-from kvstore_client._links.operations import Operation
-from kvstore_client._links.sending import Message
+from kvstore_client._links.call import Call, Message
 from kvstore_client._links.view import NOBODY, Numbers, View
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError
 from kvstore_client.keys import KeyArray
@@ -104,12 +103,12 @@ class Writer:
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
             request = wire.Set(
-                call.operation.id, deadline_ms, len(keys), keys.shape[1], force, priority, outcomes=True, ttl_s=ttl_s
+                call.id, deadline_ms, len(keys), keys.shape[1], force, priority, outcomes=True, ttl_s=ttl_s
             )
             return set_message(request, keys, call.positions, source)
 
         calls = [
-            Call(link, Operation(self._core.next_id()), some, message)
+            Call(link, self._core.next_id(), some, message)
             for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
             for some in chunks(mine, self._per_request)
         ]
@@ -156,10 +155,10 @@ class Writer:
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            return keyed_message(wire.Delete(call.operation.id, deadline_ms, len(keys), keys.shape[1]), keys)
+            return keyed_message(wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1]), keys)
 
         calls = [
-            Call(link, Operation(self._core.next_id()), some, message)
+            Call(link, self._core.next_id(), some, message)
             for link, mine in view.split(numbers[asked], positions.repeat(readers.shape[1])[asked])
             for some in chunks(mine, wire.MAX_KEYS)
         ]
@@ -186,7 +185,7 @@ class _Tally:
     def _count(self) -> None:
         waiting = []
         for call in self._waiting:
-            if not call.operation.done or call.retry:  # it will be sent once more
+            if not call.done or call.retry:  # it will be sent once more
                 waiting.append(call)
                 continue
             try:

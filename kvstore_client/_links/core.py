@@ -29,9 +29,9 @@ from typing import Final
 from kvstore import __version__, wire
 from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.wire import MAX_REPLICAS
+from kvstore.wire.dealer import Answer
 from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link
-from kvstore_client._links.operations import Operation
 from kvstore_client._links.view import Place, View
 from kvstore_client._links.watching import Watch
 from kvstore_client.endpoints import Endpoints
@@ -97,7 +97,6 @@ class Core:
         for link in [*self.links, *self._retired]:
             link.reset_locks()
             link.close()
-            link.pending = {}
             link.broken = None
         self._new_process_state()
         if self._members is not None:
@@ -135,11 +134,10 @@ class Core:
         """A request id no other request of this client has."""
         return next(self._ids)
 
-    def hello(self, request_id: int) -> bytes:
-        """The HELLO of this client."""
+    def hello(self) -> wire.Hello:
+        """The HELLO of this client; no other request has the id 0."""
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
-        hello = wire.Hello(request_id, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
-        return wire.encode(hello)
+        return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
 
     # ---- connections -----------------------------------------------------------------------------------------
 
@@ -408,13 +406,13 @@ class Core:
 
     # ---- requests --------------------------------------------------------------------------------------------
 
-    def lost(self, link: Link, operation: Operation) -> None:
+    def lost(self, link: Link, answer: Answer) -> None:
         """Nobody waits for this reply any more. A shard that said nothing for a whole timeout is taken for dead."""
-        sent_at = operation.sent_at
+        sent_at = answer.sent_at
         silent = sent_at > link.last_received and time.monotonic() - sent_at > self.timeout_s * 0.9
-        link.abandon(operation)
+        link.abandon(answer)
         error = Timeout(f"{link}: no reply in time")
-        operation.fail(error)
+        answer.fail(error)
         if silent and link.sock is not None:
             self.break_link(link, error)
             link.drop(error)

@@ -52,7 +52,7 @@ class Leading:
                 self._epoll.register(fd, select.EPOLLIN)
 
     def wake(self) -> None:
-        """Have the leader look again: operations failed without a byte arriving (epoll forgets a closed socket)."""
+        """Have the leader look again: calls failed without a byte arriving (epoll forgets a closed socket)."""
         if self._close_wake_fd.alive:
             os.eventfd_write(self._wake_fd, 1)
 

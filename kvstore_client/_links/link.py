@@ -23,11 +23,10 @@ from typing import Final
 
 from kvstore import wire
 from kvstore.wire import zmtp
-from kvstore_client._links.operations import Operation
+from kvstore.wire.dealer import Answer, Dealer, Refusal
 from kvstore_client._links.resolving import resolve
-from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout
+from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout, from_wire
 
-MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # INFO of as many namespaces as a shard keeps
 PING_AFTER_S: Final = 1.0  # of silence while an answer is owed
 DEAD_AFTER_S: Final = 2.5  # so that a shard that vanished without a word is noticed within 3 s
 _PING: Final = zmtp.command(b"PING", bytes(2))  # a time to live of 0: the shard need not watch us in turn
@@ -36,10 +35,10 @@ DELAY_HALF_LIFE_S: Final = 5.0  # a shard that was slow is tried again
 
 
 class Link:
-    """A shard as seen by one client. Implements `zmtp.FrameSink`."""
+    """A shard as seen by one client. `hello()` makes its HELLO; `on_drop()` is called when a connection is lost."""
 
     def __init__(
-        self, name: str, host: str, port: int, hello: Callable[[int], bytes], on_drop: Callable[[], None]
+        self, name: str, host: str, port: int, hello: Callable[[], wire.Hello], on_drop: Callable[[], None]
     ) -> None:
         self.name = name
         self.host = host
@@ -48,7 +47,6 @@ class Link:
         self.retired = False  # it left the view: not connected again
         self.sock: socket.socket | None = None
         self.broken: KVStoreError | None = None
-        self.pending: dict[int, Operation] = {}
         self.last_received = 0.0
         self.last_moved = 0.0  # when bytes were received, a full socket took more, or an answer was first owed
         self.unanswered = False  # a request that nobody waits for any more got no byte in answer
@@ -57,11 +55,7 @@ class Link:
         self.reset_locks()
         self._hello = hello
         self._on_drop = on_drop
-        self._receiver: zmtp.Receiver | None = None
-        self._ready = False
-        self._frame = 0
-        self._operation: Operation | None = None  # whose reply is being read
-        self._following = 0  # payload bytes that are certain to come after the current message
+        self._dealer: Dealer | None = None  # of the connection `sock`
         self._doubted = 0.0  # when its present silence was first noticed
         self._pinged = 0.0
         self._delay_s = 0.0  # from a request's last byte to the first of its answer: a moving mean
@@ -77,6 +71,12 @@ class Link:
         self.connect_lock = threading.Lock()
         self._connecting: socket.socket | None = None  # by who holds `connect_lock`: not greeted yet
 
+    @property
+    def pending(self) -> dict[int, Answer]:
+        """Answers that are owed on the present connection."""
+        dealer = self._dealer
+        return dealer.pending if dealer is not None else {}
+
     # ---- connecting ------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> wire.Welcome:
@@ -89,14 +89,17 @@ class Link:
         except OSError as error:
             raise ConnectionLost(f"{self}: {error.strerror or error}") from None
         try:
-            return self._handshake(sock, deadline, timeout_s)
+            return self._shake_hands(sock, deadline)
         except BaseException as error:
-            self.close()
             sock.close()
+            if isinstance(error, Refusal):
+                raise from_wire(error.code, f"{self}: {error}") from None
             if isinstance(error, zmtp.ZMTPError | wire.WireError):
                 # In a cluster, somebody else on the port of a node that is gone; else, a mistake of the user's.
                 kind = ConnectionLost if self.fixed_name else ProtocolError
-                raise kind(f"{self} is no kvstore server: {error}") from None
+                raise kind(f"{self} is no kvstore server that this client can use: {error}") from None
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"{self}: no answer to HELLO within {timeout_s:.3g} s") from None
             if isinstance(error, OSError):
                 raise ConnectionLost(f"{self}: {error.strerror or error}") from None
             raise
@@ -125,62 +128,28 @@ class Link:
                 return sock
         raise OSError(f"{self.host} has no address")
 
-    def _handshake(self, sock: socket.socket, deadline: float, timeout_s: float) -> wire.Welcome:
+    def _shake_hands(self, sock: socket.socket, deadline: float) -> wire.Welcome:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         os.set_inheritable(sock.fileno(), False)
-        operation = Operation(0)
-        self.pending = {0: operation}
-        self._ready, self._frame, self._operation, self._following = False, 0, None, 0
-        sock.sendall(zmtp.greeting() + zmtp.ready(b"DEALER"))
-        greeted = False
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        greeting = b""
-        receiver = zmtp.Receiver(sock, self)
-        while not operation.done:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                raise Timeout(f"{self}: no answer to HELLO within {timeout_s:.3g} s")
-            if len(greeting) < zmtp.GREETING_BYTES:
-                data = sock.recv(zmtp.GREETING_BYTES - len(greeting))
-                if not data:
-                    raise ConnectionLost(f"{self}: closed during the handshake")
-                greeting += data
-                if greeting[0] != zmtp.SIGNATURE[0]:
-                    raise zmtp.ZMTPError(f"it greets with {greeting[:10].hex()}")
-                if len(greeting) == zmtp.GREETING_BYTES:
-                    zmtp.check_greeting(greeting)
-            elif not receiver.receive(1 << 16):
-                raise ConnectionLost(f"{self}: closed during the handshake")
-            if self._ready and not greeted:  # not before: libzmq drops a peer that sends ahead of its READY
-                sock.sendall(zmtp.frame(self._hello(0), False))
-                greeted = True
-        if operation.error is not None:
-            raise operation.error
-        welcome = operation.reply
-        if not isinstance(welcome, wire.Welcome):
-            raise ProtocolError(f"{self}: answered HELLO with {type(welcome).__name__}")
-        if not 0 <= welcome.shard < len(welcome.shards):
-            raise ProtocolError(f"{self}: says it is shard {welcome.shard} of {len(welcome.shards)}")
-        for address in welcome.shards:
-            if not (0 < address.port < 1 << 16 and 0 < address.weight < math.inf):
-                raise ProtocolError(f"{self}: names a shard that cannot be: {address}")
-        if self.fixed_name and welcome.shards[welcome.shard].name != self.name:
-            raise ConnectionLost(f"{self}: there is shard {welcome.shards[welcome.shard].name} now, not {self.name}")
-        self._receiver = receiver
-        self.pending = {}
+        dealer = Dealer(sock, self._learn_delay)
+        dealer.greet(deadline)
+        welcome = dealer.say_hello(self._hello(), deadline)
+        name = welcome.shards[welcome.shard].name
+        if self.fixed_name and name != self.name:
+            raise ConnectionLost(f"{self}: expected shard {self.name} there, but shard {name} answered")
         self.last_received = self.last_moved = time.monotonic()
         self.unanswered = False
         self.broken = None
         self.connections += 1
+        self._dealer = dealer
         self.sock = sock
         return welcome
 
     def close(self) -> None:
-        """Forget the connection; operations in flight are not told."""
-        sock, self.sock, self._receiver = self.sock, None, None
+        """Forget the connection; those who wait for answers are not told."""
+        sock, self.sock, self._dealer = self.sock, None, None
         if sock is not None:
             sock.close()
 
@@ -194,11 +163,10 @@ class Link:
         with contextlib.suppress(OSError):
             if self.sock is not None:
                 self.sock.shutdown(socket.SHUT_RDWR)  # a thread that waits to send wakes
+        owed = list(self.pending.values())
         self.close()
-        self._operation = None
-        pending, self.pending = self.pending, {}
-        for operation in pending.values():
-            operation.fail(error)
+        for answer in owed:
+            answer.fail(error)
         self._on_drop()
 
     # ---- liveness and load -----------------------------------------------------------------------------------
@@ -238,17 +206,22 @@ class Link:
                 self.send_lock.release()
         return True
 
-    def owe(self, operation: Operation) -> None:
-        """An answer is owed for `operation` from now on."""
-        if not self.pending and not self.unanswered:
+    def owe(self, answer: Answer) -> int:
+        """An answer is owed from now on. -> on which of the link's connections; 0: there is none."""
+        dealer, connection = self._dealer, self.connections
+        if dealer is None or self.sock is None or self._dealer is not dealer:  # lost, or replaced this instant
+            return 0
+        if not dealer.pending and not self.unanswered:
             self.last_moved = time.monotonic()
-        self.pending[operation.id] = operation
+        dealer.expect(answer)
+        return connection
 
-    def _learn_delay(self, operation: Operation) -> None:
+    def _learn_delay(self, answer: Answer) -> None:
+        """The answer begins."""
         now = time.monotonic()
-        self._delay_s += DELAY_WEIGHT * (now - operation.sent_at - self._delay_s)
+        self._delay_s += DELAY_WEIGHT * (now - answer.sent_at - self._delay_s)
         self._delay_known = now
-        operation.sent_at = 0.0
+        answer.sent_at = 0.0
 
     # ---- sending ---------------------------------------------------------------------------------------------
 
@@ -277,14 +250,15 @@ class Link:
                 if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                     raise Timeout(f"{self}: it did not take a message by its deadline") from None
 
-    # ---- receiving: `zmtp.FrameSink` -------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------------------
 
     def receive(self, budget: int) -> None:
-        """Read what has arrived. On any failure the link is dropped and its operations fail."""
+        """Read what has arrived. On any failure the link is dropped, and calls in flight fail."""
         with self.receive_lock:
-            receiver = self._receiver
-            if receiver is None:
+            dealer = self._dealer
+            if dealer is None:
                 return
+            receiver = dealer.receiver
             before = receiver.received
             try:
                 alive = receiver.receive(budget)
@@ -295,66 +269,17 @@ class Link:
                     self.drop_locked(ConnectionLost(f"{self}: the server closed the connection"))
             except OSError as error:
                 self.drop_locked(ConnectionLost(f"{self}: {error.strerror or error}"))
-            except (zmtp.ZMTPError, wire.WireError, ProtocolError) as error:
+            except (zmtp.ZMTPError, wire.WireError) as error:
                 self.drop_locked(ProtocolError(f"{self}: {error}"))
 
-    def abandon(self, operation: Operation) -> None:
+    def abandon(self, answer: Answer) -> None:
         """The caller stops waiting: after this no byte of the reply is written to its memory."""
         with self.receive_lock:
-            self.pending.pop(operation.id, None)
-            if operation.sent_at > self.last_received:
+            if answer.sent_at > self.last_received:
                 self.unanswered = True
-                self._delay_s = max(self._delay_s, time.monotonic() - operation.sent_at)
+                self._delay_s = max(self._delay_s, time.monotonic() - answer.sent_at)
                 self._delay_known = time.monotonic()
-            self._following = 0  # the shard drops what it announced when it hears CANCEL
-            receiver = self._receiver
-            if self._operation is operation:
-                self._operation = None
-                if receiver is not None:
-                    receiver.discard_rest()
-            if receiver is not None and self.sock is not None:
-                receiver.arm()
-
-    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
-        if not self._ready:
-            raise zmtp.ZMTPError("a frame before READY")
-        if self._frame == 0:
-            if size > MAX_REPLY_HEADER_BYTES:
-                raise ProtocolError(f"a reply header of {size} bytes: expected at most {MAX_REPLY_HEADER_BYTES}")
-            return None
-        if size > wire.MAX_BLOCK_BYTES:
-            raise ProtocolError(f"a frame of {size} bytes: expected at most {wire.MAX_BLOCK_BYTES}")
-        if self._operation is None:
-            return zmtp.discard_views(size)
-        return self._operation.begin_payload(size)
-
-    def bytes_after_frame(self) -> int:
-        return self._following
-
-    def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
-        if self._frame == 0:
-            reply = wire.decode_reply(data or b"")
-            self._operation = self.pending.get(reply.id)
-            if self._operation is not None:
-                if self._operation.sent_at:
-                    self._learn_delay(self._operation)
-                self._operation.header(reply)
-                self._following = self._operation.following
-            elif isinstance(reply, wire.Error) and reply.id == 0:
-                raise ProtocolError(f"the server refuses a message: {reply.message}")
-        elif self._operation is not None:
-            self._operation.end_payload()
-        self._frame += 1
-        if not more:
-            self._frame = 0
-            operation, self._operation = self._operation, None
-            if operation is not None:
-                operation.end_message()
-                if operation.done:
-                    self.pending.pop(operation.id, None)
-
-    def command(self, name: bytes, body: bytes) -> None:
-        if name == b"READY":
-            self._ready = True
-        elif name == b"ERROR":
-            raise zmtp.ZMTPError(f"the server reports {body[1:]!r}")
+            dealer = self._dealer
+            if dealer is not None:
+                dealer.abandon(answer)
+                dealer.receiver.arm()

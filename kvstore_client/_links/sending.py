@@ -9,39 +9,27 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from kvstore.wire import zmtp
+from kvstore_client._links.call import Call
 from kvstore_client._links.link import Link
-from kvstore_client._links.operations import Operation
 from kvstore_client.errors import ConnectionLost, KVStoreError, Timeout
-
-Message = Iterable[list["memoryview | bytes"]]
 
 _IOV: Final = 512
 _LOCK_WAIT_S: Final = 0.001
 _LOOK_AFTER_S: Final = 0.1
 
 
-class Request(Protocol):
-    """What is sent: an operation, and the link it goes to."""
-
-    link: Link
-    operation: Operation
-
-    def message(self) -> Message:
-        """The pieces of the message, made as they are needed. The link is connected when the first is asked for."""
-
-
 class Sending:
-    """The requests of one call for one shard."""
+    """The calls of one exchange to one shard, on their way out."""
 
-    def __init__(self, link: Link, requests: Sequence[Request]) -> None:
+    def __init__(self, link: Link, calls: Sequence[Call]) -> None:
         self.link = link
         self.done = False
-        self._requests = iter(requests)
-        self._current: Request | None = None
+        self._calls = iter(calls)
+        self._current: Call | None = None
         self._connection = 0  # which of the link's connections the current message was begun on
         self._pieces: Iterator[list[memoryview | bytes]] = iter(())
         self._views: list[memoryview | bytes] = []
@@ -55,10 +43,8 @@ class Sending:
     def advance(self, lock_wait_s: float) -> bool:
         """Send what the socket takes. False: it is full, or another thread is in the middle of a message on it."""
         while not self.done:
-            if self._current is None and not self._next_request(lock_wait_s):
+            if self._current is None and not self._next_call(lock_wait_s):
                 return self.done
-            request = self._current
-            assert request is not None
             try:
                 if not self._send_message():
                     return False
@@ -69,24 +55,24 @@ class Sending:
                 raise
         return True
 
-    def _next_request(self, lock_wait_s: float) -> bool:
+    def _next_call(self, lock_wait_s: float) -> bool:
         """Begin the next message; False when there is none or it is not its turn."""
         link = self.link
         if not link.send_lock.acquire(timeout=lock_wait_s):
             return False
-        request = next(self._requests, None)
-        if request is None:
+        call = next(self._calls, None)
+        if call is None:
             link.send_lock.release()
             self.done = True
             return False
-        if link.sock is None:
-            request.operation.fail(ConnectionLost(f"{link}: not connected"))
+        connection = link.owe(call.answer)
+        if not connection:
+            call.answer.fail(ConnectionLost(f"{link}: not connected"))
             link.send_lock.release()
-            return self._next_request(lock_wait_s)
-        link.owe(request.operation)
-        self._connection = link.connections
-        self._current = request
-        self._pieces = iter(request.message())
+            return self._next_call(lock_wait_s)
+        self._connection = connection
+        self._current = call
+        self._pieces = iter(call.message())
         self._views = []
         return True
 
@@ -97,7 +83,7 @@ class Sending:
                 piece = next(self._pieces, None)
                 if piece is None:
                     assert self._current is not None
-                    self._current.operation.sent_at = time.monotonic()
+                    self._current.answer.sent_at = time.monotonic()
                     self._current = None
                     self.link.send_lock.release()
                     return True
@@ -119,16 +105,16 @@ class Sending:
         """No more is sent; a message that was begun takes the connection with it."""
         if self._current is not None:
             self._lose(error)
-        for request in self._requests:
-            request.operation.fail(error)
+        for call in self._calls:
+            call.answer.fail(error)
         self.done = True
 
     def _lose(self, error: KVStoreError) -> None:
-        request, self._current = self._current, None
+        call, self._current = self._current, None
         if self._connection == self.link.connections:
             self.link.drop(error)
-        if request is not None:
-            request.operation.fail(error)
+        if call is not None:
+            call.answer.fail(error)
             self.link.send_lock.release()
 
 

@@ -1,7 +1,11 @@
-"""The server's own connection to a shard: right answers from a right one, an `AskError` in time from any other."""
+"""The server's own connection to a shard: right answers from a right one, an `AskError` in time from any other.
+
+The client's connections share its dealer half, so the lies are told to both.
+"""
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -16,7 +20,7 @@ import pytest
 from kvstore._cext import checksum, checksum_into
 from kvstore.wire import ShardAddress
 from kvstore.wire.asking import AskError, Asking, Keys, Refused
-from kvstore_client import KVStoreClient
+from kvstore_client import KVStoreClient, ProtocolError
 from tests.support.harness import (
     CONTAINS,
     CONTAINS_REPLY,
@@ -307,6 +311,15 @@ LIES: dict[str, tuple[int, Answer]] = {
         GET,
         lambda fields, _: [message(PART, fields[1], u32(0), SUM, True, payload=BLOCK[1:])],
     ),
+    "more blocks than a frame holds": (
+        GET,
+        lambda fields, _: [message(PART, fields[1], u32(*range(513)), SUM * 513, True, payload=BLOCK * 513)],
+    ),
+    "a header over the limit": (GET, lambda *_: [b"\x02" + ((16 << 20) + 1).to_bytes(8, "big")]),
+    "a part of a request that was never sent": (
+        GET,
+        lambda fields, _: [message(PART, fields[1] + 1, u32(0), SUM, True, payload=BLOCK)],
+    ),
     "no payload": (GET, lambda fields, _: [message(PART, fields[1], u32(0), SUM, True)]),
     "no checksum": (GET, lambda fields, _: [message(PART, fields[1], u32(0), b"", True, payload=BLOCK)]),
     "wrong counts": (2, lambda fields, _: [message(SET_REPLY, fields[1], 3, 1, 1, 0, 0, 0)]),
@@ -334,6 +347,34 @@ def test_a_lie_is_an_error_and_the_end_of_the_connection(lie: str) -> None:
             asking.info()
 
 
+LIES_ABOUT_BLOCKS = [lie for lie, (request, _) in LIES.items() if request == GET]
+
+
+def tell_the_client(lie: str, read: Callable[[KVStoreClient], object]) -> None:
+    with lying_shard(LIES[lie][1]) as where, a_client(where) as client:
+        before = time.monotonic()
+        with pytest.raises(ProtocolError, match=re.escape(where[0])):
+            read(client)
+        assert time.monotonic() - before < TIMEOUT_S
+
+
+def a_client(where: tuple[str, int]) -> KVStoreClient:
+    return KVStoreClient(f"tcp://{where[0]}:{where[1]}", NAMESPACE, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("lie", LIES_ABOUT_BLOCKS)
+def test_a_lie_about_blocks_is_an_error_of_the_client_and_touches_no_other_memory(lie: str) -> None:
+    out = np.full((5, 64), 0xEE, dtype=np.uint8)
+    tell_the_client(lie, lambda client: client.get_into(make_keys(3), out, slots=[1, 2, 3]))
+    assert (out[[0, 4]] == 0xEE).all()
+
+
+@pytest.mark.parametrize("lie", LIES_ABOUT_BLOCKS)
+def test_a_lie_about_blocks_is_an_error_of_a_stream(lie: str) -> None:
+    tell_the_client(lie, lambda client: list(client.stream_get(make_keys(3))))
+
+
+@pytest.mark.parametrize("connect", [lambda where: Asking(where, TIMEOUT_S, NAMESPACE.canonical()), a_client])
 @pytest.mark.parametrize(
     "changed",
     [
@@ -345,13 +386,16 @@ def test_a_lie_is_an_error_and_the_end_of_the_connection(lie: str) -> None:
         {"shards": [ShardAddress("m/0", "", 0, 1.0)]},
         {"shards": [ShardAddress("m/0", "", 7070, float("nan"))]},
         {"shards": [ShardAddress("", "", 7070, 1.0)]},
+        {"shards": SHARDS * 2},
     ],
 )
-def test_a_welcome_that_cannot_be_is_an_error(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_welcome_that_cannot_be_is_an_error(
+    changed: dict[str, Any], connect: Callable[[tuple[str, int]], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = welcome
     monkeypatch.setitem(globals(), "welcome", lambda fields: honest(fields, **changed))
-    with lying_shard(lambda *_: []) as where, pytest.raises(AskError):
-        Asking(where, TIMEOUT_S, NAMESPACE.canonical())
+    with lying_shard(lambda *_: []) as where, pytest.raises((AskError, ProtocolError)):
+        connect(where)
 
 
 @pytest.mark.parametrize(

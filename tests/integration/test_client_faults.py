@@ -20,7 +20,7 @@ import pytest
 from kvstore.cluster.members import Member
 from kvstore.wire import ShardAddress
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout
-from kvstore_client._calls import requests
+from kvstore_client._calls import batches
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links import watching
 from kvstore_client._links.core import Core
@@ -124,7 +124,7 @@ def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
             reading = in_background(client.get_into, keys, np.empty((8, BIG), dtype=np.uint8))
             wait_until(lambda: link.pending)
             pieces = 0
-            checksum_into = requests.checksum_into
+            checksum_into = batches.checksum_into
 
             def lose_the_connection_at_the_third_piece(views: Any, sums: Any) -> None:
                 nonlocal pieces
@@ -134,7 +134,7 @@ def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
                     wait_until(lambda: link.connections == 2 and link.sock is not None, what="the reader connects")
                 checksum_into(views, sums)
 
-            monkeypatch.setattr(requests, "checksum_into", lose_the_connection_at_the_third_piece)
+            monkeypatch.setattr(batches, "checksum_into", lose_the_connection_at_the_third_piece)
             assert client.set(others, blocks, deferred=False).created == 8, "the whole message is sent again"
             assert reading.result().all()
             assert relay.connections == 2

@@ -16,7 +16,7 @@ from kvstore.moving.filling import Filling, _Task
 from kvstore.moving.mover import TURN_BYTES, turns
 from kvstore.moving.planning import NOBODY, Gains, Plan, plan_joining, plan_leaving
 from kvstore.moving.settled import Settled
-from kvstore.wire import ShardAddress
+from kvstore.wire import PROTOCOL_VERSION, Hello, ShardAddress
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import Place, View
 from tests.support.properties import examples
@@ -62,7 +62,7 @@ def test_who_leaves_gives_what_it_has_to_all_who_own_it_then_as_clients_place(
     view = View(
         [
             Place(
-                Link(shard.name, shard.host, shard.port, lambda *_: None, lambda: None),
+                Link(shard.name, shard.host, shard.port, lambda: Hello(0, PROTOCOL_VERSION), lambda: None),
                 node.node,
                 node.zone or node.node,
             )

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from kvstore.wire import PROTOCOL_VERSION, Hello
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import MAX_FORMER, Place, View
 
@@ -14,7 +15,7 @@ KEYS = np.random.default_rng(5).integers(0, 256, (512, 16), dtype=np.uint8)
 
 
 def place(node: str, state: str) -> Place:
-    link = Link(f"{node}/0", node, 1, lambda *_: b"", lambda: None)
+    link = Link(f"{node}/0", node, 1, lambda: Hello(0, PROTOCOL_VERSION), lambda: None)
     return Place(link, node, node, state, new=state != "draining", old=state != "joining")
 
 

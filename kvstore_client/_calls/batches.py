@@ -1,8 +1,6 @@
-"""Requests of a call: for which of its keys, to which shard, and the bytes of their messages."""
+"""A caller's batch of keys: which of them repeat, its parts, and the bytes of the messages for them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -11,58 +9,8 @@ from kvstore import wire
 from kvstore._cext import checksum_into
 from kvstore.wire.zmtp import frame, frame_head
 from kvstore_client._links.buffers import BlockSource
-from kvstore_client._links.link import Link
-from kvstore_client._links.operations import GetOperation, Operation
-from kvstore_client._links.sending import Message
-from kvstore_client.errors import ConnectionLost, KVStoreError
+from kvstore_client._links.call import Message
 from kvstore_client.keys import KeyArray
-
-
-class Call:
-    """An operation, where it goes, for which of the caller's positions, and what is sent. A `sending.Request`."""
-
-    __slots__ = ("_make_message", "connection", "link", "operation", "positions", "renewed")
-
-    def __init__(
-        self,
-        link: Link,
-        operation: Operation,
-        positions: npt.NDArray[np.intp],
-        make_message: Callable[[Call], Message],
-    ) -> None:
-        self.link = link
-        self.operation = operation
-        self.positions = positions
-        self.connection = 0  # which of the link's connections it was sent on; 0: none yet
-        self.renewed = False
-        self._make_message = make_message
-
-    def message(self) -> Message:
-        return self._make_message(self)
-
-    @property
-    def error(self) -> KVStoreError | None:
-        """Why there is no reply, once it is done."""
-        return self.operation.error
-
-    @property
-    def count(self) -> int:
-        return len(self.positions)
-
-    @property
-    def retry(self) -> bool:
-        """It failed because the connection had died unnoticed: worth one more try, on a new one."""
-        lost = isinstance(self.operation.error, ConnectionLost)
-        return lost and not self.renewed and self.link.broken is None and self.connection > 0
-
-    def renew(self, request_id: int) -> None:
-        """Make it a request that was not sent yet."""
-        self.renewed = True
-        old = self.operation
-        if isinstance(old, GetOperation):
-            self.operation = GetOperation(request_id, old.positions, old.target)
-        else:
-            self.operation = Operation(request_id)
 
 
 def milliseconds(seconds: float) -> int:

@@ -1,0 +1,90 @@
+"""A call: one request in flight to one shard.
+
+It is made by the calling thread, its answer is filled in by whichever thread reads the connection (see `leading`), and
+the caller reads it once it is `done`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore.wire.dealer import Answer
+from kvstore_client._links.link import Link
+from kvstore_client.errors import ConnectionLost, KVStoreError, from_wire
+
+Message = Iterable[list["memoryview | bytes"]]
+
+
+class Call:
+    """A request: where it goes, for which of the caller's positions, what is sent, and what comes back.
+
+    `make_message(call)` gives the pieces of the message, made as they are needed; `make_answer(id)` what takes the
+    reply.
+    """
+
+    __slots__ = ("_make_answer", "_make_message", "answer", "connection", "link", "positions", "renewed")
+
+    def __init__(
+        self,
+        link: Link,
+        request_id: int,
+        positions: npt.NDArray[np.intp],
+        make_message: Callable[[Call], Message],
+        make_answer: Callable[[int], Answer] = Answer,
+    ) -> None:
+        self.link = link
+        self.positions = positions
+        self.answer = make_answer(request_id)
+        self.connection = 0  # which of the link's connections it was sent on; 0: none yet
+        self.renewed = False
+        self._make_message = make_message
+        self._make_answer = make_answer
+
+    @property
+    def id(self) -> int:
+        return self.answer.id
+
+    @property
+    def done(self) -> bool:
+        """Whether the reply is there, or why there is none."""
+        return self.answer.done
+
+    @property
+    def reply(self) -> wire.Reply | None:
+        return self.answer.reply
+
+    @property
+    def error(self) -> KVStoreError | None:
+        """Why there is no reply: the connection's end, the deadline, or what the shard refuses."""
+        reply, error = self.answer.reply, self.answer.error
+        if error is None and isinstance(reply, wire.Error):
+            return from_wire(reply.code, f"{self.link}: {reply.message}")
+        assert error is None or isinstance(error, KVStoreError)
+        return error
+
+    @property
+    def count(self) -> int:
+        return len(self.positions)
+
+    @property
+    def retry(self) -> bool:
+        """It failed because the connection had died unnoticed: worth one more try, on a new one."""
+        lost = isinstance(self.answer.error, ConnectionLost)
+        return lost and not self.renewed and self.link.broken is None and self.connection > 0
+
+    def message(self) -> Message:
+        return self._make_message(self)
+
+    def fail(self, error: KVStoreError) -> None:
+        """There is no reply, or not the one there should be."""
+        self.answer.error = error
+        self.answer.done = True
+
+    def renew(self, request_id: int) -> None:
+        """Make it a request that was not sent yet."""
+        self.renewed = True
+        self.answer = self._make_answer(request_id)
