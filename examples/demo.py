@@ -14,6 +14,7 @@ if the second engine loaded nothing.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -39,6 +40,16 @@ MODELS: dict[str, dict[str, int]] = {
 }
 
 progress = Console(stderr=True)
+
+
+def require_engine() -> None:
+    """Exit with one line if what the engines need is not installed."""
+    missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"{Path(sys.argv[0]).name} runs vLLM, and {', '.join(missing)} cannot be imported. Install vLLM "
+            "(pip install 'llm-kvstore[vllm]'), or run `make demo` in a checkout, which installs vLLM for the CPU"
+        )
 
 
 # ---- the engine's process ------------------------------------------------------------------------------------
@@ -229,6 +240,7 @@ def main() -> int:
         parser.error(
             f"--prompt-tokens is {options.prompt_tokens}: a prompt must be longer than one block, {BLOCK_TOKENS}"
         )
+    require_engine()
     result = run_demo(options.prompt_tokens, options.model_size)
     if options.json:
         print(json.dumps(result))

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from demo import BLOCK_TOKENS, MODELS, VOCABULARY, environment, make_model, progress, start_server
+from demo import BLOCK_TOKENS, MODELS, VOCABULARY, environment, make_model, progress, require_engine, start_server
 from rich.console import Console
 from rich.table import Table
 
@@ -192,6 +192,7 @@ def main() -> int:
         parser.error(
             f"--prompt-tokens is {options.prompt_tokens}: a prompt must be longer than one block, {BLOCK_TOKENS}"
         )
+    require_engine()
     result = run(options.prompt_tokens, options.model_size)
     if options.json:
         print(json.dumps(result))

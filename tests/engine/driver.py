@@ -17,18 +17,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Imported once, by the process that engines are forked from: seven seconds that each engine would take.
-PRELOAD = [
-    "transformers",
-    "vllm",
-    "vllm.model_executor.models.qwen2",
-    "vllm.v1.engine.core",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker",
-]
-
 SETTLE_S = 25.0
 DECODED_TOKENS = 3  # from here on a request counts as decoding
 
@@ -64,8 +52,8 @@ class Answer:
 
 
 def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
-    """spec: model (path), connector (its options, or None), kv_role, deliver (see ``lose_blocks``, or None), fork (see
-    ``fork_processes``), environment, engine (arguments of ``vllm.LLM``)."""
+    """spec: model (path), connector (its options, or None), kv_role, fork (see ``fork_processes``), environment, engine
+    (arguments of ``vllm.LLM``)."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -80,8 +68,6 @@ def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
 
 
 def serve(spec: dict[str, Any], pipe: Connection) -> None:
-    if spec["deliver"] is not None:
-        lose_blocks(spec["deliver"])
     if spec["fork"]:
         fork_processes()
     serving = Serving(make_engine(spec))
@@ -159,6 +145,12 @@ class Serving:
         """Whether the core has anything left to do, such as loads of aborted requests."""
         return self._core is not None and self._core.scheduler.has_requests()
 
+    def deliver(self, blocks: int) -> int:
+        """A fault: from now on every read from the store returns only so many of its blocks, as if the others had been
+        evicted between lookup and read. A later call may only make it fewer."""
+        lose_blocks(blocks)
+        return blocks
+
     def reset_prefix_cache(self) -> bool:
         """Forget the engine's own cache. -> whether it could be."""
         return bool(self.llm.reset_prefix_cache())
@@ -229,14 +221,14 @@ def make_engine(spec: dict[str, Any]) -> Any:
             "block_size": 32,
             "max_model_len": 2048,
             "gpu_memory_utilization": 0.3,  # of the host's memory, on CPUs
+            "num_gpu_blocks_override": 1024,  # of 256 KiB: every page of the cache is written to at the start
             **spec["engine"],
         },
     )
 
 
 def lose_blocks(delivered: int) -> None:
-    """A fault: every read from the store returns only so many of its blocks, as if the others had been evicted
-    between lookup and read."""
+    """See ``Serving.deliver``."""
     from kvstore_client import KVStoreClient
 
     get_into = KVStoreClient.get_into

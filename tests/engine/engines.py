@@ -21,7 +21,7 @@ from tests.engine import driver
 from tests.engine.driver import Answer, Ask
 from tests.support.harness import Server, rss_bytes, wait_until
 
-START_S = 120.0
+START_S = 170.0  # the first start imports what all engines are forked with
 ANSWER_S = 60.0
 BLOCK = 32  # tokens
 BLOCK_BYTES = 262144  # of the model of `save_model`, in float32
@@ -51,13 +51,11 @@ class Engine:
         connector: dict[str, Any] | None,
         kv_role: str = "kv_both",
         environment: dict[str, str] | None = None,
-        deliver: int | None = None,
         fork: bool = False,
         wait: bool = True,
         **engine_arguments: Any,
     ) -> None:
-        """connector: its options. deliver: each read from the store gets only so many of the blocks it was promised.
-        fork: processes of the engine's own start fast, see ``driver.fork_processes``.
+        """connector: its options. fork: processes of the engine's own start fast, see ``driver.fork_processes``.
         wait: until the engine serves, else ``ready`` tells."""
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -71,7 +69,6 @@ class Engine:
             "model": str(model),
             "connector": connector,
             "kv_role": kv_role,
-            "deliver": deliver,
             "fork": fork,
             "environment": settings,
             "engine": engine_arguments,
@@ -120,6 +117,10 @@ class Engine:
         self._send("reset_prefix_cache")
         assert self.result() is True
 
+    def deliver(self, blocks: int) -> None:
+        self._send("deliver", blocks)
+        self.result()
+
     def metrics(self) -> dict[str, float]:
         self._send("metrics")
         numbers: dict[str, float] = self.result()
@@ -165,10 +166,33 @@ class Engine:
             return None
 
 
+def check_answers(
+    engine: Engine, expected: Expected, *prompts: list[int], cached: int | None = None, tokens: int = 8
+) -> None:
+    """Ask all prompts at once: the right answers, and so many cached tokens of each."""
+    answers = engine.generate(*prompts, max_tokens=tokens)
+    assert [answer.token_ids for answer in answers] == expected(*prompts, max_tokens=tokens)
+    if cached is not None:
+        assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
+
+
+class Ledger:
+    """What an engine's metrics gained since it was opened."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        engine.settle()
+        self._before = engine.metrics()
+
+    def __getitem__(self, name: str) -> float:
+        self._engine.settle()
+        return self._engine.metrics()[name] - self._before[name]
+
+
 def nursery() -> ForkServerContext:
     """Where engines come from: a process that has imported vLLM and nothing else, forked for each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(driver.PRELOAD)
+    context.set_forkserver_preload(["tests.engine.nursery"])
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
     return context
 

@@ -39,8 +39,11 @@ def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> Non
             {"endpoint": ENDPOINT, "zzz": 1},
             "unknown option 'zzz'. Valid options: endpoint, timeout_s",
         ),
-        ({"endpoint": ""}, "endpoint is ''; expected an address such as"),
-        ({"endpoint": []}, "expected an address such as"),
+        ({"endpoint": ""}, "endpoint '': expected tcp://HOST:PORT or HOST:PORT"),
+        ({"endpoint": []}, "endpoint: an empty list: expected tcp://HOST:PORT"),
+        ({"endpoint": ["a:7070", "a:7070"]}, "endpoint 'a:7070' is named twice"),
+        ({"endpoint": "127.0.0.1"}, "endpoint '127.0.0.1': expected tcp://HOST:PORT"),
+        ({"endpoint": "etcd://127.0.0.1:2379"}, "expected etcd://HOST:PORT[,HOST:PORT...]/NAME"),
         ({"endpoint": 7070}, "endpoint is 7070; expected text or a list, got a whole number"),
         ({"endpoint": [7070]}, "endpoint is [7070]; expected text, got a whole number"),
         ({"endpoint": ENDPOINT, "cpu_policy": "lfu"}, "cpu_policy is 'lfu'; expected one of lru, default"),
@@ -77,3 +80,11 @@ def test_other_options_are_read_the_same_way() -> None:
         parse_options(TierOptions, {"endpoint": ENDPOINT, "thread": 3}, "the tier")
     with pytest.raises(ValueError, match=r"^the tier: endpoint is missing; it must be given$"):
         parse_options(TierOptions, {}, "the tier")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [ENDPOINT, "127.0.0.1:7070", "[::1]:7070", ["a:7070", "tcp://b:7070"], "etcd://e:2379/name", "dns://d:7070"],
+)
+def test_an_endpoint_is_what_the_client_takes(endpoint: str | list[str]) -> None:
+    assert parse({"endpoint": endpoint}).endpoint == endpoint

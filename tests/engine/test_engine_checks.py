@@ -16,7 +16,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -31,6 +33,7 @@ with warnings.catch_warnings():
     )
 
     from kvstore_client.vllm.connector import mismatch
+    from kvstore_client.vllm.connector.options import ConnectorOptions
     from kvstore_client.vllm.shared import block_hashes, engine_checks
     from kvstore_client.vllm.shared.block_hashes import check_same_hash, hash_probe
     from kvstore_client.vllm.shared.engine_checks import check_engine
@@ -164,3 +167,24 @@ def test_every_flag_a_message_names_is_one_of_vllm() -> None:
     named |= {"--decode-context-parallel-size", "--prefill-context-parallel-size"}  # made from the fields' names
     assert len(named) > 12
     assert named <= flags_of(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()))
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_wrong_option_stops_the_engine_and_the_valid_ones_are_named(
+    config: VllmConfig, role: KVConnectorRole
+) -> None:
+    """What the engine itself calls while it starts, in the scheduler's process and in each worker's."""
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True  # as vLLM does for connectors without SupportsHMA
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="KVStoreConnector",
+        kv_connector_module_path="kvstore_client.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"endpoint": "tcp://127.0.0.1:7070", "time_out_s": 1},
+    )
+    with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
+        KVConnectorFactory.create_connector(config, role, cache())
+    said = str(error.value)
+    assert "unknown option 'time_out_s'; did you mean 'timeout_s'?" in said
+    assert f"Valid options: {', '.join(ConnectorOptions.__struct_fields__)}" in said
+    assert "endpoint, timeout_s, lookup_timeout_s, tenant, replicas, cpu_bytes" in said

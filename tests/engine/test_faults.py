@@ -21,6 +21,7 @@ from tests.engine.engines import (
     BLOCK_BYTES,
     Engine,
     Expected,
+    Ledger,
     StartEngine,
     full_blocks,
     namespaces,
@@ -72,19 +73,6 @@ def place(shared_place: Place) -> Iterator[Place]:
     shared_place.link.release()
     shared_place.engine.settle()
     assert shared_place.engine.metrics()["defects"] == 0
-
-
-class Ledger:
-    """What an engine's metrics gained since it was opened."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        engine.settle()
-        self._before = engine.metrics()
-
-    def __getitem__(self, name: str) -> float:
-        self._engine.settle()
-        return self._engine.metrics()[name] - self._before[name]
 
 
 def check(expected: Expected, prompts: list[list[int]], answers: list[Answer]) -> None:
@@ -266,26 +254,26 @@ def test_a_store_too_small_for_its_engines(
 
 
 def test_the_cpu_tier_keeps_nothing_of_a_load_that_failed(
-    server: Server, link: SlowLink, start_engine: StartEngine, expected: Expected
+    place: Place, start_engine: StartEngine, expected: Expected
 ) -> None:
     questions = [prompt(seed, LONG) for seed in (140, 141)]
-    filler = start_engine(link.endpoint)
-    [played, _] = filler.play(*[Ask(question) for question in questions])
-    filler.stop()
+    [played, _] = place.engine.play(*[Ask(question) for question in questions])
+    for question in questions:
+        until_it_hits(place.engine, question)
     engine = start_engine(
-        link.endpoint,
+        place.link.endpoint,
         options={"cpu_bytes": "64MiB", "timeout_s": TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S},
         enable_prefix_caching=False,
     )
     ledger = Ledger(engine)
-    spoil(server, played.keys, 40)
+    spoil(place.server, played.keys, 40)
     check(expected, questions[:1], engine.generate(questions[0]))
     assert (ledger["checksum_errors"], ledger["failed_loads"], ledger["swap_blocks/in"]) == (1, 1, 40)
-    link.hold(5 * BLOCK_BYTES)
+    place.link.hold(5 * BLOCK_BYTES)
     engine.order(questions[1])
-    wait_until(lambda: link.held, what="the load is under way")
-    server.kill()
-    link.release()
+    wait_until(lambda: place.link.held, what="the load is under way")
+    place.server.kill()
+    place.link.release()
     check(expected, questions[1:], engine.result())
     assert ledger["failed_loads"] == 2
     # What did come and what was computed is all here now, and nothing else.

@@ -50,15 +50,21 @@ def test_blocks_that_do_not_arrive_are_computed(server: Server, start_engine: St
     filler.generate(question, other)
     filler.stop()
 
-    engine = start_engine(server.endpoint, deliver=4)
+    engine = start_engine(server.endpoint)
+    engine.deliver(4)
     assert [answer.token_ids for answer in engine.generate(question, other)] == expected(question, other)
     # What was computed in their place went into the engine's own cache, and only right blocks into the store.
     assert [answer.token_ids for answer in engine.generate(question, other)] == expected(question, other)
     assert "Recovered from KV load failure" in engine.log_text()
-    engine.stop()
-    none = start_engine(server.endpoint, deliver=0)
+    # Nothing at all arrives.
+    engine.settle()
+    engine.reset_prefix_cache()
+    engine.deliver(0)
     longer = question + prompt(22, 100)
-    assert [answer.token_ids for answer in none.generate(longer, other)] == expected(longer, other)
+    failed = engine.metrics()["failed_loads"]
+    assert [answer.token_ids for answer in engine.generate(longer, other)] == expected(longer, other)
+    engine.settle()
+    assert engine.metrics()["failed_loads"] > failed
 
 
 def test_an_engine_starts_and_serves_without_its_server(
@@ -88,19 +94,11 @@ def test_another_model_with_the_same_name_shares_nothing(
 
 
 def test_block_hashes_that_no_other_process_has_stop_the_engine(start_engine: StartEngine) -> None:
+    """The one real engine that fails to start; what else stops one is in `test_engine_checks`."""
     engine = start_engine("tcp://127.0.0.1:7070", prefix_caching_hash_algo="xxhash", wait=False)
     assert not engine.ready()
     assert engine.stop() == 1
     assert "Set --prefix-caching-hash-algo sha256" in engine.log_text()
-
-
-def test_an_unknown_option_stops_the_engine_and_names_the_valid_ones(start_engine: StartEngine) -> None:
-    engine = start_engine("tcp://127.0.0.1:7070", options={"time_out_s": 1}, wait=False)
-    assert not engine.ready()
-    assert engine.stop() == 1
-    said = engine.log_text()
-    assert "unknown option 'time_out_s'; did you mean 'timeout_s'?" in said
-    assert "Valid options: endpoint, timeout_s, lookup_timeout_s, tenant, replicas, cpu_bytes" in said
 
 
 def test_blocks_of_bfloat16_come_back_as_they_were(server: Server, start_engine: StartEngine) -> None:

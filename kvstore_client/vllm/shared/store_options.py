@@ -14,6 +14,7 @@ import msgspec
 
 from kvstore.sizes import parse_size
 from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
+from kvstore_client.endpoints import parse_endpoints
 
 MAX_TIMEOUT_S = MAX_DEADLINE_MS // 1000
 MAX_TENANT = 256  # characters
@@ -44,12 +45,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
 
     def __post_init__(self) -> None:
-        addresses = [self.endpoint] if isinstance(self.endpoint, str) else self.endpoint
-        if not addresses or not all(addresses):
-            raise ValueError(
-                f"endpoint is {self.endpoint!r}; expected an address such as 'tcp://127.0.0.1:7070', "
-                "a list of them, or the URL of a cluster such as 'etcd://127.0.0.1:2379/NAME'"
-            )
+        parse_endpoints(self.endpoint)  # the client's own check
         for name in ("timeout_s", "lookup_timeout_s"):
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 raise ValueError(
