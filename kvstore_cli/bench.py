@@ -29,6 +29,7 @@ from kvstore_client.keys import KeyArray, Namespace
 
 KEY_BYTES: Final = 16
 PRIORITY: Final = 0  # the lowest: others' blocks stay longer
+TTL_S: Final = 600  # of each block: they go even if this process is killed; no round takes so long
 
 
 class NoRoom(Exception):
@@ -138,7 +139,7 @@ class Bench:
                 out[start + position] = np.frombuffer(block, dtype=np.uint8)
 
         operations: dict[str, Callable[[int, int], object]] = {
-            "set": lambda start, end: client.set(keys[start:end], source[start:end], priority=PRIORITY),
+            "set": lambda start, end: client.set(keys[start:end], source[start:end], priority=PRIORITY, ttl_s=TTL_S),
             "get_into": lambda start, end: client.get_into(keys[start:end], out[start:end]),
             "stream_get": stream,
             "contains": lambda start, end: client.contains(keys[start:end]),

@@ -64,7 +64,9 @@ class ClusterStatus(msgspec.Struct, frozen=True):
             known = "the list of nodes may be out of date" if self.nodes else "no node is known"
             return CommandFailed("unreachable", f"{self.directory}; {known}")
         if not self.nodes:
-            return CommandFailed("unreachable", "no node is known")
+            return CommandFailed(
+                "unreachable", "no node is registered: check the name of the cluster, and that its nodes run"
+            )
         down = sum(node.shards - node.shards_up for node in self.nodes)
         if down:
             total = sum(node.shards for node in self.nodes)

@@ -14,6 +14,7 @@ from kvstore_cli.blocks import contains, delete, get, set_
 from kvstore_cli.cluster import cluster_app, drain
 from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of
 from kvstore_cli.output import CommandFailed, example, fail, print_json, show
+from kvstore_cli.purge import purge
 from kvstore_cli.verify import verify
 
 # The base of all usage errors, which Typer does not export.
@@ -89,6 +90,14 @@ app.command(
     ),
 )(set_)
 app.command(epilog=example("kvstore delete 00112233445566778899aabbccddeeff --namespace @ns.json"))(delete)
+
+
+app.command(
+    epilog=example(
+        "kvstore purge --namespace @ns.json --endpoint cache-1:7070",
+        "kvstore purge --all --yes --endpoint cache-1:7070",
+    )
+)(purge)
 
 
 @app.command(epilog=example("kvstore bench --endpoint cache-1:7070 --blocks 256 --rounds 3"))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,12 @@ def test_a_block_is_not_written_to_a_terminal_unless_forced(server: Server, bloc
     assert bytes(range(128, 256)) in on_terminal("get", KEY, *common, "--force")
 
 
-def on_terminal(*arguments: str, status: int = 0) -> bytes:
+def on_terminal(*arguments: str, typed: bytes = b"", status: int = 0) -> bytes:
     """What a command writes to a terminal, standard output and standard error together."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command(*arguments), stdout=theirs, stderr=theirs, env=environment())
+    process = subprocess.Popen(command(*arguments), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
     os.close(theirs)
+    os.write(ours, typed)
     shown = b""
     with process, open(ours, "rb", buffering=0) as terminal:
         while True:
@@ -198,6 +200,13 @@ def test_a_namespace_may_come_from_a_file_or_the_environment(server: Server, blo
 def test_an_address_may_come_from_the_environment_and_options_go_first(server: Server) -> None:
     kvstore("ping", KVSTORE_ENDPOINT=server.endpoint)
     kvstore("ping", "-e", server.endpoint, KVSTORE_ENDPOINT=NOWHERE)
+    two = kvstore("info", "--json", KVSTORE_ENDPOINT=f"{server.endpoint},{NOWHERE}", status=1)
+    assert "1 of 2 shards did not answer" in two.stderr
+
+
+@pytest.mark.parametrize("form", ["{0}", "{0}/", "tcp://{0}", "tcp://{0}/"])
+def test_an_address_may_be_written_short(server: Server, form: str) -> None:
+    assert "1 shard(s) answered" in kvstore("ping", "-e", form.format(f"{server.host}:{server.port}")).stdout
 
 
 def test_a_server_that_is_not_there_is_status_1_and_names_the_address(free_port: int) -> None:
@@ -388,6 +397,71 @@ def test_bench_on_too_small_a_server_says_what_to_change(server: Server) -> None
     assert "more memory" in failed.stderr and "--blocks" in failed.stderr
 
 
+# ---- purge -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two shards with a disk tier; `fill` puts blocks of two namespaces on them."""
+    folder = tmp_path_factory.mktemp("full")
+    sizes = ("--memory", "64MiB", "--segment", "4MiB", "--disk", str(folder / "disk"), "--disk-size", "64MiB")
+    server = Server(folder / "log", "--shards", "2", *sizes)
+    yield server
+    server.kill()
+
+
+ONE, TWO = make_namespace(4096, "purge-one"), make_namespace(8192, "purge-two")
+PURGED_KEYS = make_keys(100)
+
+
+def fill(server: Server) -> None:
+    for namespace in (ONE, TWO):
+        with KVStoreClient(server.endpoint, namespace) as client:
+            client.set(PURGED_KEYS, blocks_of(PURGED_KEYS, namespace.block_bytes), deferred=False)
+            assert client.contains(PURGED_KEYS).all()
+            wait_until(partial(all_on_disk, client), what="the blocks are on disk, too")
+
+
+def all_on_disk(client: KVStoreClient) -> bool:
+    found = [some for shard in client.info().shards for some in shard.namespaces if some.id == client.namespace.id]
+    return sum(some.disk_blocks for some in found) == len(PURGED_KEYS)
+
+
+def present(server: Server) -> list[int]:
+    found = []
+    for namespace in (ONE, TWO):
+        with KVStoreClient(server.endpoint, namespace) as client:
+            found.append(int(client.contains(PURGED_KEYS).sum()))
+    return found
+
+
+def test_purge_empties_one_namespace_or_all_in_memory_and_on_disk(full: Server, tmp_path: Path) -> None:
+    fill(full)
+    file = tmp_path / "ns.json"
+    file.write_bytes(ONE.canonical())
+    done = kvstore("purge", "--namespace", f"@{file}", "--yes", "--endpoint", full.endpoint)
+    assert done.stdout == "100 blocks of 1 namespace(s) removed\n"
+    assert present(full) == [0, 100]
+    assert answer("purge", "--all", "--yes", "--endpoint", full.endpoint) == {"namespaces": 1, "blocks": 100}
+    assert present(full) == [0, 0]
+    namespaces = [some for shard in answer("info", "-e", full.endpoint)["shards"] for some in shard["namespaces"]]
+    assert not any(some["blocks"] or some["disk_blocks"] for some in namespaces)
+    assert answer("purge", "--all", "--yes", "--endpoint", full.endpoint) == {"namespaces": 0, "blocks": 0}
+
+
+def test_purge_without_yes_says_what_would_go_and_asks_on_a_terminal(full: Server) -> None:
+    fill(full)
+    arguments = ("purge", "--all", "--endpoint", full.endpoint)
+    error = answer(*arguments, status=2)["error"]
+    assert "2 namespace(s) with 200 blocks (1.2 MiB) in memory" in error["message"] and "--yes" in error["message"]
+    assert present(full) == [100, 100]
+    shown = on_terminal(*arguments, typed=b"n\n", status=1).decode()
+    assert "purge-one" in shown and "purge-two" in shown and "nothing was removed" in shown
+    assert present(full) == [100, 100]
+    assert "200 blocks" in on_terminal(*arguments, typed=b"y\n").decode()
+    assert present(full) == [0, 0]
+
+
 # ---- bad usage, help, completion -------------------------------------------------------------------------------------
 
 
@@ -403,6 +477,8 @@ def test_bench_on_too_small_a_server_says_what_to_change(server: Server) -> None
         (("get", KEY, "--namespace", NAMESPACE, "--ouput", "f"), "--ouput"),
         (("set", KEY, "no-such-file", "--namespace", NAMESPACE), "no-such-file"),
         (("ping", "--timeout", "0"), "--timeout"),
+        (("purge",), "--all"),
+        (("purge", "--yes", "--all", "--namespace", NAMESPACE), "--all"),
         (("frobnicate",), "frobnicate"),
     ],
 )
@@ -412,7 +488,7 @@ def test_bad_usage_is_status_2_and_names_what_was_wrong(arguments: tuple[str, ..
     assert error["kind"] == "usage" and named in error["message"]
 
 
-COMMANDS = ("ping", "info", "sync", "contains", "get", "set", "delete", "bench", "verify", "drain")
+COMMANDS = ("ping", "info", "sync", "purge", "contains", "get", "set", "delete", "bench", "verify", "drain")
 
 
 def test_help_tells_the_exit_statuses_and_every_command_has_an_example() -> None:

@@ -332,6 +332,19 @@ def test_where_changes_nothing_of_a_namespace(shared: Nodes) -> None:
         assert told and {some.replicas for some in mine} == {1}
 
 
+# ---- purge -------------------------------------------------------------------------------------------------------
+
+
+def test_purge_removes_all_copies_from_all_nodes(shared: Nodes, namespace: Namespace) -> None:
+    purged = make_namespace(BLOCK, "purged")
+    shared.fill(purged, replicas=2)
+    assert sum(len(shared.held(node, purged)) for node in ZONES) == 2 * COUNT
+    report = answer("purge", "--namespace", purged.canonical().decode(), "--yes", "--endpoint", shared.url)
+    assert report == {"namespaces": 1, "blocks": 2 * COUNT}
+    assert not any(shared.held(node, purged) for node in ZONES)
+    assert sum(len(shared.held(node, namespace)) for node in ZONES) == 2 * COUNT, "others keep theirs"
+
+
 # ---- drain -------------------------------------------------------------------------------------------------------
 
 
