@@ -360,7 +360,7 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(
             ErrorCode.PROTOCOL,
-            f"the header is no request of protocol {PROTOCOL_VERSION}: {error}",
+            f"the header is not a request of protocol {PROTOCOL_VERSION}: {error}",
             _request_id(header),
         ) from None
     if not 0 <= request.id < 1 << 63:
@@ -432,4 +432,6 @@ def decode_reply(header: bytes | bytearray | memoryview) -> Reply:
     try:
         return _reply_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(ErrorCode.PROTOCOL, f"the header is no reply of protocol {PROTOCOL_VERSION}: {error}") from None
+        raise WireError(
+            ErrorCode.PROTOCOL, f"the header is not a reply of protocol {PROTOCOL_VERSION}: {error}"
+        ) from None

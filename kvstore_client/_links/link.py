@@ -97,7 +97,7 @@ class Link:
             if isinstance(error, zmtp.ZMTPError | wire.WireError):
                 # In a cluster, somebody else on the port of a node that is gone; else, a mistake of the user's.
                 kind = ConnectionLost if self.fixed_name else ProtocolError
-                raise kind(f"{self} is no kvstore server that this client can use: {error}") from None
+                raise kind(f"{self} is not a kvstore server that this client can use: {error}") from None
             if isinstance(error, TimeoutError):
                 raise Timeout(f"{self}: no answer to HELLO within {timeout_s:.3g} s") from None
             if isinstance(error, OSError):

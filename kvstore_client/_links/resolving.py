@@ -1,7 +1,8 @@
 """Names to addresses within a deadline: the system's resolver has none.
 
 A name is looked up on a thread of its own, which may outlive the wait for it; what it finds then is there for the next
-one. A resolver that fails or does not answer leaves the last answer valid. Thread-safe; a child process begins anew.
+caller. The threads are daemons, because those of an executor would keep a process with a silent resolver from ending.
+A resolver that fails or does not answer leaves the last answer valid. Thread-safe; a child process begins anew.
 """
 
 from __future__ import annotations
@@ -10,29 +11,10 @@ import ipaddress
 import os
 import socket
 import threading
+from concurrent import futures
 from typing import Any, TypeAlias
 
 Address: TypeAlias = "tuple[socket.AddressFamily, Any]"  # a family, and what `connect` takes
-
-
-class _Lookup:
-    """One name and port: asked for, answered, or failed."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.addresses: list[Address] = []
-        self.error: OSError | None = None
-
-    def run(self, host: str, port: int) -> None:
-        """On a thread of its own."""
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            self.addresses = [(family, address) for family, _, _, _, address in found]
-        except OSError as error:
-            self.error = error
-        except ValueError as error:  # a name that cannot be one: UnicodeError, a zero byte
-            self.error = OSError(f"{host!r} is no host name: {error}")
-        self.done.set()
 
 
 def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
@@ -45,30 +27,43 @@ def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
     with _lock:
         lookup = _pending.get((host, port))
         if lookup is None:
-            lookup = _Lookup()
+            lookup = futures.Future()
             threading.Thread(target=_run, args=(lookup, host, port), name="kvstore-resolve", daemon=True).start()
             _pending[host, port] = lookup
-    lookup.done.wait(timeout_s)
-    if lookup.addresses:
-        return lookup.addresses
-    last = _last.get((host, port))
-    if last:
-        return last
-    if lookup.error is not None:
-        raise lookup.error
-    raise TimeoutError(f"{host}: no address within {timeout_s:.3g} s")
+    try:
+        return lookup.result(timeout_s)
+    except (OSError, futures.TimeoutError) as error:  # in Python 3.10 the second is not the first
+        last = _last.get((host, port))
+        if last:
+            return last
+        if not lookup.done():
+            raise TimeoutError(f"{host}: the resolver did not answer within {timeout_s:.3g} s") from None
+        raise error
 
 
-def _run(lookup: _Lookup, host: str, port: int) -> None:
-    lookup.run(host, port)
+def _run(lookup: futures.Future[list[Address]], host: str, port: int) -> None:
+    """On a thread of its own."""
+    addresses: list[Address] = []
+    failure: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [(family, address) for family, _, _, _, address in found]
+    except OSError as error:
+        failure = error
+    except ValueError as error:  # a name that cannot be one: UnicodeError, a zero byte
+        failure = OSError(f"{host!r} is not a host name: {error}")
     with _lock:
-        if lookup.addresses:
-            _last[host, port] = lookup.addresses
+        if addresses:
+            _last[host, port] = addresses
         _pending.pop((host, port), None)
+    if failure is None:
+        lookup.set_result(addresses)
+    else:
+        lookup.set_exception(failure)
 
 
 _lock = threading.Lock()
-_pending: dict[tuple[str, int], _Lookup] = {}
+_pending: dict[tuple[str, int], futures.Future[list[Address]]] = {}
 _last: dict[tuple[str, int], list[Address]] = {}
 
 

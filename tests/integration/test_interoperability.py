@@ -210,7 +210,7 @@ def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> N
     [
         (pack(127, 0, 2, "protocol version 2: this server speaks 7"), "this server speaks 7"),
         (pack(PONG, 0), "answered HELLO with Pong"),
-        (b"\xc1 no msgpack", "no reply"),
+        (b"\xc1 no msgpack", "not a reply"),
     ],
 )
 def test_a_router_that_answers_otherwise_is_no_server(router: zmq.Socket[bytes], answer: bytes, part: str) -> None:
