@@ -96,15 +96,15 @@ class BlockKeys:
             known = _Adapter(content or os.urandom(SALT_BYTES), stamp)
             if content is None:
                 logger.warning(
-                    "kvstore: no files of the adapter %r can be read at %r, so its blocks are not shared with other "
-                    "engines; give the adapter's folder as its path",
+                    "kvstore: the files of LoRA adapter %r cannot be read at %r, so its blocks are not shared with "
+                    "other engines. Give the adapter's local folder as its path",
                     lora.lora_name,
                     lora.lora_path,
                 )
         elif known.stamp != stamp:
             logger.warning(
-                "kvstore: the files of the adapter %r changed after it was loaded; its blocks are not shared with "
-                "other engines until it is loaded under a new id",
+                "kvstore: the files of LoRA adapter %r changed after it was loaded, so its blocks are not shared with "
+                "other engines. Load the adapter again, under a new id",
                 lora.lora_name,
             )
             known = _Adapter(os.urandom(SALT_BYTES), stamp)

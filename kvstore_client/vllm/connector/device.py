@@ -124,8 +124,8 @@ def pinned_rows(rows: int, row_bytes: int, device: torch.device) -> npt.NDArray[
         finalizer.atexit = False  # the driver unlocks what a process leaves behind
     elif size:
         logger.warning(
-            "kvstore: %.1f GiB of host memory could not be page-locked, copies to and from it will be slow; "
-            "lower cpu_bytes, or raise the limit of locked memory (ulimit -l)",
+            "kvstore: the system did not page-lock %.1f GiB of host memory, so copies to and from it are slow. Lower "
+            "cpu_bytes, or raise the limit of locked memory (ulimit -l)",
             size / 2**30,
         )
     return pool

@@ -36,6 +36,6 @@ def _part(module: str, name: str) -> Any:
     except (ImportError, AttributeError) as error:
         version = importlib.import_module("vllm").__version__
         raise RuntimeError(
-            f"kvstore: vLLM {version} has no {module}.{name}, which copies between GPU and CPU need; "
-            "kvstore is tested with vLLM 0.32"
+            f"kvstore: vLLM {version} has no {module}.{name}, which copies between GPU and CPU need. "
+            "Install vLLM 0.32, with which kvstore is tested"
         ) from error

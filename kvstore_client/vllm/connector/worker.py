@@ -97,7 +97,9 @@ class WorkerHalf:
         try:
             self._layout.fence()
         except Exception:
-            logger.exception("kvstore: no copy into the cache can be ordered, the blocks are computed")
+            logger.exception(
+                "kvstore: no copy into the KV cache can be started; request %s is computed", load.request_id
+            )
             self._counters.add("defects")
             self._end(loading)
             return

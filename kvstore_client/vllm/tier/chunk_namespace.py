@@ -44,8 +44,9 @@ def engine_configs() -> tuple[VllmConfig, KVCacheConfig]:
             return engine, cache
         frame = frame.f_back  # type: ignore[assignment]
     raise ValueError(
-        "kvstore: KVStoreTier must be built by vLLM's OffloadingConnector (spec_name 'TieringOffloadingSpec'), from "
-        f"whose constructor it takes the engine's configuration; vLLM {vllm.__version__} does not show it there"
+        "kvstore: KVStoreTier found no engine configuration. It must be built by vLLM's OffloadingConnector "
+        "(spec_name 'TieringOffloadingSpec') and takes the configuration from that constructor's arguments; "
+        f"vLLM {vllm.__version__} may have moved them (tested with 0.32)"
     )
 
 
@@ -55,19 +56,19 @@ def check_chunks(engine: VllmConfig, cache: KVCacheConfig, chunk_bytes: int) -> 
     check_inputs(engine)
     if engine.lora_config is not None:
         raise ValueError(
-            "kvstore: a tier is not told the contents of LoRA adapters, only vLLM's names of them, under which another "
-            "engine may have other weights. Leave --enable-lora out, or use KVStoreConnector, which supports it"
+            "kvstore: --enable-lora is set, but vLLM tells a tier only an adapter's name, under which another engine "
+            "may have other weights. Leave --enable-lora out, or use KVStoreConnector, which supports it"
         )
     for group in cache.kv_cache_groups:
         if any(getattr(spec, "non_causal", False) for spec in iter_layer_specs(group.kv_cache_spec)):
             raise ValueError(
-                "kvstore: this model has layers that attend to later tokens, so a chunk's bytes depend on more than "
-                "its prefix and cannot be shared; run it without this tier"
+                "kvstore: this model has layers that attend to later tokens, so a chunk depends on more than the "
+                "tokens before it and cannot be shared. Run this model without kvstore"
             )
     if chunk_bytes > MAX_BLOCK_BYTES:
         raise ValueError(
-            f"kvstore: a chunk of the CPU tier is {chunk_bytes} bytes, at most {MAX_BLOCK_BYTES} can be stored as one "
-            "block. Set a smaller 'blocks_per_chunk' or 'block_size' in kv_connector_extra_config"
+            f"kvstore: a chunk of the CPU tier has {chunk_bytes} bytes; the store takes at most {MAX_BLOCK_BYTES}. Set "
+            "a smaller 'blocks_per_chunk' or 'block_size' in kv_connector_extra_config"
         )
 
 

@@ -91,9 +91,9 @@ TIER_COUNTERS = frozenset(
 
 @dataclass
 class StoreJob:
-    """A job on its way out: reported when every chunk has been named."""
+    """A job on its way out. It is reported once `TransferOut` has told the outcome of every chunk."""
 
-    unnamed: int
+    unnamed: int  # chunks whose outcome is not known yet
     began: float
     stored: int = 0
     lost: int = 0  # dropped or failed
@@ -116,7 +116,7 @@ class LoadJob:
 
 
 def _never_raises(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """A defect of ours, too, is a miss: the engine goes on."""
+    """An error in our own code, too, is a miss: the engine goes on."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(method)
@@ -133,7 +133,7 @@ def _never_raises(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """One engine's way to the store; see the module for what it promises."""
+    """One engine's way to the store. See the module for threads, blocking and failures."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -267,15 +267,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         began = time.monotonic()
         while not (self._out.drain(self._timeout_s) and self._in.drain(self._timeout_s)):
             logger.warning(
-                "kvstore: waiting for %d chunks on their way to the store and %d loads, for %.0f s so far",
+                "kvstore: still waiting for %d chunks on their way to the store and %d loads, after %.0f s",
                 self._out.waiting,
                 self._in.waiting,
                 time.monotonic() - began,
             )
         if not self._generation:
             logger.warning(
-                "kvstore: the engine's caches were reset, perhaps for new weights, so it shares no chunks with other "
-                "engines from now on; restart it to share again"
+                "kvstore: the engine's cache was reset, perhaps for new weights, so from now on it shares no chunks "
+                "with other engines; restart it to share again"
             )
         self._generation = os.urandom(GENERATION_BYTES)
 
@@ -358,7 +358,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return self._rows
 
     def _defect(self) -> None:
-        logger.exception("kvstore: a defect of the tier, treated as a miss")
+        logger.exception("kvstore: an error in the tier itself, treated as a miss; please report it")
         self._counters.add("defects")
 
 
