@@ -25,10 +25,12 @@ START_S = 20.0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, and that the kernel gives to no connection: they can be listened on again."""
+    """Ports nobody listens on now, and that the kernel gives to no connection: they can be listened on again. Workers
+    that run tests at once draw from ranges of their own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
     ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(20_000, 32_000)
+        port = 20_000 + 1_000 * worker + random.randrange(1_000)
         with socket.socket() as sock:
             try:
                 sock.bind(("127.0.0.1", port))
