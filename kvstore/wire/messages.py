@@ -9,6 +9,8 @@ into exactly one of the structs below or raises `WireError` with a code and a se
 
 Compatibility: fields may be appended with a default; an old peer ignores what it does not know. Anything else is a
 new `PROTOCOL_VERSION`, refused in HELLO.
+
+Over 400 lines because every message of the protocol, its limits and its checks stand in one place.
 """
 
 from __future__ import annotations
