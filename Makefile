@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test coverage soak torture chaos lint format demo bench build check-install clean clean-cache
+.PHONY: help serve run check test coverage soak torture chaos lint format docs demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -40,6 +40,9 @@ lint: ## ruff and mypy
 
 format: ## put imports and layout in order
 	@exec scripts/run.sh test bash -c 'ruff check --fix . ; ruff format .'
+
+docs: ## this documentation with the API reference as a site in build/site; warnings are errors
+	@exec scripts/run.sh test env NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 
 demo: ## two engines share their prefixes through a server: examples/demo.py
 	@exec scripts/run.sh full python examples/demo.py $(ARGS)

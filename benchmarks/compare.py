@@ -1,0 +1,225 @@
+"""Two checkouts beside each other: is one slower? `python -m benchmarks.compare OLD NEW`: folders, both with their
+extension built (`scripts/run.sh full true` in each).
+
+Each checkout runs its own server and its own client, in processes of their own. Both live for the whole run and take
+turns call by call, in an order shuffled anew for each round, so that what disturbs the machine disturbs both. The ratio
+of a round is NEW's seconds over OLD's; the median of the ratios is reported. Exit status 1 when a median is above
+`--at-most`. Bytes that are read are compared with what was written, after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import IO, Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+LARGE_BYTES: Final = 917_504
+SMALL_BYTES: Final = 16 << 10
+LARGE_BLOCKS: Final = 256
+SMALL_BLOCKS: Final = 8192
+LARGE_CALL: Final = 64
+SMALL_CALL: Final = 1024
+LOOKUP_KEYS: Final = 512
+LOOKUPS: Final = 200
+READY: Final = re.compile(r"kvstore-server ready (tcp://\S+)")
+
+
+# ---- one side ------------------------------------------------------------------------------------------------------
+
+
+def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
+    """What this checkout's client can be told to do. -> seconds"""
+    from kvstore_client import KVStoreClient, Namespace
+
+    operations: dict[str, Callable[[], float]] = {}
+    for name, size, count, per_call in (
+        ("917504 B", LARGE_BYTES, LARGE_BLOCKS, LARGE_CALL),
+        ("16 KiB", SMALL_BYTES, SMALL_BLOCKS, SMALL_CALL),
+    ):
+        draw = np.random.default_rng(size)
+        keys = draw.integers(0, 256, (count, 32), dtype=np.uint8)
+        source = draw.integers(0, 256, (count, size), dtype=np.uint8)
+        out = np.zeros_like(source)
+        namespace = Namespace(model=f"compare {name}", dtype="bfloat16", block_tokens=16, block_bytes=size)
+        client = KVStoreClient(endpoint, namespace, timeout_s=60.0)
+        spans = [slice(at, min(at + per_call, count)) for at in range(0, count, per_call)]
+
+        def write(client: Any = client, keys: Any = keys, source: Any = source, spans: Any = spans) -> float:
+            client.delete(keys)
+            began = time.perf_counter()
+            created = sum(client.set(keys[span], source[span]).created for span in spans)
+            elapsed = time.perf_counter() - began
+            assert created == len(keys), f"{created} of {len(keys)} blocks were created"
+            return elapsed
+
+        def read(
+            client: Any = client, keys: Any = keys, source: Any = source, out: Any = out, spans: Any = spans
+        ) -> float:
+            out.fill(0)
+            began = time.perf_counter()
+            for span in spans:
+                client.get_into(keys[span], out[span])
+            elapsed = time.perf_counter() - began
+            assert np.array_equal(out, source), "other bytes were read than were written"
+            return elapsed
+
+        def stream(
+            client: Any = client, keys: Any = keys, source: Any = source, out: Any = out, spans: Any = spans
+        ) -> float:
+            out.fill(0)
+            began = time.perf_counter()
+            for span in spans:
+                rows = out[span]
+                for position, block in client.stream_get(keys[span]):
+                    rows[position] = np.frombuffer(block, dtype=np.uint8)
+            elapsed = time.perf_counter() - began
+            assert np.array_equal(out, source), "other bytes were read than were written"
+            return elapsed
+
+        def look(client: Any = client, keys: Any = keys) -> float:
+            some = keys[:LOOKUP_KEYS]
+            began = time.perf_counter()
+            for _ in range(LOOKUPS):
+                client.contains(some)
+            return (time.perf_counter() - began) / LOOKUPS
+
+        operations |= {f"set {name}": write, f"get_into {name}": read, f"stream_get {name}": stream}
+        if size == SMALL_BYTES:
+            operations[f"contains {LOOKUP_KEYS} keys"] = look
+    return operations
+
+
+def side(endpoint: str) -> None:
+    """The client process: does what each line of standard input names, answers with seconds."""
+    operations = _operations(endpoint)
+    print(json.dumps(list(operations)), flush=True)
+    for line in sys.stdin:
+        print(operations[line.strip()](), flush=True)
+
+
+class Side:
+    """One checkout: a server and a client process of its own."""
+
+    def __init__(self, tree: Path, log: IO[str], stack: contextlib.ExitStack) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", "2GiB"]
+        server = self._start(command, environment, log, stack)
+        assert server.stdout is not None
+        ready = READY.match(server.stdout.readline())
+        if ready is None:
+            raise SystemExit(f"error: the server of {tree} did not start; is its extension built?")
+        command = [sys.executable, __file__, "--side", ready[1]]  # this file, with the checkout's own packages
+        self._client = self._start(command, environment, log, stack)
+        assert self._client.stdout is not None
+        self.operations: list[str] = json.loads(self._client.stdout.readline())
+
+    @staticmethod
+    def _start(
+        command: list[str], environment: dict[str, str], log: IO[str], stack: contextlib.ExitStack
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+            cwd=tempfile.gettempdir(),
+        )
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        return process
+
+    def run(self, operation: str) -> float:
+        """Seconds."""
+        assert self._client.stdin is not None and self._client.stdout is not None
+        self._client.stdin.write(f"{operation}\n")
+        self._client.stdin.flush()
+        return float(self._client.stdout.readline())
+
+
+@contextlib.contextmanager
+def sides(old: Path, new: Path) -> Iterator[tuple[Side, Side]]:
+    """Both, for as long as they are needed."""
+    with tempfile.TemporaryFile("w+") as log, contextlib.ExitStack() as stack:
+        try:
+            yield Side(old, log, stack), Side(new, log, stack)
+        except (ValueError, json.JSONDecodeError, AssertionError):
+            log.seek(0)
+            print(log.read()[-4000:], file=sys.stderr)
+            raise
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--side"]:
+        side(sys.argv[2])
+        return 0
+    from benchmarks.remote_kv_cache.rig import busy_share, load_average
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--at-most", type=float, default=1.03, help="the largest ratio that is fine; default: 1.03")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    load, busy = load_average(), busy_share()
+    seconds: dict[str, tuple[list[float], list[float]]] = {}
+    with sides(options.old.resolve(), options.new.resolve()) as (old, new):
+        for number in range(options.rounds + 1):  # the first warms up
+            draw = random.Random(number)
+            for operation in old.operations:  # a read stands after what it reads
+                pair = [(0, old), (1, new)]
+                draw.shuffle(pair)
+                taken = {which: each.run(operation) for which, each in pair}
+                if number:
+                    for which, kept in enumerate(seconds.setdefault(operation, ([], []))):
+                        kept.append(taken[which])
+    table = Table("operation", "old, ms", "new, ms", "new ÷ old, median", "min … max", title=f"{options.rounds} rounds")
+    slower, ratios = [], {}
+    for operation, (olds, news) in seconds.items():
+        each = [mine / theirs for theirs, mine in zip(olds, news, strict=True)]
+        ratios[operation] = median(each)
+        if ratios[operation] > options.at_most:
+            slower.append(operation)
+        table.add_row(
+            operation,
+            f"{median(olds) * 1e3:.3f}",
+            f"{median(news) * 1e3:.3f}",
+            f"{ratios[operation]:.3f}",
+            f"{min(each):.2f} … {max(each):.2f}",
+        )
+    Console(width=110).print(table)
+    print(f"load average before: {load}, busy before: {busy}")
+    if options.json is not None:
+        found = {
+            "ratios": ratios,
+            "seconds": seconds,
+            "rounds": options.rounds,
+            "load": {"average": load, "busy": busy},
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if slower:
+        print(f"slower by more than {options.at_most:.2f} x: {', '.join(slower)}")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What README.md and docs/ tell a reader to type works as written, against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import DOCUMENTS, Block, Reader, blocks_of
+from tests.support.harness import ROOT, Server
+
+MEMORY = "512MiB"
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a disk tier, for all documents."""
+    folder = tmp_path_factory.mktemp("store")
+    server = Server(folder / "server.log", "--memory", MEMORY, "--disk", str(folder / "disk"), "--disk-size", "256MiB")
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
+def test_every_block_of_commands_is_run_or_says_why_not(file: Path) -> None:
+    for block in blocks_of(file):
+        if block.language in ("bash", "sh", "console"):
+            pytest.fail(f"{block}: a block of {block.language}: commands are `shell` everywhere")
+        if not block.language and block.looks_like_commands:
+            pytest.fail(f"{block}: commands without a language: expected ```shell")
+
+
+@pytest.mark.parametrize("file", [file for file in DOCUMENTS if any(b.runs for b in blocks_of(file))], ids=name_of)
+def test_the_blocks_of_a_document_work_as_written(file: Path, store: Server, tmp_path: Path) -> None:
+    reader = Reader(
+        tmp_path,
+        store.endpoint,
+        {"tcp://127.0.0.1:7070": store.endpoint, "127.0.0.1:7070": store.endpoint.removeprefix("tcp://")},
+    )
+    for block in blocks_of(file):
+        if block.runs:
+            reader.run(block)
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, "tcp://127.0.0.1:1", {})
+    for language, text in (("python", "raise SystemExit(3)\n"), ("shell", "false\n"), ("shell", "true | false\n")):
+        with pytest.raises(AssertionError, match="ended with"):
+            reader.run(Block(ROOT / "README.md", 1, language, text, ""))
