@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.documents import DOCUMENTS, Block, Reader, blocks_of
-from tests.support.harness import ROOT, Server
+from tests.support.harness import ROOT, Server, environment
 
 MEMORY = "512MiB"
 
@@ -45,6 +47,23 @@ def test_the_blocks_of_a_document_work_as_written(file: Path, store: Server, tmp
     for block in blocks_of(file):
         if block.runs:
             reader.run(block)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)],
+        cwd=ROOT,
+        env=environment(NO_MKDOCS_2_WARNING="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    reference = (site / "reference" / "client" / "index.html").read_text(encoding="utf-8")
+    for name in ("load_prefix", "get_into", "purge", "for_model", "BlockSizeMismatch", "SetResult"):
+        assert name in reference, f"the API reference lacks {name}"
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
