@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,14 @@ def test_the_blocks_of_a_document_work_as_written(file: Path, store: Server, tmp
     for block in blocks_of(file):
         if block.runs:
             reader.run(block)
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
+def test_every_file_a_document_names_is_there(file: Path) -> None:
+    for path in re.findall(
+        r"`((?:kvstore\w*|cext|tests|docs|docker|examples|scripts|benchmarks)/[\w./-]+)`", file.read_text()
+    ):
+        assert (ROOT / path).exists(), f"{name_of(file)} names {path}, which is not there"
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
