@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import BlockIndex, read_blocks
-from kvstore.disk.namespace import DiskNamespace
+from kvstore.disk.segments import CORRUPT
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing
-from kvstore.store.namespaces import NamespaceStore
+from kvstore.store.disk_blocks import DiskBlocks
+from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
@@ -28,7 +29,6 @@ log = logging.getLogger("kvstore.disk")
 ABSENT: Final = -1
 COMING: Final = -2
 WAIT: Final = -3
-CORRUPT: Final = -1  # of `read_blocks`
 READ_JOB_BYTES: Final = 1 << 20  # what a thread reads at a time: several, so that the device sees several reads
 MAX_MEMORY_SHARE: Final = 0.25  # of memory may be waiting for the disk
 
@@ -52,7 +52,7 @@ class Fetching:
     def fetch(self, namespace: NamespaceStore, keys: bytes, now: float) -> Answers:
         """Begin to read what of `keys` is on disk and not in memory. -> `COMING`, `WAIT` or `ABSENT`, one a key."""
         disk = namespace.disk
-        assert isinstance(disk, DiskNamespace)
+        assert disk is not None
         found = disk.index.acquire(keys, now, 0, False)
         answers = np.full(len(found), ABSENT, dtype=np.int32)
         rows = np.flatnonzero(found >= 0)
@@ -83,7 +83,7 @@ class Fetching:
     def _begin(
         self,
         namespace: NamespaceStore,
-        disk: DiskNamespace,
+        disk: DiskBlocks,
         keys: bytes,
         found: Slots,
         rows: npt.NDArray[np.int64],
@@ -112,10 +112,10 @@ class Fetching:
                 some = members[at : at + step]
                 self._read(namespace, disk, segment, slots[some], places[some])
 
-    def _read(self, namespace: NamespaceStore, disk: DiskNamespace, segment: int, slots: Slots, places: Slots) -> None:
+    def _read(self, namespace: NamespaceStore, disk: DiskBlocks, segment: int, slots: Slots, places: Slots) -> None:
         volume, size = self._volume, namespace.block_bytes
         sums = disk.index.checksums(places)
-        fd = volume.open_file(segment, disk.direct)
+        fd = volume.open_file(segment, disk.block_bytes)
         if fd is None:
             self._give_up(namespace, disk, slots, places)
             return
@@ -139,7 +139,7 @@ class Fetching:
         self,
         job: int,
         namespace: NamespaceStore,
-        disk: DiskNamespace,
+        disk: DiskBlocks,
         slots: Slots,
         places: Slots,
         sums: Sums,
@@ -197,13 +197,13 @@ class Fetching:
         for namespace in starved:
             namespace.wake_parked()
 
-    def _place(self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots, sums: Sums) -> None:
+    def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots, sums: Sums) -> None:
         expires = disk.index.expires_of(places)
         for when in np.unique(expires).tolist():
             rows = expires == when
             namespace.memory.index.commit(slots[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
 
-    def drop_corrupt(self, disk: DiskNamespace, places: Slots) -> None:
+    def drop_corrupt(self, disk: DiskBlocks, places: Slots) -> None:
         """Blocks whose bytes are not those of their checksum are forgotten, counted and logged."""
         bad = places[disk.index.states_of(places) == BlockIndex.READY]
         if not len(bad):
@@ -213,7 +213,7 @@ class Fetching:
         self.corrupt += disk.drop(bad)
 
     @staticmethod
-    def _give_up(namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots) -> None:
+    def _give_up(namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots) -> None:
         index = namespace.memory.index
         ours = index.states_of(slots) == BlockIndex.WRITING
         index.abort(slots[ours])

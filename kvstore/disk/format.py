@@ -31,6 +31,7 @@ VERSION: Final = 1
 FORMAT_FILE: Final = "FORMAT"
 LOCK_FILE: Final = "lock"
 SEGMENTS: Final = "segments"
+SEGMENT_SUFFIX: Final = ".seg"
 INDEX: Final = "index"
 LOCK_WAIT_S: Final = 5.0
 _NAME: Final = "kvstore-disk"
@@ -57,10 +58,10 @@ class Layout:
 
 
 def segment_path(shard_directory: Path, segment: int) -> Path:
-    return shard_directory / SEGMENTS / f"{segment:08d}.seg"
+    return shard_directory / SEGMENTS / f"{segment:08d}{SEGMENT_SUFFIX}"
 
 
-def open_directory(path: Path, shards: int, segment_bytes: int) -> Layout:
+def open_layout(path: Path, shards: int, segment_bytes: int) -> Layout:
     """Make `path` a disk tier, or accept the one that it is; its own `segment_bytes` wins over the argument.
 
     Called by the supervisor before it starts shards; blocks on the disk. A damaged mark is repaired. Raises
@@ -68,13 +69,13 @@ def open_directory(path: Path, shards: int, segment_bytes: int) -> Layout:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        layout = _find(path)
+        layout = _find(path, "Give --disk another folder, one that is new or empty.")
         if layout is None:
             layout = Layout(path, shards, segment_bytes, secrets.token_hex(8))
         if layout.shards != shards:
             raise DiskFormatError(
                 f"{path} holds the blocks of {layout.shards} shards, and this server has {shards}: "
-                f"start it with --shards {layout.shards}, or choose an empty directory"
+                f"start it with --shards {layout.shards}, or give --disk a new or empty folder"
             )
         _complete(layout)
     except OSError as error:
@@ -82,14 +83,15 @@ def open_directory(path: Path, shards: int, segment_bytes: int) -> Layout:
     return layout
 
 
-def read_directory(path: Path) -> Layout:
+def read_layout(path: Path) -> Layout:
     """What the disk tier at `path` was made for; changes nothing. Raises `DiskFormatError`."""
+    advice = "Give the folder that a server's --disk names."
     try:
-        layout = _find(path)
+        layout = _find(path, advice)
     except OSError as error:
         raise DiskFormatError(_explain(path, error)) from error
     if layout is None:
-        raise DiskFormatError(f"{path} is empty: expected the directory of a disk tier")
+        raise DiskFormatError(f"{path} is empty: expected the folder of a disk tier. {advice}")
     return layout
 
 
@@ -102,18 +104,9 @@ def lock_shard(directory: Path) -> int:
         fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DiskFormatError(_explain(directory, error)) from error
-    deadline = time.monotonic() + LOCK_WAIT_S
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DiskFormatError(
-                        f"{directory} is in use by {_holder(fd)}: stop it, or choose another directory"
-                    ) from None
-                time.sleep(0.02)
+        if not flock_within(fd, fcntl.LOCK_EX, LOCK_WAIT_S):
+            raise DiskFormatError(f"{directory} is in use by {lock_holder(fd)}: stop it, or give --disk another folder")
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
     except OSError as error:
@@ -125,7 +118,21 @@ def lock_shard(directory: Path) -> int:
     return fd
 
 
-def _holder(fd: int) -> str:
+def flock_within(fd: int, operation: int, wait_s: float) -> bool:
+    """Blocks until a shard's lock file is locked; False after `wait_s`. Raises `OSError`."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.02)
+
+
+def lock_holder(fd: int) -> str:
+    """Who has locked a shard's lock file, for a message."""
     pid = os.pread(fd, 32, 0).strip()
     return f"process {pid.decode()}" if pid.isdigit() else "another process"
 
@@ -160,15 +167,15 @@ def _read_mark(path: Path, file: Path) -> Layout | None:
     if version != VERSION:
         raise DiskFormatError(
             f"{path} has disk format version {version}, and this server knows version {VERSION}: "
-            "use the release that made it, or choose an empty directory"
+            "use the release that made it, or give --disk a new or empty folder"
         )
     if not isinstance(shards, int) or not isinstance(segment_bytes, int) or not isinstance(identity, str):
         return None
     return Layout(path, shards, segment_bytes, identity)
 
 
-def _find(path: Path) -> Layout | None:
-    """What the directory was made for; None: it is empty. Raises `DiskFormatError` when it is not ours."""
+def _find(path: Path, advice: str) -> Layout | None:
+    """What the directory was made for; None: empty. Raises `DiskFormatError`, with `advice` when it is not ours."""
     names = set(os.listdir(path))
     layout = _read_mark(path, path / FORMAT_FILE) if FORMAT_FILE in names else None
     if layout is not None:
@@ -182,9 +189,10 @@ def _find(path: Path) -> Layout | None:
     if content or FORMAT_FILE in names:
         found = ", ".join(repr(name) for name in content[:3]) + (" ..." if len(content) > 3 else "")
         raise DiskFormatError(
-            f"{path} is not a disk tier of kvstore: it has no readable {FORMAT_FILE}"
+            f"{path} is not a disk tier of kvstore: it has no readable file {FORMAT_FILE}"
             + (f", but holds {found}" if content else "")
-            + "; nothing was changed; choose an empty directory, or empty this one"
+            + f". Nothing was changed. The folder of a disk tier holds {FORMAT_FILE}, shard-0, shard-1 and so on, all "
+            + f"made by kvstore-server. {advice}"
         )
     return None
 
@@ -201,7 +209,7 @@ def _complete(layout: Layout) -> None:
             raise DiskFormatError(
                 f"{directory} belongs to a disk tier of {other.shards} shards and segments of {other.segment_bytes} "
                 f"bytes, {path} to one of {layout.shards} and {layout.segment_bytes}: "
-                "put it back where it belongs, or remove it"
+                "move it back to where it belongs"
             )
         _write_mark(directory, layout)
         os.close(os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))  # may we write here?
@@ -238,9 +246,9 @@ def _explain(path: Path, error: OSError) -> str:
     """What an operator can do about an error of the file system."""
     where = error.filename or path
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return f"{where} is not a directory: choose another path for the disk tier"
+        return f"{where} is not a directory: give --disk another path"
     if error.errno == errno.EROFS:
-        return f"{where} is on a read-only file system: mount it writable, or choose another directory"
+        return f"{where} is on a read-only file system: mount it writable, or give --disk another folder"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"no permission to use {where}: give user {os.geteuid()} the right to read and write {path}"
     return f"{path} cannot be used as a disk tier: {error}"

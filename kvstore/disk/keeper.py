@@ -213,10 +213,12 @@ class Keeper:
         self._send(Kind.OPEN_NAMESPACE, canonical, ordinal=ordinal, key_bytes=key_bytes)
         return ordinal
 
-    def forget_namespace(self, ordinal: int) -> None:
-        """Remove a namespace, all of whose entries have been deleted; its ordinal becomes another's."""
+    def forget_namespace(self, canonical: bytes) -> None:
+        """Remove a namespace, all of whose entries have been deleted, if it is known; its ordinal becomes another's."""
+        ordinal = self._ordinals.pop(canonical, None)
+        if ordinal is None:
+            return
         del self._key_bytes[ordinal]
-        self._ordinals = {canonical: other for canonical, other in self._ordinals.items() if other != ordinal}
         self._send(Kind.FORGET_NAMESPACE, ordinal=ordinal)
 
     def put(self, ordinal: int, keys: bytes, entries: Entries) -> int:

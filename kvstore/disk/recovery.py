@@ -17,9 +17,9 @@ import numpy.typing as npt
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.fetching import WAIT, Fetching
 from kvstore.disk.messages import NamespaceFound, Recovered
-from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
-from kvstore.store.namespaces import NamespaceStore
+from kvstore.store.disk_blocks import DiskBlocks
+from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire import WireError
 
@@ -29,12 +29,13 @@ ROWS_A_TURN: Final = 16384
 WARM_START_BYTES: Final = 8 << 20  # read at a time, while nothing else is
 
 
-class _Found:
+class _OldNamespace:
     """What the old index says of one namespace."""
 
-    def __init__(self, member: DiskNamespace | None, ordinal: int, key_bytes: int) -> None:
+    def __init__(self, member: DiskBlocks | None, ordinal: int, canonical: bytes, key_bytes: int) -> None:
         self.member = member  # None: this shard cannot hold it
         self.ordinal = ordinal
+        self.canonical = canonical
         self.key_bytes = key_bytes
         self.pieces: list[Recovered] = []
         self.ordinals: dict[int, int] = {}  # segment -> the index's ordinal; -1: it could not be had
@@ -58,7 +59,7 @@ class Recovery:
 
     def __init__(self, volume: Volume) -> None:
         self._volume = volume
-        self._found: dict[int, _Found] = {}
+        self._found: dict[int, _OldNamespace] = {}
         self.ready = False  # all was told
         self.started = time.monotonic()
         self.rewrite = False  # the keeper began anew and knows nothing: tell it
@@ -69,14 +70,10 @@ class Recovery:
         """The old index knows a namespace."""
         member = None
         try:
-            disk = self._volume.store.open(event.canonical, event.key_bytes).disk
+            member = self._volume.store.open(event.canonical, event.key_bytes).disk
         except WireError as error:
             self.refused = self.refused or str(error)
-        else:
-            if isinstance(disk, DiskNamespace):
-                member = disk
-                member.ordinal = event.ordinal
-        self._found[event.ordinal] = _Found(member, event.ordinal, event.key_bytes)
+        self._found[event.ordinal] = _OldNamespace(member, event.ordinal, event.canonical, event.key_bytes)
 
     def add(self, event: Recovered) -> None:
         """Entries of the old index."""
@@ -102,17 +99,17 @@ class Recovery:
             if self.rewrite and found.member is not None:
                 self._tell(found.member)
             elif not self.rewrite and found.member is None:
-                self._volume.keeper.forget_namespace(found.ordinal)
+                self._volume.keeper.forget_namespace(found.canonical)
         return True
 
-    def _tell(self, member: DiskNamespace) -> None:
+    def _tell(self, member: DiskBlocks) -> None:
         """A keeper that knows nothing is told what was recovered."""
         slots = member.index.ready_slots()
         for at in range(0, len(slots), ROWS_A_TURN):
             some = slots[at : at + ROWS_A_TURN]
-            self._volume.record(member, member.index.keys_of(some), member.entries(some))
+            self._volume.record(member, some)
 
-    def _restore(self, found: _Found) -> None:
+    def _restore(self, found: _OldNamespace) -> None:
         rows = slice(found.next, found.next + ROWS_A_TURN)
         found.next += ROWS_A_TURN
         keys, entries, member, volume = found.keys[rows], found.entries[rows], found.member, self._volume
@@ -143,7 +140,7 @@ class Recovery:
         if not self.rewrite and not kept.all():
             volume.keeper.delete(found.ordinal, keys[~kept].tobytes())
 
-    def _ordinal(self, found: _Found, member: DiskNamespace, segment: int) -> int:
+    def _ordinal(self, found: _OldNamespace, member: DiskBlocks, segment: int) -> int:
         known = found.ordinals.get(segment)
         if known is None:
             known = member.attach(segment) if self._volume.segments.claim(segment) else -1
@@ -190,7 +187,7 @@ class WarmStart:
             return True
         namespace, slots = self._wanted.pop()
         disk = namespace.disk
-        assert isinstance(disk, DiskNamespace)
+        assert disk is not None
         slots = slots[disk.index.states_of(slots) == disk.index.READY]
         answers = self._fetching.fetch(namespace, disk.index.keys_of(slots), now)
         if (answers == WAIT).any():

@@ -14,9 +14,10 @@ from typing import Final
 import numpy as np
 
 from kvstore._cext import BlockIndex, read_blocks
-from kvstore.disk.fetching import CORRUPT, Answers, Fetching
-from kvstore.disk.namespace import DiskNamespace
+from kvstore.disk.fetching import Answers, Fetching
+from kvstore.disk.segments import CORRUPT
 from kvstore.disk.volume import Volume
+from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
@@ -31,7 +32,7 @@ class Scrubbing:
         self._volume = volume
         self._fetching = fetching
         self._bytes_per_s = bytes_per_s
-        self._rest: list[tuple[DiskNamespace, Slots]] | None = None  # of this pass; None: none is under way
+        self._rest: list[tuple[DiskBlocks, Slots]] | None = None  # of this pass; None: none is under way
         self._scratch: mmap.mmap | None = None
         self._next_at = 0.0
         self._reading = False
@@ -75,9 +76,9 @@ class Scrubbing:
                 return
         self._end_pass(now)
 
-    def _read(self, member: DiskNamespace, segment: int, slots: Slots, now: float) -> None:
+    def _read(self, member: DiskBlocks, segment: int, slots: Slots, now: float) -> None:
         volume, size = self._volume, member.block_bytes
-        fd = volume.open_file(segment, member.direct)
+        fd = volume.open_file(segment, member.block_bytes)
         if fd is None:
             return
         if self._scratch is None or len(self._scratch) < len(slots) * size:
@@ -98,7 +99,7 @@ class Scrubbing:
             partial(self._checked, member, slots),
         )
 
-    def _checked(self, member: DiskNamespace, slots: Slots, status: Answers | OSError) -> None:
+    def _checked(self, member: DiskBlocks, slots: Slots, status: Answers | OSError) -> None:
         self._reading = False
         if isinstance(status, OSError):
             self._volume.fail(status)

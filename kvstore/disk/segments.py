@@ -19,21 +19,39 @@ import os
 from pathlib import Path
 from typing import Final
 
+from kvstore.disk.format import SEGMENT_SUFFIX, SEGMENTS, segment_path
+
 DIRECT_BYTES: Final = 4096  # what O_DIRECT wants sizes, offsets and addresses to be multiples of
 MIN_DIRECT_BYTES: Final = 64 << 10
-_SUFFIX: Final = ".seg"
+CORRUPT: Final = -1  # what `read_blocks` says of a block whose bytes are not those of its checksum
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-class SegmentFiles:
-    """Up to `segments` files of `segment_bytes` in `directory`. Every method may raise OSError."""
+def bypasses_page_cache(block_bytes: int) -> bool:
+    """Whether files with blocks of this size are opened with O_DIRECT."""
+    return block_bytes >= MIN_DIRECT_BYTES and block_bytes % DIRECT_BYTES == 0
 
-    def __init__(self, directory: Path, segment_bytes: int, segments: int) -> None:
+
+def open_segment(path: Path, flags: int, direct: bool) -> int:
+    """A descriptor of a segment's file, with O_DIRECT if `direct` and the file system has it. Raises `OSError`."""
+    if direct:
+        try:
+            return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system without it
+                raise
+    return os.open(path, flags | os.O_CLOEXEC)
+
+
+class SegmentFiles:
+    """Up to `segments` files of `segment_bytes` in a shard's folder. Every method may raise OSError."""
+
+    def __init__(self, shard_directory: Path, segment_bytes: int, segments: int) -> None:
         self.segment_bytes = segment_bytes
         self._limit = segments
-        self._directory = directory
+        self._shard_directory = shard_directory
         self._taken: set[int] = set()
         self._free = list(range(segments - 1, -1, -1))  # a stack, the lowest first; some of them may be taken
         self._files: dict[tuple[int, bool], int] = {}
@@ -41,8 +59,9 @@ class SegmentFiles:
 
     def open(self) -> None:
         """Find the files that are there; those beyond the limit, which was higher once, are removed."""
-        self._directory.mkdir(exist_ok=True)
-        for path in self._directory.glob(f"*{_SUFFIX}"):
+        directory = self._shard_directory / SEGMENTS
+        directory.mkdir(exist_ok=True)
+        for path in directory.glob(f"*{SEGMENT_SUFFIX}"):
             if not path.stem.isdigit():
                 continue
             if int(path.stem) < self._limit and path.stat().st_size == self.segment_bytes:
@@ -107,18 +126,8 @@ class SegmentFiles:
         """A descriptor of a segment's file, kept open; `direct`: past the page cache where that is possible."""
         found = self._files.get((segment, direct))
         if found is None:
-            found = self._files[segment, direct] = self._open(segment, direct)
+            found = self._files[segment, direct] = open_segment(self._path(segment), os.O_RDWR, direct)
         return found
-
-    def _open(self, segment: int, direct: bool) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
-        if direct:
-            try:
-                return os.open(self._path(segment), flags | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system without it
-                    raise
-        return os.open(self._path(segment), flags)
 
     def _make(self, segment: int) -> None:
         if segment in self._made:
@@ -143,4 +152,4 @@ class SegmentFiles:
             os.fdatasync(fd)
 
     def _path(self, segment: int) -> Path:
-        return self._directory / f"{segment:08d}{_SUFFIX}"
+        return segment_path(self._shard_directory, segment)

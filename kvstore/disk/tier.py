@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore._cext import BlockIndex
 from kvstore.disk.fetching import Fetching
-from kvstore.disk.format import DiskFormatError
 from kvstore.disk.messages import Committed, Event, KeeperFailed, NamespaceFound, Recovered, RecoveryDone
-from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.recovery import Recovery, WarmStart
 from kvstore.disk.scrubbing import Scrubbing
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing
-from kvstore.store.namespaces import Store
+from kvstore.store.disk_blocks import DiskBlocks
+from kvstore.store.namespaces import Disk, Store
 from kvstore.store.tier import Slots
 from kvstore.wire import DiskInfo
 
@@ -38,37 +37,40 @@ RECENCY_BATCH: Final = 8192
 KEEPER_STOP_S: Final = 60.0
 
 
-class DiskTier(Volume):
-    """One shard's blocks on disk."""
+class DiskTier:
+    """One shard's blocks on disk. It makes itself known to `store`."""
 
     def __init__(self, store: Store, config: DiskConfig, poll: select.epoll) -> None:
-        super().__init__(store, config, poll)
-        self.writing = Writing(self, config.write)
-        self.fetching = Fetching(self, self.writing)
-        self.scrubbing = Scrubbing(self, self.fetching, config.scrub_bytes_per_s)
-        self._recovery: Recovery | None = Recovery(self)
+        self.volume = volume = Volume(store, config, poll, self._on_failure)
+        self.writing = Writing(volume, config.write)
+        self.fetching = Fetching(volume, self.writing)
+        self.scrubbing = Scrubbing(volume, self.fetching, config.scrub_bytes_per_s)
+        self._config = config
+        self._store = store
+        self._recovery: Recovery | None = Recovery(volume)
         self._warm_start: WarmStart | None = None
         self._recovered = self._lost = 0
         self._recovery_s = 0.0
         self._finishing = False
         self._recency_at = 0.0
         self._recency_tick = 0
-        self._recency_rest: list[tuple[DiskNamespace, Slots]] = []
-        self.take()
+        self._recency_rest: list[tuple[DiskBlocks, Slots]] = []
+        store.disk = Disk(volume.members, volume.open, volume.forget)
+        volume.take()
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def on_event(self, fd: int, event: int) -> bool:
         """Whether the event was this tier's, and then it is dealt with."""
-        if fd == self.completions.fileno():
-            self.completions.run()
+        if fd == self.volume.completions.fileno():
+            self.volume.completions.run()
             return True
-        if self.off or fd != self.keeper.fileno():
+        if self.volume.off or fd != self.volume.keeper.fileno():
             return False
         if event & select.EPOLLOUT:
-            self.keeper.on_writable()
+            self.volume.keeper.on_writable()
         if event & ~select.EPOLLOUT:
-            for told in self.keeper.on_readable():
+            for told in self.volume.keeper.on_readable():
                 self._on_keeper(told)
         return True
 
@@ -76,13 +78,13 @@ class DiskTier(Volume):
         """Begin what there is to do: once a turn of the loop. `hurry`: clients are gone, do not wait."""
         if self._recovery is not None and self._recovery.step():
             self._turn_on(self._recovery)
-        if not self.on:
+        if not self.volume.on:
             return
-        self.check_progress(now)
-        if not self.on:
+        self.volume.check_progress(now)
+        if not self.volume.on:
             return
         self.writing.pump(now, quiet_since, hurry)
-        if not self.on:
+        if not self.volume.on:
             return
         if self.fetching.starved and self.writing.idle:
             self.fetching.wake()
@@ -91,8 +93,8 @@ class DiskTier(Volume):
                 self._warm_start = None
             self.scrubbing.pump(now)
             self._record_recency(now)
-        if self.on:
-            self.watch_keeper()
+        if self.volume.on:
+            self.volume.watch_keeper()
 
     @property
     def working(self) -> bool:
@@ -106,7 +108,7 @@ class DiskTier(Volume):
 
     def _on_keeper(self, event: Event) -> None:
         if isinstance(event, Committed):
-            self.committed(event.sequence)
+            self.volume.committed(event.sequence)
         elif isinstance(event, KeeperFailed):
             self._on_keeper_failed(event.message)
         elif self._recovery is not None:
@@ -122,13 +124,13 @@ class DiskTier(Volume):
 
     def _on_keeper_failed(self, message: str) -> None:
         if self._recovery is None or self._recovery.rewrite:
-            self.fail(OSError(f"the index: {message}"))
+            self.volume.fail(OSError(f"the index: {message}"))
             return
         log.error("disk: the index could not be read to its end, what was read so far is kept: %s", message)
         try:
-            self.start_keeper(fresh=True)
+            self.volume.start_keeper(fresh=True)
         except OSError as error:
-            self.fail(error)
+            self.volume.fail(error)
             return
         self._recovery.rewrite = True
         if not self._recovery.ready:
@@ -141,47 +143,44 @@ class DiskTier(Volume):
         if recovery.refused:
             log.warning("disk: blocks of some namespaces cannot be kept and were dropped: %s", recovery.refused)
         log.info("disk: %d blocks recovered in %.2f s, %d lost", recovery.blocks, self._recovery_s, recovery.lost)
-        self._recency_tick = self.store.ticks(1)
-        self.turned_on()
+        self._recency_tick = self._store.ticks(1)
+        self.volume.turned_on()
         if self._finishing:
             self.writing.add_all(time.monotonic())
-        elif self.on and recovery.blocks and self.config.warm_start:
-            self._warm_start = WarmStart(self, self.fetching)
+        elif self.volume.on and recovery.blocks and self._config.warm_start:
+            self._warm_start = WarmStart(self.volume, self.fetching)
 
     def _record_recency(self, now: float) -> None:
         """From time to time, tell the persistent index what was used since the last time."""
         if self._recency_rest:
-            if self.keeper.backlog_bytes:
+            if self.volume.keeper.backlog_bytes:
                 return
             member, slots = self._recency_rest.pop()
             if len(slots) > RECENCY_BATCH:
                 self._recency_rest.append((member, slots[RECENCY_BATCH:]))
             slots = slots[:RECENCY_BATCH]
             slots = slots[member.index.states_of(slots) == BlockIndex.READY]
-            self.record(member, member.index.keys_of(slots), member.entries(slots))
+            self.volume.record(member, slots)
         elif now > self._recency_at + RECENCY_S:
             self._recency_at = now
             self._recency_rest = self._used()
 
-    def _used(self) -> list[tuple[DiskNamespace, Slots]]:
-        since, self._recency_tick = self._recency_tick, self.store.ticks(1)
-        used = [(member, member.index.ready_slots(since)) for member in self.members.members]
+    def _used(self) -> list[tuple[DiskBlocks, Slots]]:
+        since, self._recency_tick = self._recency_tick, self._store.ticks(1)
+        used = [(member, member.index.ready_slots(since)) for member in self.volume.members.members]
         return [(member, slots) for member, slots in used if len(slots)]
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def fail(self, error: OSError | DiskFormatError) -> None:
-        """The disk does not do its work: go on without it."""
-        if not self.off:
-            super().fail(error)
-            self._recovery = self._warm_start = None
-            self.writing.give_up()
-            self.fetching.give_up()
+    def _on_failure(self) -> None:
+        self._recovery = self._warm_start = None
+        self.writing.give_up()
+        self.fetching.give_up()
 
     def finish(self, now: float) -> None:
         """No client is left: what is only in memory goes to disk. `finished` says when it is there."""
         self._finishing = True
-        if self.on:
+        if self.volume.on:
             self.writing.add_all(now)
             if self.writing.dirty_bytes:
                 log.info("disk: writing %d blocks before the end", self.writing.dirty_blocks)
@@ -189,41 +188,41 @@ class DiskTier(Volume):
     @property
     def finished(self) -> bool:
         """Nothing is left to be written (or it cannot be)."""
-        return self.off or (self.on and self.writing.idle)
+        return self.volume.off or (self.volume.on and self.writing.idle)
 
     def close(self) -> None:
         """Blocking: everything is on the device, the keeper and all threads gone."""
-        if not self.off:  # a disk that failed may hold its threads for ever
-            for pool in (self.reads, self.writes, self.background):
+        if not self.volume.off:  # a disk that failed may hold its threads for ever
+            for pool in (self.volume.reads, self.volume.writes, self.volume.background):
                 pool.close()
-            self.completions.run()
-        if self.on:
+            self.volume.completions.run()
+        if self.volume.on:
             try:
-                self.segments.sync()
+                self.volume.segments.sync()
             except OSError as error:
-                self.fail(error)
-        if self.on:
+                self.volume.fail(error)
+        if self.volume.on:
             for member, slots in self._used():
-                self.record(member, member.index.keys_of(slots), member.entries(slots))
-            if not self.keeper.stop(KEEPER_STOP_S):
+                self.volume.record(member, slots)
+            if not self.volume.keeper.stop(KEEPER_STOP_S):
                 log.error("disk: the index could not be written to its end")
-        elif self.recovering:
-            self.keeper.kill()
+        elif self.volume.recovering:
+            self.volume.keeper.kill()
 
     def info(self) -> DiskInfo:
         """What the tier holds and did."""
         fetching, writing, scrubbing = self.fetching, self.writing, self.scrubbing
-        members = self.members.members
+        members = self.volume.members.members
         return DiskInfo(
-            directory=str(self.directory),
-            state=self.state.value,
-            reason=self.reason,
-            limit_bytes=self.config.limit_bytes,
-            used_bytes=self.segments.used_bytes,
-            segment_bytes=self.config.segment_bytes,
-            segments_free=self.segments.free,
+            directory=str(self.volume.directory),
+            state=self.volume.state.value,
+            reason=self.volume.reason,
+            limit_bytes=self._config.limit_bytes,
+            used_bytes=self.volume.segments.used_bytes,
+            segment_bytes=self._config.segment_bytes,
+            segments_free=self.volume.segments.free,
             blocks=sum(member.index.ready for member in members),
-            evicted=sum(member.evicted for member in members),
+            evicted=self.volume.members.evicted,
             dirty_blocks=writing.dirty_blocks,
             dirty_bytes=writing.dirty_bytes,
             behind=writing.behind,

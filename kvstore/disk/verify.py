@@ -24,15 +24,22 @@ import numpy.typing as npt
 
 from kvstore._cext import read_blocks
 from kvstore.disk.entries import ENTRY, Entries
-from kvstore.disk.format import LOCK_FILE, DiskFormatError, Layout, read_directory, segment_path
+from kvstore.disk.format import (
+    LOCK_FILE,
+    DiskFormatError,
+    Layout,
+    flock_within,
+    lock_holder,
+    read_layout,
+    segment_path,
+)
 from kvstore.disk.keeper import read_index
 from kvstore.disk.messages import KeeperFailed, NamespaceFound, Recovered, RecoveryDone
-from kvstore.disk.segments import DIRECT_BYTES
+from kvstore.disk.segments import CORRUPT, bypasses_page_cache, open_segment
 from kvstore.wire import WireError, decode_namespace, namespace_id
 
 BATCH_BYTES: Final = 8 << 20
 LOCK_WAIT_S: Final = 1.0  # a server that was just killed may still be ending
-CORRUPT: Final = -1  # of `read_blocks`
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -143,7 +150,7 @@ def verify(path: Path, progress: Progress) -> VerifyReport:
 def _find(path: Path) -> Layout:
     if not path.exists():
         raise DiskFormatError(f"{path}: no such folder")
-    layout = read_directory(path)
+    layout = read_layout(path)
     if not any(layout.shard_directory(shard).is_dir() for shard in range(layout.shards)):
         raise DiskFormatError(
             f"{path} holds none of the {layout.shards} folder(s) shard-0 ... of its disk tier: "
@@ -163,19 +170,11 @@ def _unused(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise DiskFormatError(f"{directory} cannot be read: {error}") from None
     try:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                    raise DiskFormatError(
-                        f"{directory} is in use by a running server (process {pid}): stop it first, or let it check "
-                        "itself: kvstore verify --endpoint tcp://HOST:PORT"
-                    ) from None
-                time.sleep(0.02)
+        if not flock_within(fd, fcntl.LOCK_SH, LOCK_WAIT_S):
+            raise DiskFormatError(
+                f"{directory} is in use by a running server ({lock_holder(fd)}): stop it first, or let it check "
+                "itself: kvstore verify --endpoint HOST:PORT"
+            )
         yield
     finally:
         os.close(fd)
@@ -248,14 +247,7 @@ def _open(layout: Layout, namespace: _Namespace, segment: int) -> int:
     size = path.stat().st_size
     if size != layout.segment_bytes:
         raise OSError(errno.EINVAL, f"the file has {size} bytes instead of {layout.segment_bytes}", str(path))
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    if namespace.block_bytes % DIRECT_BYTES == 0:
-        try:
-            return os.open(path, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system without it
-                raise
-    return os.open(path, flags)
+    return open_segment(path, os.O_RDONLY, bypasses_page_cache(namespace.block_bytes))
 
 
 def _check_segment(

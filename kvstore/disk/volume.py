@@ -26,14 +26,14 @@ import numpy.typing as npt
 
 from kvstore._cext import BlockIndex
 from kvstore.disk.config import DiskConfig
-from kvstore.disk.entries import Entries
-from kvstore.disk.format import INDEX, SEGMENTS, DiskFormatError, lock_shard
+from kvstore.disk.entries import ENTRY, Entries
+from kvstore.disk.format import INDEX, DiskFormatError, lock_shard
 from kvstore.disk.keeper import Keeper
-from kvstore.disk.namespace import DiskNamespace
-from kvstore.disk.segments import SegmentFiles
+from kvstore.disk.segments import SegmentFiles, bypasses_page_cache
 from kvstore.disk.threads import Completions, Pool
+from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespaces import Store
-from kvstore.store.tier import Tier
+from kvstore.store.tier import Slots, Tier
 
 log = logging.getLogger("kvstore.disk")
 
@@ -56,7 +56,7 @@ def _entry_bytes(key_bytes: int) -> int:
     return (key_bytes + ENTRY_BYTES) * INDEX_FACTOR
 
 
-class State(enum.Enum):
+class DiskState(enum.Enum):
     """Whether the tier answers."""
 
     RECOVERING = "recovering"
@@ -65,25 +65,27 @@ class State(enum.Enum):
 
 
 class Volume:
-    """One shard's folder. To be taken (`take`) before anything else."""
+    """One shard's folder. To be taken (`take`) before anything else.
 
-    def __init__(self, store: Store, config: DiskConfig, poll: select.epoll) -> None:
+    on_failure: called once, when the volume has turned itself off.
+    """
+
+    def __init__(self, store: Store, config: DiskConfig, poll: select.epoll, on_failure: Callable[[], None]) -> None:
         self.store = store
+        self._on_failure = on_failure
         self.config = config
-        self.state = State.RECOVERING
+        self.state = DiskState.RECOVERING
         self.reason = ""  # why it is off
         self.directory = Path(config.directory)
-        self.segments = SegmentFiles(
-            self.directory / SEGMENTS, config.segment_bytes, config.limit_bytes // config.segment_bytes
-        )
-        self.members: Tier[DiskNamespace] = Tier(self.segments, self._may_grow)
+        self.segments = SegmentFiles(self.directory, config.segment_bytes, config.limit_bytes // config.segment_bytes)
+        self.members: Tier[DiskBlocks] = Tier(self.segments, self._may_grow)
         self.completions = Completions()
         self.reads = Pool("disk-read", READ_THREADS, self.completions)
         self.writes = Pool("disk-write", WRITE_THREADS, self.completions)
         self.background = Pool("disk-scrub", 1, self.completions)
         self._poll = poll
         self._poll.register(self.completions.fileno(), select.EPOLLIN)
-        self._removed_early: list[tuple[DiskNamespace, bytes]] = []  # while recovering
+        self._removed_early: list[tuple[DiskBlocks, bytes]] = []  # while recovering
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # for a commit, by sequence
         self._waiting_early: list[Callable[[], None]] = []  # while recovering
         self._waiting_discard: list[Callable[[], None]] = []  # for the end of an index that can be changed no more
@@ -107,8 +109,6 @@ class Volume:
         """`fresh`: it knows nothing, and no namespace has a number."""
         if self._keeper is not None:
             self._keeper.kill()
-        for member in self.members.members:
-            member.ordinal = None
         self._committed = self._sequence = 0
         map_bytes = max(self.config.limit_bytes, MIN_MAP_BYTES)
         self._keeper = Keeper(self.directory, fresh=fresh, lock_fd=self._lock_fd, map_bytes=map_bytes)
@@ -126,7 +126,7 @@ class Volume:
 
     def turned_on(self) -> None:
         """All of the old index is known: what was asked for meanwhile is done now."""
-        self.state = State.ON
+        self.state = DiskState.ON
         self._uncommitted_since = None
         for member in self.members.members:
             member.recovering = False
@@ -141,26 +141,21 @@ class Volume:
     @property
     def on(self) -> bool:
         """Blocks can be read and written."""
-        return self.state is State.ON
+        return self.state is DiskState.ON
 
     @property
     def recovering(self) -> bool:
         """It is not known yet what is there."""
-        return self.state is State.RECOVERING
+        return self.state is DiskState.RECOVERING
 
     @property
     def off(self) -> bool:
         """The disk has failed."""
-        return self.state is State.OFF
+        return self.state is DiskState.OFF
 
     # ---- what the store asks -------------------------------------------------------------------------------------
 
-    @property
-    def index_bytes(self) -> int:
-        """Memory of the indexes of what is on disk."""
-        return self.members.index_bytes
-
-    def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskNamespace | None:
+    def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskBlocks | None:
         """A new namespace's place on disk; None when there is none for its blocks."""
         if block_bytes > self.config.segment_bytes:
             log.warning(
@@ -174,24 +169,22 @@ class Volume:
             MAX_SEGMENT_SLOTS,
             max(1, int(self.config.limit_bytes * MAX_SEGMENT_INDEX_SHARE) // _entry_bytes(key_bytes)),
         )
-        member = DiskNamespace(
-            self, self.segments, canonical, block_bytes, BlockIndex(key_bytes, slots, self.store.policy)
-        )
+        index = BlockIndex(key_bytes, slots, self.store.policy)
+        member = DiskBlocks(self.segments, canonical, block_bytes, index, self._record_removed)
         member.recovering = self.recovering
         self.members.members.append(member)
         return member
 
-    def forget(self, canonical: bytes) -> None:
+    def forget(self, member: DiskBlocks) -> None:
         """The namespace is gone."""
-        for member in [member for member in self.members.members if member.canonical == canonical]:
-            self.members.remove(member)
-            if self.on and member.ordinal is not None:
-                self.record_evicted(member, member.index.take_lapsed())
-                self.keeper.forget_namespace(member.ordinal)
+        self.members.remove(member)
+        if self.on:
+            member.remove_lapsed()
+            self.keeper.forget_namespace(member.canonical)
 
     # ---- space and files -----------------------------------------------------------------------------------------
 
-    def _may_grow(self, member: DiskNamespace, now: float) -> bool:
+    def _may_grow(self, member: DiskBlocks, now: float) -> bool:
         segments = max(self.segments.made, self.segments.segments - self.segments.free + 1)
         more = member.index.slots_per_segment * _entry_bytes(member.index.key_bytes)
         bytes_after = segments * self.config.segment_bytes + self._index_file_bytes() + more
@@ -212,22 +205,22 @@ class Volume:
         except OSError as error:
             self.fail(error)
 
-    def make_room(self, member: DiskNamespace, wanted: int, now: float) -> None:
+    def make_room(self, member: DiskBlocks, wanted: int, now: float) -> None:
         """See that `member` has `wanted` free slots on disk, as far as that goes."""
         try:
             self.members.make_room(member, wanted, now)
         except OSError as error:
             self.fail(error)
 
-    def open_file(self, segment: int, direct: bool) -> int | None:
-        """A segment's descriptor; None: the disk has failed."""
+    def open_file(self, segment: int, block_bytes: int) -> int | None:
+        """A segment's descriptor, for blocks of a size; None: the disk has failed."""
         try:
-            return self.segments.open_file(segment, direct)
+            return self.segments.open_file(segment, bypasses_page_cache(block_bytes))
         except OSError as error:
             self.fail(error)
             return None
 
-    def wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
+    def _wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
         """Monotonic times, 0 for never, as seconds of the wall clock."""
         return np.where(expires > 0, np.ceil(expires + self._clock_offset), 0).astype(np.uint32)
 
@@ -237,12 +230,32 @@ class Volume:
 
     # ---- the persistent index ------------------------------------------------------------------------------------
 
-    def record(self, member: DiskNamespace, keys: bytes, entries: Entries) -> None:
-        """Blocks are on disk now."""
-        if not self.off and keys:
-            self._sent(self.keeper.put(self._ordinal(member), keys, entries))
+    def commit(self, member: DiskBlocks, slots: Slots, sums: npt.NDArray[np.uint64], tick: int, expires: float) -> None:
+        """Written slots are readable, and are recorded."""
+        member.remove_lapsed()  # they may have the same keys
+        member.index.commit(slots, sums, tick, expires)
+        self.record(member, slots)
 
-    def record_evicted(self, member: DiskNamespace, keys: bytes) -> None:
+    def record(self, member: DiskBlocks, slots: Slots) -> None:
+        """Blocks are on disk now, in these READY slots."""
+        if not self.off and len(slots):
+            keys = member.index.keys_of(slots)
+            self._sent(self.keeper.put(self._ordinal(member), keys, self._entries(member, slots)))
+
+    def _entries(self, member: DiskBlocks, slots: Slots) -> Entries:
+        """What the persistent index says of READY slots."""
+        index = member.index
+        entries = np.zeros(len(slots), dtype=ENTRY)
+        ordinals, places = np.divmod(slots, index.slots_per_segment)
+        entries["segment"] = [member.segments[ordinal] for ordinal in ordinals.tolist()]
+        entries["place"] = places
+        entries["checksum"] = index.checksums(slots)
+        entries["tick"] = index.ticks_of(slots)
+        entries["expires"] = self._wall_clock(index.expires_of(slots))
+        entries["priority"] = index.priorities_of(slots)
+        return entries
+
+    def _record_removed(self, member: DiskBlocks, keys: bytes) -> None:
         """Blocks are on disk no longer."""
         if self.recovering and keys:
             self._removed_early.append((member, keys))
@@ -255,10 +268,8 @@ class Volume:
             self._uncommitted_since = time.monotonic()
         return sequence
 
-    def _ordinal(self, member: DiskNamespace) -> int:
-        if member.ordinal is None:
-            member.ordinal = self.keeper.open_namespace(member.canonical, member.index.key_bytes)
-        return member.ordinal
+    def _ordinal(self, member: DiskBlocks) -> int:
+        return self.keeper.open_namespace(member.canonical, member.index.key_bytes)
 
     def after_removals(self, call: Callable[[], None]) -> None:
         """Call it once nothing that was deleted so far can come back, not even after a crash."""
@@ -314,7 +325,7 @@ class Volume:
         """The disk does not do its work: go on without it."""
         if self.off:
             return
-        self.state = State.OFF
+        self.state = DiskState.OFF
         self.reason = str(error)
         log.error(
             "disk tier %s is off: %s; serving goes on from memory; repair the disk, then restart the server",
@@ -334,6 +345,7 @@ class Volume:
         self._waiting_early.clear()
         for call in waiting:
             self.after_removals(call)
+        self._on_failure()
 
     def fail_with(self, code: int) -> None:
         """`fail` for an errno."""

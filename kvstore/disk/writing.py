@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import BlockIndex, write_blocks
-from kvstore.disk.namespace import DiskNamespace
 from kvstore.disk.volume import Volume
-from kvstore.store.namespaces import NamespaceStore
+from kvstore.store.disk_blocks import DiskBlocks
+from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 
 WRITE_JOB_BYTES: Final = 4 << 20
@@ -161,7 +161,7 @@ class Writing:
 
     def _write(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         disk, index = namespace.disk, namespace.memory.index
-        assert isinstance(disk, DiskNamespace)
+        assert disk is not None
         kept = index.states_of(slots) == BlockIndex.READY  # the others were deleted meanwhile
         self._clean(namespace, slots[~kept])
         slots = slots[kept]
@@ -171,7 +171,7 @@ class Writing:
         for priority in np.unique(priorities).tolist():
             self._place(namespace, disk, slots[priorities == priority], priority, now)
 
-    def _place(self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, priority: int, now: float) -> None:
+    def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, priority: int, now: float) -> None:
         volume = self._volume
         keys = namespace.memory.index.keys_of(slots)
         volume.make_room(disk, disk.index.missing(keys), now)
@@ -189,14 +189,14 @@ class Writing:
         self._clean(namespace, slots[(places < 0) & ~older])
         slots, places = slots[places >= 0], places[places >= 0]
         for segment, rows in disk.by_segment(places):
-            fd = volume.open_file(segment, disk.direct)
+            fd = volume.open_file(segment, disk.block_bytes)
             if fd is None:
                 disk.index.abort(places[rows])
                 self._clean(namespace, slots[rows])
             else:
                 self._submit(namespace, disk, fd, slots[rows], places[rows])
 
-    def _submit(self, namespace: NamespaceStore, disk: DiskNamespace, fd: int, slots: Slots, places: Slots) -> None:
+    def _submit(self, namespace: NamespaceStore, disk: DiskBlocks, fd: int, slots: Slots, places: Slots) -> None:
         self.in_flight_bytes += len(slots) * namespace.block_bytes
         self._volume.writes.submit(
             partial(
@@ -211,7 +211,7 @@ class Writing:
         )
 
     def _written(
-        self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots, code: int | OSError
+        self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots, code: int | OSError
     ) -> None:
         self.in_flight_bytes -= len(slots) * namespace.block_bytes
         if isinstance(code, OSError):
@@ -227,14 +227,14 @@ class Writing:
             disk.index.abort(places)
         self._clean(namespace, slots)
 
-    def _commit(self, namespace: NamespaceStore, disk: DiskNamespace, slots: Slots, places: Slots) -> None:
+    def _commit(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots) -> None:
         index = namespace.memory.index
         self.blocks += len(slots)
         self.bytes += len(slots) * namespace.block_bytes
         sums, expires = index.checksums(slots), index.expires_of(slots)
         for when in np.unique(expires).tolist():
             rows = expires == when
-            disk.commit(places[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
+            self._volume.commit(disk, places[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
 
     def give_up(self) -> None:
         """There is no disk any more: nothing is dirty."""

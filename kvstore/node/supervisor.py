@@ -26,7 +26,7 @@ import msgspec
 import kvstore
 from kvstore.cluster.members import DirectoryError, Member
 from kvstore.disk.config import DiskConfig
-from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_directory
+from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout
 from kvstore.logs import fields
 from kvstore.node.children import Child, StartError, bind
 from kvstore.node.config import WILDCARDS, ServerConfig
@@ -52,7 +52,7 @@ def _open_disk(config: ServerConfig) -> Layout | None:
     if config.disk is None:
         return None
     try:
-        layout = open_directory(Path(config.disk).absolute(), config.shards, config.disk_segment_bytes)
+        layout = open_layout(Path(config.disk).absolute(), config.shards, config.disk_segment_bytes)
         for shard in range(config.shards):
             os.close(lock_shard(layout.shard_directory(shard)))  # the shard takes it again
     except DiskFormatError as error:

@@ -23,7 +23,8 @@ from kvstore.shard.purging import Purges
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import SMALL_BUFFER_BYTES, ShardState
 from kvstore.shard.stream import Stream
-from kvstore.store.namespaces import NamespaceStore, Store, find_parent
+from kvstore.store.namespace import NamespaceStore, find_parent
+from kvstore.store.namespaces import Store
 from kvstore.store.tier import Slots
 from kvstore.wire import ErrorCode, Outcome, WireError
 
@@ -83,7 +84,7 @@ class Answers:
             peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
         elif isinstance(request, wire.Scrub):
             disk = self._disk
-            peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.on else 0))
+            peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.volume.on else 0))
         elif isinstance(request, wire.Hottest):
             self._hottest(peer, request)
         elif isinstance(request, wire.Purge):
@@ -161,7 +162,7 @@ class Answers:
 
     def _delete(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore | None, keys: bytes) -> None:
         disk = self._disk
-        if namespace is None and disk is not None and disk.recovering:  # it may turn out to be on disk
+        if namespace is None and disk is not None and disk.volume.recovering:  # it may turn out to be on disk
             namespace = self._store.open(peer.namespace, request.key_bytes)
         if namespace is not None and disk is not None:
             disk.fetching.disown(namespace, keys)
@@ -173,7 +174,7 @@ class Answers:
         if self._disk is None:
             peer.reply(reply)
         else:
-            self._disk.after_removals(peer.promise(reply))
+            self._disk.volume.after_removals(peer.promise(reply))
 
     def _lookup(
         self,
@@ -291,6 +292,10 @@ class Answers:
             disk=self._disk.info() if self._disk is not None else None,
             name=config.shards[config.shard].name,
             room_bytes=self._store.room_bytes,
+            hits=self._store.hits,
+            misses=self._store.misses,
+            created=self._store.created,
+            evicted=self._store.memory.evicted,
         )
 
 

@@ -53,7 +53,7 @@ class Shard:
         self._traffic = (0, 0.0)  # payload bytes so far, and when there were last more of them
         self._disk: DiskTier | None = None
         if config.disk is not None:
-            self._disk = self._store.disk = DiskTier(self._store, config.disk, self._poll)
+            self._disk = DiskTier(self._store, config.disk, self._poll)
         self._answers = Answers(config, self._store, self._disk, self._state)
 
     # ---- the loop --------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Shard:
             return disk.on_event(fd, event)
         except Exception:  # a defect of ours must cost the disk tier, not everybody the cache
             log.exception("disk: internal error")
-            disk.fail_with(errno.EIO)
+            disk.volume.fail_with(errno.EIO)
             return True
 
     def _pump_disk(self, disk: DiskTier, now: float) -> None:
@@ -118,7 +118,7 @@ class Shard:
             disk.pump(now, self._traffic[1], self._finishing)
         except Exception:  # see `_on_disk_event`
             log.exception("disk: internal error")
-            disk.fail_with(errno.EIO)
+            disk.volume.fail_with(errno.EIO)
         if disk.writing.behind != self._behind:
             self._behind = disk.writing.behind
             self._to_flush.update(reader.peer for reader in self._readers.values())  # read no further, or again

@@ -18,7 +18,8 @@ from kvstore import wire
 from kvstore._cext import BlockIndex
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.peer import Peer
-from kvstore.store.namespaces import NamespaceStore, Store
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.namespaces import Store
 from kvstore.wire import ErrorCode, WireError
 
 STEP_BLOCKS: Final = 4096  # removed in one turn: some milliseconds with a disk tier
@@ -48,7 +49,7 @@ class Purges:
     @property
     def pending(self) -> bool:
         """There is something to remove now: the loop must not sleep."""
-        return bool(self._waiting) and not (self._disk is not None and self._disk.recovering)
+        return bool(self._waiting) and not (self._disk is not None and self._disk.volume.recovering)
 
     def step(self, now: float) -> None:
         """Remove the next blocks."""

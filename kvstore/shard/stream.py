@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.disk.tier import DiskTier
-from kvstore.store.namespaces import NamespaceStore, Store
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.namespaces import Store
 from kvstore.store.tier import Slots
 from kvstore.wire import GROUP_BYTES, Get, Part, encode
 from kvstore.wire.zmtp import frame, frame_head
@@ -158,10 +159,10 @@ class Stream:
                 break  # otherwise all that was looked for is gone: look further
         if self._next < self._count or self._waiting:
             if not len(positions):
-                namespace.parked.add(self)
+                namespace.parked.add(self.wake)
                 return False
         else:
-            namespace.parked.discard(self)
+            namespace.parked.discard(self.wake)
         if self.credit is not None:
             self.credit -= len(positions) * block_bytes
         for at in range(0, max(1, len(positions)), per_frame):
@@ -172,7 +173,7 @@ class Stream:
         """The stream is over, sent to its end or not: what was made ready and not sent is let go."""
         namespace = self.namespace
         if namespace is not None:
-            namespace.parked.discard(self)
+            namespace.parked.discard(self.wake)
             for _, slots in self._group:
                 namespace.memory.index.release(slots)
         self._group.clear()

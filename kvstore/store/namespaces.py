@@ -1,234 +1,45 @@
-"""What a shard keeps: its namespaces, each with blocks in memory and, where the shard has a disk tier, on disk.
+"""All namespaces of one shard, and the account of its memory: blocks, and the indexes of both tiers.
 
-A block lies in one tier or in both; one answer covers both, and no question touches the disk. Memory is what clients
-write to and read from: a block that is on disk only is fetched into memory first (`kvstore.disk`).
+A namespace is made by its first SET, and forgotten when it has been empty for a while. `Disk` is all that the store
+asks of a disk tier.
 
 One thread, the shard's loop, uses all of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from kvstore._cext import BlockIndex
 from kvstore.store.arena import Arena
+from kvstore.store.disk_blocks import DiskBlocks
+from kvstore.store.namespace import NamespaceStore
 from kvstore.store.rules import NamespaceRule
 from kvstore.store.tier import NamespaceTier, Slots, Tier
-from kvstore.wire import (
-    ErrorCode,
-    NamespaceInfo,
-    WireError,
-    decode_namespace,
-    frame_blocks,
-    namespace_id,
-)
+from kvstore.wire import ErrorCode, WireError, decode_namespace, frame_blocks, namespace_id
 
 MAX_NAMESPACES: Final = 1024
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
 EXPIRE_STEP: Final = 16384  # slots looked at a time
+EMPTY_S: Final = 5.0  # a namespace that is empty for so long is forgotten
 SLOT_BYTES: Final = 112  # of an index, at most, beside the key
 MAX_INDEX_SHARE: Final = 0.5  # of the limit: a disk so large that its index would take more is not filled
 
 
-def find_parent(chain: bytes, keys: bytes, key_bytes: int) -> tuple[bytes, bool]:
-    """Where `keys` lie in a chain that was asked for before: the key before the first, b"" if that is not known, and
-    whether they reach the chain's end."""
-    at = chain.find(keys[:key_bytes])
-    while at > 0 and at % key_bytes:
-        at = chain.find(keys[:key_bytes], at + 1)
-    return chain[at - key_bytes : at] if at > 0 else b"", bool(chain) and chain.endswith(keys[-key_bytes:])
+@dataclass(frozen=True)
+class Disk:
+    """What the store asks of a disk tier."""
 
-
-class Parked(Protocol):
-    """Who waits for a block that is being written."""
-
-    def wake(self) -> None:
-        """A block that was being written is there, or is not coming."""
-
-
-class DiskBlocks(Protocol):
-    """One namespace's blocks on disk."""
-
-    index: BlockIndex
-    evicted: int
-
-    @property
-    def empty(self) -> bool:
-        """No block in it, and nobody at one."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of segments it holds."""
-
-    def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        """One byte a key: 1 when the block is on disk, not only on its way there."""
-
-    def delete(self, keys: bytes) -> int:
-        """Delete blocks. -> how many there were."""
-
-    def expire(self, now: float, limit: int) -> None:
-        """Free what is past its time among the next `limit` slots."""
-
-
-class Disk(Protocol):
-    """A disk tier, as far as the namespaces need it."""
-
-    @property
-    def index_bytes(self) -> int:
-        """Memory of its indexes."""
-
-    def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskBlocks | None:
-        """A new namespace's place on disk; None when there is none for its blocks."""
-
-    def forget(self, canonical: bytes) -> None:
-        """The namespace is gone."""
-
-
-@dataclass(eq=False)
-class NamespaceStore:
-    """One namespace's blocks on this shard."""
-
-    canonical: bytes
-    id: bytes
-    block_bytes: int
-    key_bytes: int
-    arena: Arena
-    memory: NamespaceTier
-    disk: DiskBlocks | None
-    frame_blocks: int
-    ttl_s: int = 0  # 0: blocks do not expire
-    priority: int = 0  # of each block at least
-    replicas: int = 1  # the most copies a client said it keeps of each block
-    parked: set[Parked] = field(default_factory=set)
-    hits: int = 0
-    misses: int = 0
-    created: int = 0
-
-    @property
-    def empty(self) -> bool:
-        """Nothing in it and nobody at it."""
-        return self.memory.empty and not self.parked and (self.disk is None or self.disk.empty)
-
-    def wake_parked(self) -> None:
-        """A write ended: whoever waits for one looks again."""
-        if self.parked:
-            parked, self.parked = self.parked, set()
-            for waiter in parked:
-                waiter.wake()
-
-    def views(self, slots: Slots) -> list[memoryview]:
-        """The memory of `slots`, in order, neighbours merged into one view."""
-        memory, block_bytes = self.arena.memory, self.block_bytes
-        result: list[memoryview] = []
-        start = end = -1
-        for at in self.memory.offsets(slots).tolist():
-            if at == end:
-                end += block_bytes
-                continue
-            if end >= 0:
-                result.append(memory[start:end])
-            start, end = at, at + block_bytes
-        if end >= 0:
-            result.append(memory[start:end])
-        return result
-
-    # ---- questions: one answer for both tiers ----------------------------------------------------------------
-
-    def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        """One byte a key: 1 when the block is here or is being written."""
-        present = self.memory.index.contains(keys, now, refresh, tick, pin_until)
-        if self.disk is None or self.disk.empty or not (refresh or pin_until > now or 0 in present):
-            return present
-        on_disk = self.disk.contains(keys, now, refresh, tick, pin_until)
-        return (np.frombuffer(present, dtype=np.uint8) | np.frombuffer(on_disk, dtype=np.uint8)).tobytes()
-
-    def match_prefix(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> int:
-        """The length of the leading run that is here or is being written; only that run is touched and pinned."""
-        if self.disk is None or self.disk.empty:
-            return self.memory.index.match_prefix(keys, now, refresh, tick, pin_until)
-        length = self.memory.index.match_prefix(keys, now, False, 0)
-        rest = keys[length * self.key_bytes :]
-        if rest:
-            absent = self.contains(rest, now, False, 0).find(0)
-            length = len(keys) // self.key_bytes if absent < 0 else length + absent
-        if length and (refresh or pin_until > now):
-            self.contains(keys[: length * self.key_bytes], now, refresh, tick, pin_until)
-        return length
-
-    def on_disk(self, keys: bytes, now: float) -> bytes:
-        """One byte a key: 1 when the block is on disk."""
-        if self.disk is None or self.disk.empty:
-            return bytes(len(keys) // self.key_bytes)
-        return self.disk.contains(keys, now, False, 0)
-
-    def hottest(self, skip: int, limit: int, now: float) -> tuple[bytes, int]:
-        """The keys of `limit` blocks after the first `skip`, most recently used first, and how many blocks there are.
-
-        Of a block in both tiers the older use counts: on its way to the other one it was used by nobody. About 0.1 s
-        and 24 bytes of memory for each of a million blocks, for as long as it takes.
-        """
-        index = self.memory.index
-        slots = index.ready_slots()
-        ticks = index.ticks_of(slots)
-        memory_blocks = len(slots)
-        if self.disk is not None and not self.disk.empty:
-            twins = self.disk.index.acquire(index.keys_of(slots), now, 0, False)
-            self.disk.index.release(twins)
-            both = twins >= 0
-            ticks[both] = np.minimum(ticks[both], self.disk.index.ticks_of(twins[both]))
-            on_disk = self.disk.index.ready_slots()
-            on_disk = on_disk[~np.isin(on_disk, twins[both], assume_unique=True)]
-            slots = np.concatenate([slots, on_disk])
-            ticks = np.concatenate([ticks, self.disk.index.ticks_of(on_disk)])
-        total = len(slots)
-        end = min(total, skip + limit)
-        rows = np.argpartition(ticks, total - end)[total - end :] if 0 < end < total else np.arange(end)
-        rows = rows[np.argsort(ticks[rows])[::-1]][skip:]
-        keys = np.empty((len(rows), self.key_bytes), dtype=np.uint8)
-        in_memory = rows < memory_blocks
-        for tier, part in ((self.memory, in_memory), (self.disk, ~in_memory)):
-            if tier is not None and part.any():
-                found = np.frombuffer(tier.index.keys_of(slots[rows[part]]), dtype=np.uint8)
-                keys[part] = found.reshape(-1, self.key_bytes)
-        return keys.tobytes(), total
-
-    def delete(self, keys: bytes, now: float) -> int:
-        """Delete blocks from both tiers. -> how many blocks there were."""
-        if self.disk is None or self.disk.empty:
-            return self.memory.index.delete(keys)
-        size, both = self.key_bytes, 0
-        distinct = dict.fromkeys(keys[at : at + size] for at in range(0, len(keys), size))
-        on_disk = self.disk.contains(b"".join(distinct), now, False, 0)
-        for key, there in zip(distinct, on_disk, strict=True):
-            both += there and self.memory.index.state_of(key) == BlockIndex.READY
-        return self.memory.index.delete(keys) + self.disk.delete(keys) - both
-
-    def info(self, now: float) -> NamespaceInfo:
-        index, disk = self.memory.index, self.disk
-        return NamespaceInfo(
-            id=self.id.hex(),
-            namespace=self.canonical.decode(),
-            block_bytes=self.block_bytes,
-            blocks=index.ready,
-            writing=index.writing,
-            segments=len(self.memory.segments),
-            slots=index.slots,
-            memory_bytes=self.memory.nbytes,
-            pinned=index.pinned(now),
-            hits=self.hits,
-            misses=self.misses,
-            created=self.created,
-            evicted=self.memory.evicted,
-            disk_blocks=disk.index.ready if disk else 0,
-            disk_bytes=disk.nbytes if disk else 0,
-            disk_evicted=disk.evicted if disk else 0,
-            replicas=self.replicas,
-        )
+    blocks: Tier[DiskBlocks]  # of all namespaces
+    open: Callable[[bytes, int, int], DiskBlocks | None]
+    """A new namespace's blocks, by canonical JSON, bytes of a key and of a block; None: they do not fit a segment."""
+    forget: Callable[[DiskBlocks], None]
+    """The namespace is gone, and its blocks with it."""
 
 
 class Store:
@@ -245,6 +56,7 @@ class Store:
         self.disk: Disk | None = None
         self._namespaces: dict[bytes, NamespaceStore] = {}
         self._tick = 1
+        self._hits_forgotten = self._misses_forgotten = self._created_forgotten = 0  # of namespaces that are gone
 
     def __iter__(self) -> Iterator[NamespaceStore]:
         return iter(self._namespaces.values())
@@ -262,7 +74,22 @@ class Store:
     @property
     def index_bytes(self) -> int:
         """Memory of all indexes, of both tiers."""
-        return self.memory.index_bytes + (self.disk.index_bytes if self.disk else 0)
+        return self.memory.index_bytes + (self.disk.blocks.index_bytes if self.disk else 0)
+
+    @property
+    def hits(self) -> int:
+        """Blocks that were asked for and sent, since the start."""
+        return self._hits_forgotten + sum(namespace.hits for namespace in self)
+
+    @property
+    def misses(self) -> int:
+        """Blocks that were asked for and not there, since the start."""
+        return self._misses_forgotten + sum(namespace.misses for namespace in self)
+
+    @property
+    def created(self) -> int:
+        """Blocks stored, since the start."""
+        return self._created_forgotten + sum(namespace.created for namespace in self)
 
     def check_namespace(self, canonical: bytes) -> int:
         """`block_bytes` of a namespace this shard could hold; `WireError` says why it could not."""
@@ -322,9 +149,12 @@ class Store:
 
     def _forget(self, namespace: NamespaceStore) -> None:
         self.memory.remove(namespace.memory)
-        if self.disk is not None:
-            self.disk.forget(namespace.canonical)
+        if self.disk is not None and namespace.disk is not None:
+            self.disk.forget(namespace.disk)
         del self._namespaces[namespace.canonical]
+        self._hits_forgotten += namespace.hits
+        self._misses_forgotten += namespace.misses
+        self._created_forgotten += namespace.created
 
     def _forget_an_empty_one(self) -> None:
         for namespace in self:
@@ -358,11 +188,20 @@ class Store:
         return slots
 
     def expire(self, now: float) -> None:
-        """Free what is past its time, some of it at a time."""
-        for namespace in self:
+        """Free what is past its time, some of it at a time, and forget namespaces that have been empty for `EMPTY_S`.
+
+        Called every fraction of a second.
+        """
+        for namespace in list(self):
             namespace.memory.index.expire(now, EXPIRE_STEP)
             if namespace.disk is not None:
                 namespace.disk.expire(now, EXPIRE_STEP)
+            if not namespace.empty:
+                namespace.empty_since = None
+            elif namespace.empty_since is None:
+                namespace.empty_since = now
+            elif now - namespace.empty_since >= EMPTY_S:
+                self._forget(namespace)
 
     @property
     def room_bytes(self) -> int:

@@ -106,6 +106,7 @@ class Tier(Generic[Member]):
     def __init__(self, space: Space, may_grow: Callable[[Member, float], bool]) -> None:
         self.space = space
         self.members: list[Member] = []
+        self._evicted_of_removed = 0
         self._may_grow = may_grow  # whether one more segment's index is within the shard's memory
 
     @property
@@ -113,11 +114,17 @@ class Tier(Generic[Member]):
         """Memory of the indexes."""
         return sum(member.index.nbytes for member in self.members)
 
+    @property
+    def evicted(self) -> int:
+        """Blocks evicted from all namespaces, those that are gone as well."""
+        return self._evicted_of_removed + sum(member.evicted for member in self.members)
+
     def remove(self, member: Member) -> None:
         """The namespace is gone: its blocks with it."""
         for ordinal in list(member.segments):
             member.detach(ordinal)
         self.members.remove(member)
+        self._evicted_of_removed += member.evicted
 
     def make_room(self, member: Member, count: int, now: float) -> None:
         """See that `member` has `count` free slots, as far as what is pinned or in use allows."""

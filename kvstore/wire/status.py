@@ -85,3 +85,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     disk: DiskInfo | None = None
     name: str = ""  # as in WELCOME: what placement hashes
     room_bytes: int = 0  # what its memory takes before a block is evicted, in whole segments
+    hits: int = 0  # these four: blocks of all namespaces, those that are gone as well
+    misses: int = 0
+    created: int = 0
+    evicted: int = 0

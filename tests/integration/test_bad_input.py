@@ -265,7 +265,7 @@ def test_info_of_many_large_namespaces_reaches_a_client_and_floods_nobody(
             canonical = b'{"block_bytes":64,"model":"%d%s","version":1}' % (number, b"x" * 8000)
             assert raw.hello(canonical)[0] == WELCOME
             assert raw.ask(*set_frames(1, K[:1], [bytes(64)]))[0] in {SET_REPLY, ERROR}
-        assert len(shard_info(client).namespaces) == 1024
+        assert 64 <= len(shard_info(client).namespaces) <= 1024, "those that gave way and are empty disappear"
         raw.sock.settimeout(0.5)
         with contextlib.suppress(TimeoutError):
             for _ in range(10):

@@ -281,8 +281,8 @@ def test_ordinals_are_stable_reused_and_bounded(start: Callable[..., Loop]) -> N
         loop.keeper.open_namespace(names[7], 8)
     with pytest.raises(TooManyNamespaces):
         loop.keeper.open_namespace(b"{}", 16)
-    loop.keeper.forget_namespace(7)
-    loop.keeper.forget_namespace(3)
+    for number in (7, 3):
+        loop.keeper.forget_namespace(names[number])
     with pytest.raises(KeyError):
         loop.keeper.put(7, b"", np.zeros(0, ENTRY))
     assert loop.keeper.open_namespace(b"{}", 8) == 3

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.disk.format import read_directory, segment_path
+from kvstore.disk.format import read_layout, segment_path
 from kvstore_client import KVStoreClient
 from tests.support.harness import (
     Server,
@@ -169,7 +169,7 @@ def test_a_damaged_block_is_status_4_and_named_and_the_folder_is_left_as_it_is(t
     assert report["blocks"] == COUNT
     (block,) = report["damaged"]
     assert (block["key"], block["model"], block["namespace"]) == (KEYS[17].hex(), "verify", NAMESPACE.id)
-    file = segment_path(read_directory(tier).shard_directory(block["shard"]), block["segment"])
+    file = segment_path(read_layout(tier).shard_directory(block["shard"]), block["segment"])
     assert block_of(KEYS[17], BLOCK_BYTES)[:1000] == file.read_bytes()[block["place"] * BLOCK_BYTES :][:1000]
     shown = verify(tier, status=4).stdout
     assert KEYS[17].hex() in shown and "1 damaged" in shown and "nothing was changed" in shown

@@ -25,7 +25,7 @@ from kvstore.disk.entries import (
     unpack_namespace,
     unpack_ordinal,
 )
-from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_directory, read_directory, segment_path
+from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout, read_layout, segment_path
 from kvstore.wire import namespace_id
 from tests.support.harness import environment, make_keys
 
@@ -40,10 +40,10 @@ def tree_of(path: Path) -> dict[str, bytes]:
 
 
 def assert_refused(path: Path, match: str, shards: int = 2) -> None:
-    """`open_directory` refuses, and changes nothing."""
+    """`open_layout` refuses, and changes nothing."""
     before = tree_of(path)
     with pytest.raises(DiskFormatError, match=match):
-        open_directory(path, shards, SEGMENT_BYTES)
+        open_layout(path, shards, SEGMENT_BYTES)
     assert tree_of(path) == before
 
 
@@ -58,7 +58,7 @@ def mark(**fields: object) -> bytes:
 
 def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    layout = open_directory(path, 2, SEGMENT_BYTES)
+    layout = open_layout(path, 2, SEGMENT_BYTES)
     assert layout == Layout(path, 2, SEGMENT_BYTES, layout.identity) and len(layout.identity) == 16
     text = (path / "FORMAT").read_bytes()
     fields = json.loads(text)
@@ -75,10 +75,10 @@ def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
 
 
 def test_the_recorded_segment_size_wins(tmp_path: Path) -> None:
-    open_directory(tmp_path, 2, SEGMENT_BYTES)
+    open_layout(tmp_path, 2, SEGMENT_BYTES)
     before = tree_of(tmp_path)
-    assert open_directory(tmp_path, 2, 4 * SEGMENT_BYTES).segment_bytes == SEGMENT_BYTES
-    assert read_directory(tmp_path) == open_directory(tmp_path, 2, SEGMENT_BYTES)
+    assert open_layout(tmp_path, 2, 4 * SEGMENT_BYTES).segment_bytes == SEGMENT_BYTES
+    assert read_layout(tmp_path) == open_layout(tmp_path, 2, SEGMENT_BYTES)
     assert tree_of(tmp_path) == before
 
 
@@ -88,26 +88,26 @@ def test_a_mounted_file_system_and_an_interrupted_creation_count_as_empty(tmp_pa
         (tmp_path / leftover).mkdir()
     else:
         (tmp_path / leftover).write_bytes(b'{"form')
-    assert open_directory(tmp_path, 1, SEGMENT_BYTES) == read_directory(tmp_path)
+    assert open_layout(tmp_path, 1, SEGMENT_BYTES) == read_layout(tmp_path)
 
 
 def test_a_creation_that_was_interrupted_is_completed(tmp_path: Path) -> None:
-    layout = open_directory(tmp_path, 2, SEGMENT_BYTES)
+    layout = open_layout(tmp_path, 2, SEGMENT_BYTES)
     whole = tree_of(tmp_path)
     for file in ("FORMAT", "lock"):
         (layout.shard_directory(1) / file).unlink()
     (layout.shard_directory(1) / "segments").rmdir()
     layout.shard_directory(1).rmdir()
-    open_directory(tmp_path, 2, SEGMENT_BYTES)
+    open_layout(tmp_path, 2, SEGMENT_BYTES)
     assert tree_of(tmp_path) == whole
 
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:
-    open_directory(tmp_path, 2, SEGMENT_BYTES)
+    open_layout(tmp_path, 2, SEGMENT_BYTES)
     (tmp_path / "FORMAT").write_bytes(mark(format="kvstore-disk", version=2, something="else"))
     assert_refused(tmp_path, r"disk format version 2, and this server knows version 1: use the release")
     with pytest.raises(DiskFormatError, match="version 2"):
-        read_directory(tmp_path)
+        read_layout(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "shard-0/segments/00000000.seg", "index/data.mdb"])
@@ -115,9 +115,9 @@ def test_a_foreign_directory_is_refused_and_left_as_it_is(tmp_path: Path, name: 
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"mine")
-    assert_refused(tmp_path, r"is not a disk tier of kvstore.*holds '.*'; nothing was changed")
+    assert_refused(tmp_path, r"is not a disk tier of kvstore.*holds '.*'\. Nothing was changed\..*new or empty\.$")
     with pytest.raises(DiskFormatError, match="not a disk tier"):
-        read_directory(tmp_path)
+        read_layout(tmp_path)
 
 
 def test_a_mark_of_something_else_is_foreign(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_mark_of_something_else_is_foreign(tmp_path: Path) -> None:
 
 
 def test_another_number_of_shards_is_refused(tmp_path: Path) -> None:
-    open_directory(tmp_path, 4, SEGMENT_BYTES)
+    open_layout(tmp_path, 4, SEGMENT_BYTES)
     assert_refused(tmp_path, r"blocks of 4 shards, and this server has 2: start it with --shards 4")
 
 
@@ -134,8 +134,8 @@ def test_what_is_not_a_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"mine")
     for path in (file, file / "below"):
-        with pytest.raises(DiskFormatError, match="is not a directory: choose another path"):
-            open_directory(path, 1, SEGMENT_BYTES)
+        with pytest.raises(DiskFormatError, match="is not a directory: give --disk another path"):
+            open_layout(path, 1, SEGMENT_BYTES)
     assert file.read_bytes() == b"mine"
 
 
@@ -149,7 +149,7 @@ def test_without_permission_it_is_refused(tmp_path: Path) -> None:
         locked.chmod(0)
     try:
         with pytest.raises(DiskFormatError, match="no permission to use"):
-            open_directory(locked / "disk", 1, SEGMENT_BYTES)
+            open_layout(locked / "disk", 1, SEGMENT_BYTES)
     finally:
         os.seteuid(was)
         locked.chmod(0o700)
@@ -163,17 +163,17 @@ def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
     try:
-        open_directory(tmp_path, 1, SEGMENT_BYTES)
+        open_layout(tmp_path, 1, SEGMENT_BYTES)
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
         with pytest.raises(DiskFormatError, match="read-only file system: mount it writable"):
-            open_directory(tmp_path, 1, SEGMENT_BYTES)
-        assert read_directory(tmp_path).shards == 1
+            open_layout(tmp_path, 1, SEGMENT_BYTES)
+        assert read_layout(tmp_path).shards == 1
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_any_damage_of_a_mark_is_repaired_from_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    layout = open_directory(tmp_path, 2, SEGMENT_BYTES)
+    layout = open_layout(tmp_path, 2, SEGMENT_BYTES)
     whole = tree_of(tmp_path)
     good = (tmp_path / "FORMAT").read_bytes()
     damaged = [good[:size] for size in range(0, len(good), 7)]
@@ -185,30 +185,30 @@ def test_any_damage_of_a_mark_is_repaired_from_a_copy(tmp_path: Path, caplog: py
             file.write_bytes(bad)
             caplog.clear()
             with caplog.at_level(logging.WARNING, "kvstore.disk"):
-                assert open_directory(tmp_path, 2, 2 * SEGMENT_BYTES) == layout
+                assert open_layout(tmp_path, 2, 2 * SEGMENT_BYTES) == layout
             assert [record.getMessage() for record in caplog.records] == [f"{file} is damaged: repaired from a copy"]
             assert tree_of(tmp_path) == whole
 
 
 def test_without_any_good_mark_the_content_is_foreign(tmp_path: Path) -> None:
-    layout = open_directory(tmp_path, 2, SEGMENT_BYTES)
+    layout = open_layout(tmp_path, 2, SEGMENT_BYTES)
     for directory in (tmp_path, layout.shard_directory(0), layout.shard_directory(1)):
         (directory / "FORMAT").write_bytes(b"\0" * 64)
-    assert_refused(tmp_path, r"no readable FORMAT, but holds 'shard-0', 'shard-1'")
+    assert_refused(tmp_path, r"no readable file FORMAT, but holds 'shard-0', 'shard-1'")
 
 
 def test_a_shard_of_another_tier_is_refused(tmp_path: Path) -> None:
-    one = open_directory(tmp_path / "one", 2, SEGMENT_BYTES)
-    other = open_directory(tmp_path / "other", 3, SEGMENT_BYTES)
+    one = open_layout(tmp_path / "one", 2, SEGMENT_BYTES)
+    other = open_layout(tmp_path / "other", 3, SEGMENT_BYTES)
     (one.shard_directory(1) / "FORMAT").write_bytes((other.shard_directory(1) / "FORMAT").read_bytes())
     assert_refused(tmp_path / "one", "belongs to a disk tier of 3 shards")
 
 
 def test_nothing_is_read_of_what_is_empty_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(DiskFormatError, match="is empty"):
-        read_directory(tmp_path)
+        read_layout(tmp_path)
     with pytest.raises(DiskFormatError, match="No such file"):
-        read_directory(tmp_path / "nowhere")
+        read_layout(tmp_path / "nowhere")
     assert tree_of(tmp_path) == {}
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore import wire
 from kvstore._cext import BlockIndex
+from kvstore.disk.segments import SegmentFiles
 from kvstore.store import namespaces as store_module
 from kvstore.store.arena import Arena
-from kvstore.store.namespaces import MAX_NAMESPACES, NamespaceStore, Store
+from kvstore.store.disk_blocks import DiskBlocks
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.namespaces import EMPTY_S, MAX_NAMESPACES, Store
+from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ErrorCode, WireError
 from kvstore_client import Namespace
 from tests.support.harness import make_keys
@@ -261,31 +266,66 @@ def test_info_tells_what_a_namespace_holds(store: Store) -> None:
     assert (info.memory_bytes, info.pinned, info.block_bytes) == (2 * SEGMENT, 1, BLOCK)
 
 
+# ---- namespaces that are empty -------------------------------------------------------------------------------------
+
+
+def test_a_namespace_that_stays_empty_is_forgotten_and_its_segments_are_free(store: Store) -> None:
+    namespace, keys = store.open(canonical("a"), 16), make_keys(5)
+    put(store, namespace, keys)
+    namespace.created, namespace.hits, namespace.misses = 5, 3, 2
+    store.expire(0.0)
+    store.expire(2 * EMPTY_S)
+    assert store.get(canonical("a")) is namespace, "it holds blocks"
+    namespace.delete(b"".join(keys), 0.0)
+    store.expire(3 * EMPTY_S)
+    store.expire(3 * EMPTY_S + EMPTY_S / 2)
+    assert store.get(canonical("a")) is namespace, "it was empty for a moment only"
+    store.expire(4 * EMPTY_S)
+    assert store.get(canonical("a")) is None and not list(store)
+    assert store.arena.free == store.arena.segments
+    assert (store.created, store.hits, store.misses) == (5, 3, 2), "the shard's counters keep what it counted"
+
+
+def test_a_namespace_in_use_again_starts_its_wait_anew(store: Store) -> None:
+    namespace, keys = store.open(canonical("a"), 16), make_keys(1)
+    store.expire(0.0)
+    put(store, namespace, keys)
+    store.expire(EMPTY_S)
+    namespace.delete(keys[0], 0.0)
+    store.expire(EMPTY_S + 1)
+    assert store.get(canonical("a")) is namespace
+    waits: list[str] = []
+    namespace.parked.add(lambda: waits.append("woken"))
+    store.expire(3 * EMPTY_S)
+    assert store.get(canonical("a")) is namespace, "somebody waits for a block of it"
+
+
+def test_what_expires_or_is_evicted_leaves_no_namespace_behind() -> None:
+    store = Store(4 * SEGMENT, SEGMENT, rules=[NamespaceRule("short", ttl_seconds=1)])
+    short, old, grows = (store.open(canonical(name), 16) for name in ("short", "old", "grows"))
+    slots = short.memory.index.reserve(make_keys(1)[0], False, store.ticks(1))
+    assert slots[0] == BlockIndex.NO_SPACE, "no segment yet"
+    store.memory.make_room(short.memory, 1, 0.0)
+    slots = short.memory.index.reserve(make_keys(1)[0], False, store.ticks(1))
+    short.memory.index.commit(slots, np.zeros(1, dtype=np.uint64), store.ticks(1), 1.0)
+    put(store, old, make_keys(4))
+    for at in range(4):
+        put(store, grows, make_keys(4, first=100 + 4 * at))
+    assert old.memory.evicted == 4
+    store.expire(2.0)
+    store.expire(2.0 + EMPTY_S)
+    assert [namespace.canonical for namespace in store] == [grows.canonical]
+    assert store.memory.evicted == short.memory.evicted + old.memory.evicted == 5
+    store.arena.close()
+
+
 # ---- recency -------------------------------------------------------------------------------------------------------
 
 
-class OnDisk:
-    """A namespace's blocks on disk, without the disk."""
-
-    evicted = nbytes = 0
-    empty = False
-
-    def __init__(self) -> None:
-        self.index = BlockIndex(16, 64)
-        self.index.attach()
-
-    def put(self, keys: Sequence[bytes], tick: int) -> None:
-        slots = self.index.reserve(b"".join(keys), False, tick)
-        self.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), tick)
-
-    def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        return self.index.contains(keys, now, refresh, tick, pin_until)
-
-    def delete(self, keys: bytes) -> int:
-        return self.index.delete(keys)
-
-    def expire(self, now: float, limit: int) -> None:
-        self.index.expire(now, limit)
+def put_on_disk(disk: DiskBlocks, keys: Sequence[bytes], tick: int) -> None:
+    """What writing blocks to disk does to their index."""
+    slots = disk.index.reserve(b"".join(keys), False, tick)
+    disk.index.commit(slots, np.zeros(len(keys), dtype=np.uint64), tick)
 
 
 def test_the_hottest_of_an_empty_namespace_are_none(store: Store) -> None:
@@ -311,19 +351,29 @@ def test_a_block_that_is_being_written_is_not_among_the_hottest(store: Store) ->
     assert hottest(namespace) == (keys[:2], 2)
 
 
-def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: Store) -> None:
+def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: Store, tmp_path: Path) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(9)
-    namespace.disk = disk = OnDisk()
-    disk.put(keys[:2], store.ticks(2))  # on disk only
+    space = SegmentFiles(tmp_path, SEGMENT, 3)
+    space.open()
+    removed: list[bytes] = []
+    namespace.disk = disk = DiskBlocks(
+        space, namespace.canonical, BLOCK, BlockIndex(16, SEGMENT // BLOCK), lambda blocks, keys: removed.append(keys)
+    )
+    for _ in range(3):
+        segment = space.take()
+        assert segment is not None
+        disk.attach(segment)
+    put_on_disk(disk, keys[:2], store.ticks(2))  # on disk only
     put(store, namespace, keys[2:4])
     put(store, namespace, keys[4:6])
-    disk.put(keys[2:4], store.ticks(2))  # written late
-    disk.put(keys[6:9], store.ticks(3))  # an earlier run's, on their way to memory
+    put_on_disk(disk, keys[2:4], store.ticks(2))  # written late
+    put_on_disk(disk, keys[6:9], store.ticks(3))  # an earlier run's, on their way to memory
     assert hottest(namespace)[1] == 9
     namespace.memory.index.reserve(keys[6], False, store.ticks(1))
     put(store, namespace, keys[7:8])
     assert hottest(namespace) == ([*keys[6:9], *keys[4:6], *keys[2:4], *keys[:2]], 9)
     assert hottest(namespace, 2, 3) == ([keys[8], *keys[4:6]], 9)
     namespace.memory.index.delete(b"".join(keys))
-    disk.index.delete(b"".join(keys))
+    disk.delete(b"".join(keys))
+    assert removed == [b"".join(keys)], "the persistent index is told"
     assert not namespace.memory.index.gone and not disk.index.gone, "a reader was left behind"

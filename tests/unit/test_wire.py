@@ -98,6 +98,9 @@ SHARD_INFO = wire.ShardInfo(
     ),
     name="3f0c/1",
     room_bytes=96 << 20,
+    hits=9,
+    misses=10,
+    created=31,
 )
 
 REQUESTS: dict[str, wire.Request] = {

@@ -1,44 +1,40 @@
-"""One namespace's blocks on disk: what every tier has, and the changes passed on to the keeper of the index."""
+"""One namespace's blocks on disk, as the index in memory knows them.
+
+What every tier has, and somebody who is told of all that leaves: the disk tier, which keeps an index on disk, too.
+Nothing here touches the disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore._cext import BlockIndex
-from kvstore.disk.entries import ENTRY, Entries
-from kvstore.disk.segments import DIRECT_BYTES, MIN_DIRECT_BYTES
 from kvstore.store.tier import NamespaceTier, Offsets, Slots, Space
 from kvstore.wire import namespace_id
 
 
-class Records(Protocol):
-    """Who keeps the persistent index: told of all that comes and goes."""
+class DiskBlocks(NamespaceTier):
+    """Slots are slots of segment files.
 
-    def record(self, member: DiskNamespace, keys: bytes, entries: Entries) -> None:
-        """Blocks are on disk now."""
+    on_removed: told the keys of all that leaves this index, so that it leaves the persistent one, too; some of them may
+    not have been in it.
+    """
 
-    def record_evicted(self, member: DiskNamespace, keys: bytes) -> None:
-        """Blocks are on disk no longer."""
-
-    def wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
-        """Monotonic times, 0 for never, as seconds of the wall clock."""
-
-
-class DiskNamespace(NamespaceTier):
-    """Slots are slots of segment files. Whatever leaves the index leaves the persistent one, too."""
-
-    def __init__(self, records: Records, space: Space, canonical: bytes, block_bytes: int, index: BlockIndex) -> None:
+    def __init__(
+        self,
+        space: Space,
+        canonical: bytes,
+        block_bytes: int,
+        index: BlockIndex,
+        on_removed: Callable[[DiskBlocks, bytes], None],
+    ) -> None:
         super().__init__(space, block_bytes, index)
         index.keep_lapsed = True
-        self._records = records
+        self._on_removed = on_removed
         self.canonical = canonical
-        self.ordinal: int | None = None  # the keeper's number for it, once it has one
         self.recovering = False  # more of it may turn up
-        self.direct = block_bytes % DIRECT_BYTES == 0 and block_bytes >= MIN_DIRECT_BYTES
 
     @property
     def name(self) -> str:
@@ -71,38 +67,23 @@ class DiskNamespace(NamespaceTier):
         for ordinal in np.unique(ordinals).tolist():
             yield self.segments[ordinal], np.flatnonzero(ordinals == ordinal).astype(np.int32)
 
-    def entries(self, slots: Slots) -> Entries:
-        """What the persistent index says of READY slots."""
-        index = self.index
-        entries = np.zeros(len(slots), dtype=ENTRY)
-        ordinals, places = np.divmod(slots, index.slots_per_segment)
-        entries["segment"] = [self.segments[ordinal] for ordinal in ordinals.tolist()]
-        entries["place"] = places
-        entries["checksum"] = index.checksums(slots)
-        entries["tick"] = index.ticks_of(slots)
-        entries["expires"] = self._records.wall_clock(index.expires_of(slots))
-        entries["priority"] = index.priorities_of(slots)
-        return entries
-
-    def commit(self, slots: Slots, sums: npt.NDArray[np.uint64], tick: int, expires: float) -> None:
-        """Written slots are readable, and are recorded."""
-        self._records.record_evicted(self, self.index.take_lapsed())  # of what may be the same keys
-        self.index.commit(slots, sums, tick, expires)
-        self._records.record(self, self.index.keys_of(slots), self.entries(slots))
-
     # ---- what leaves ---------------------------------------------------------------------------------------------
 
     def evict(self, count: int, now: float) -> int:
         keys = bytearray()
         evicted = self.index.evict(count, now, keys)
-        self._records.record_evicted(self, bytes(keys))
+        self._on_removed(self, bytes(keys))
         self.evicted += evicted
         return evicted
+
+    def remove_lapsed(self) -> None:
+        """Tell of blocks that were found past their time since the last call."""
+        self._on_removed(self, self.index.take_lapsed())
 
     def expire(self, now: float, limit: int) -> None:
         """Free what is past its time among the next `limit` slots, and record what was found so by others."""
         self.index.expire(now, limit)
-        self._records.record_evicted(self, self.index.take_lapsed())
+        self.remove_lapsed()
 
     def detach(self, ordinal: int) -> int:
         per_segment = self.index.slots_per_segment
@@ -116,10 +97,10 @@ class DiskNamespace(NamespaceTier):
     def delete(self, keys: bytes) -> int:
         """Delete blocks. -> how many there were."""
         deleted = self.index.delete(keys)
-        self._records.record_evicted(self, keys)
+        self._on_removed(self, keys)
         return deleted
 
     def _remove_records(self, slots: Slots) -> None:
         ready = slots[self.index.states_of(slots) == BlockIndex.READY]
         if len(ready):
-            self._records.record_evicted(self, self.index.keys_of(ready))
+            self._on_removed(self, self.index.keys_of(ready))
