@@ -45,7 +45,7 @@ def unpack_ordinal(key: bytes) -> int:
     return int.from_bytes(key[:ORDINAL_BYTES], "big")
 
 
-def pack_keys(ordinal: int, key_bytes: int, keys: bytes) -> list[bytes]:
+def record_keys(ordinal: int, key_bytes: int, keys: bytes) -> list[bytes]:
     """The keys in table `blocks` of a namespace's block keys, given one after the other."""
     prefix = pack_ordinal(ordinal)
     return [prefix + keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]

@@ -18,14 +18,13 @@ import itertools
 import operator
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import lmdb
 import numpy as np
@@ -39,39 +38,29 @@ from kvstore.disk.entries import (
     Entries,
     check_entries,
     pack_entries,
-    pack_keys,
     pack_namespace,
-    pack_ordinal,
+    record_keys,
     unpack_namespace,
     unpack_ordinal,
 )
 from kvstore.disk.format import INDEX
+from kvstore.disk.index_files import BLOCKS, DATA_FILE, NAMESPACES, NewIndex, OldIndex, Record
 from kvstore.disk.messages import RECOVERY_COUNTS, Inbox, Kind, Message, frame
 
 COMMIT_DELAY_S: Final = 0.25
 COMMIT_ENTRIES: Final = 8192
-INDEX_NEW: Final = "index.new"
-DATA_FILE: Final = "data.mdb"
-_BLOCKS: Final = b"blocks"
-_NAMESPACES: Final = b"namespaces"
-_BATCH: Final = 2048  # records read at a time: what is lost when damage ends the process while it reads
 _REBUILD_COMMIT_ENTRIES: Final = 1 << 17  # bounds the memory that uncommitted pages take
-_READ_S: Final = 30.0  # a batch that takes longer is damage that LMDB runs in circles in
-_MIN_RECORD_BYTES: Final = 18  # no record takes less of the file
 _NEARLY_FULL_BYTES: Final = 1 << 20
 _RECV_BYTES: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
-
-Record: TypeAlias = tuple[bytes, bytes]
-Rows: TypeAlias = npt.NDArray[np.bool_]
 
 
 class ShardGone(Exception):
     """The shard's end of the socketpair is closed."""
 
 
-class Shard:
-    """The other end. Blocks."""
+class ShardSocket:
+    """The shard's end of the socketpair, to speak to. Blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -99,110 +88,13 @@ class Shard:
         return self._inbox.feed(data)
 
 
-class OldIndex:
-    """An index that may be damaged. Whatever it gives has to be checked; reading it may end the process."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / INDEX
-        self.damage = ""
-
-    def records(self, table: bytes) -> Iterator[list[Record]]:
-        """A table's records in the order of their keys, if it is undamaged. Ends early, with `damage`, if it is not."""
-        if not (self._path / DATA_FILE).exists():
-            return
-        batch: list[Record] = []
-        try:
-            size = (self._path / DATA_FILE).stat().st_size
-            with lmdb.open(str(self._path), readonly=True, create=False, lock=False, max_dbs=2) as environment:
-                db = environment.open_db(table, create=False)
-                with environment.begin(db) as transaction, transaction.cursor() as cursor:
-                    records = iter(cursor)
-                    for _ in range(size // _MIN_RECORD_BYTES // _BATCH + 2):  # the last one finds nothing
-                        # Its default action ends the process, also within LMDB.
-                        signal.setitimer(signal.ITIMER_REAL, _READ_S)
-                        batch.extend(itertools.islice(records, _BATCH))
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                        if not batch:
-                            return
-                        yield batch
-                        batch = []
-            self.damage = "its pages are linked in circles"
-        except (lmdb.Error, MemoryError, OSError) as error:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            self.damage = f"{type(error).__name__}: {error}"
-            yield batch  # what was read before the error
-
-
-class NewIndex:
-    """The index being written. `pending` counts entries not yet committed, `since` is when the first of them came."""
-
-    def __init__(self, directory: Path, map_bytes: int) -> None:
-        self._directory = directory
-        path = directory / INDEX_NEW
-        shutil.rmtree(path, ignore_errors=True)  # of a start that did not come to its end; mkdir says if that failed
-        path.mkdir()
-        # One process of one thread, under the shard's lock, needs no locks of LMDB's.
-        self._environment = lmdb.open(str(path), map_size=map_bytes, max_dbs=2, mode=0o644, lock=False)
-        self._blocks = self._environment.open_db(_BLOCKS)
-        self._namespaces = self._environment.open_db(_NAMESPACES)
-        self._transaction: lmdb.Transaction | None = None
-        self.pending = 0
-        self.since = 0.0
-
-    def _begin(self, entries: int) -> lmdb.Transaction:
-        if self._transaction is None:
-            self._transaction = self._environment.begin(write=True)
-            self.since = time.monotonic()
-        self.pending += entries
-        return self._transaction
-
-    @property
-    def dirty(self) -> bool:
-        return self._transaction is not None
-
-    def put(self, records: list[Record], append: bool = False) -> None:
-        """`append`: their keys are in order, and follow all others."""
-        with self._begin(len(records)).cursor(self._blocks) as cursor:
-            cursor.putmulti(records, append=append)
-
-    def delete(self, keys: list[bytes]) -> None:
-        transaction = self._begin(len(keys))
-        for key in keys:
-            transaction.delete(key, db=self._blocks)
-
-    def put_namespace(self, ordinal: int, value: bytes) -> None:
-        self._begin(1).put(pack_ordinal(ordinal), value, db=self._namespaces)
-
-    def delete_namespace(self, ordinal: int) -> None:
-        self._begin(1).delete(pack_ordinal(ordinal), db=self._namespaces)
-
-    def commit(self) -> None:
-        """Everything so far is on the disk when this returns."""
-        transaction, self._transaction = self._transaction, None
-        self.pending = 0
-        if transaction is not None:
-            transaction.commit()
-
-    def replace_old(self) -> None:
-        """Commit, and take the old index's place in one step."""
-        self.commit()
-        old, new = self._directory / INDEX, self._directory / INDEX_NEW
-        old.mkdir(exist_ok=True)
-        (new / DATA_FILE).replace(old / DATA_FILE)
-        new.rmdir()
-        for directory in (old, self._directory):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            os.fsync(fd)
-            os.close(fd)
-
-
-class Recovery:
+class IndexRebuild:
     """Reads the old index: what is right is told to the shard and, with `rebuild`, written to a new one.
 
     When writing fails, reading goes on: a full disk does not cost the shard what the old index holds.
     """
 
-    def __init__(self, directory: Path, shard: Shard) -> None:
+    def __init__(self, directory: Path, shard: ShardSocket) -> None:
         self._directory = directory
         self._old = OldIndex(directory)
         self._new: NewIndex | None = None
@@ -238,7 +130,7 @@ class Recovery:
     def _read(self) -> None:
         self._recover_namespaces()
         self._shard.tell(Kind.NAMESPACES_KNOWN)
-        for records in self._old.records(_BLOCKS):
+        for records in self._old.records(BLOCKS):
             for key_size, group in itertools.groupby(records, _group_of):
                 self._recover_blocks(*key_size, list(group))
 
@@ -257,7 +149,7 @@ class Recovery:
 
     def _recover_namespaces(self) -> None:
         known: set[bytes] = set()
-        for records in self._old.records(_NAMESPACES):
+        for records in self._old.records(NAMESPACES):
             for key, value in records:
                 ordinal, found = unpack_ordinal(key), unpack_namespace(value)
                 if len(key) != ORDINAL_BYTES or found is None or found[0] in known or ordinal in self._found:
@@ -294,7 +186,7 @@ class Recovery:
         keys = [key for key, _ in records]
         return self._last_key < keys[0] and all(map(operator.lt, keys, itertools.islice(keys, 1, None)))
 
-    def _select(self, records: list[Record], good: Rows) -> list[int]:
+    def _select(self, records: list[Record], good: npt.NDArray[np.bool_]) -> list[int]:
         """The rows whose guards are right; one that is not in order was met before, or lies on a page of the past."""
         last, rows = self._last_key, []
         for row in good.nonzero()[0].tolist():
@@ -309,7 +201,7 @@ def _group_of(record: Record) -> tuple[bytes, int, int]:
     return record[0][:ORDINAL_BYTES], len(record[0]), len(record[1])
 
 
-def _check(canonical: bytes, key_bytes: int, records: list[Record]) -> tuple[Entries, Rows]:
+def _check(canonical: bytes, key_bytes: int, records: list[Record]) -> tuple[Entries, npt.NDArray[np.bool_]]:
     keys = b"".join([key[ORDINAL_BYTES:] for key, _ in records])
     return check_entries(canonical, key_bytes, keys, b"".join([value for _, value in records]))
 
@@ -317,7 +209,7 @@ def _check(canonical: bytes, key_bytes: int, records: list[Record]) -> tuple[Ent
 class Service:
     """Applies what the shard sends, and commits."""
 
-    def __init__(self, index: NewIndex, shard: Shard, namespaces: dict[int, bytes]) -> None:
+    def __init__(self, index: NewIndex, shard: ShardSocket, namespaces: dict[int, bytes]) -> None:
         self._index = index
         self._shard = shard
         self._namespaces = namespaces
@@ -357,9 +249,9 @@ class Service:
             keys = payload[: len(payload) // (key_bytes + ENTRY.itemsize) * key_bytes]
             entries = np.frombuffer(payload, ENTRY, offset=len(keys))
             values = pack_entries(self._namespaces[ordinal], key_bytes, keys, entries)
-            self._index.put(list(zip(pack_keys(ordinal, key_bytes, keys), values, strict=True)))
+            self._index.put(list(zip(record_keys(ordinal, key_bytes, keys), values, strict=True)))
         elif kind == Kind.DELETE:
-            self._index.delete(pack_keys(ordinal, key_bytes, payload))
+            self._index.delete(record_keys(ordinal, key_bytes, payload))
         elif kind == Kind.OPEN_NAMESPACE:
             self._namespaces[ordinal] = payload
             self._index.put_namespace(ordinal, pack_namespace(payload, key_bytes))
@@ -376,7 +268,7 @@ class Service:
             self._applied = number
 
 
-def run(directory: Path, shard: Shard, mode: str, map_bytes: int) -> None:
+def run(directory: Path, shard: ShardSocket, mode: str, map_bytes: int) -> None:
     """`recover`: tell what there is, then serve. `fresh`: forget it, then serve. `read`: tell, and change nothing."""
     if mode == "fresh":
         (directory / INDEX / DATA_FILE).unlink(missing_ok=True)  # first: on a full disk, the new one takes its room
@@ -384,7 +276,7 @@ def run(directory: Path, shard: Shard, mode: str, map_bytes: int) -> None:
         index.replace_old()
         Service(index, shard, {}).run()
         return
-    recovery = Recovery(directory, shard)
+    recovery = IndexRebuild(directory, shard)
     if mode == "read":
         recovery.read()
     else:
@@ -407,7 +299,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _, _, directory, fd, mode, map_bytes, *log = sys.argv
     logs.configure(*log)
-    shard = Shard(socket.socket(fileno=int(fd)))
+    shard = ShardSocket(socket.socket(fileno=int(fd)))
     try:
         run(Path(directory), shard, mode, int(map_bytes))
     except ShardGone:

@@ -183,7 +183,7 @@ class DiskTier:
         if self.volume.on:
             self.writing.add_all(now)
             if self.writing.dirty_bytes:
-                log.info("disk: writing %d blocks before the end", self.writing.dirty_blocks)
+                log.info("disk: writing %d blocks before the server stops", self.writing.dirty_blocks)
 
     @property
     def finished(self) -> bool:
@@ -205,7 +205,7 @@ class DiskTier:
             for member, slots in self._used():
                 self.volume.record(member, slots)
             if not self.volume.keeper.stop(KEEPER_STOP_S):
-                log.error("disk: the index could not be written to its end")
+                log.error("disk: the index was not written completely: blocks set last may be missing after a restart")
         elif self.volume.recovering:
             self.volume.keeper.kill()
 

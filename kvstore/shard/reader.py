@@ -238,7 +238,11 @@ class MessageReader:
                 raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
             return
         if more:
-            raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} is one frame: more came", request.id)
+            raise WireError(
+                ErrorCode.PROTOCOL,
+                f"{type(request).__name__.upper()} is one frame, but more frames follow it",
+                request.id,
+            )
         # Small requests with large replies:
         if self.peer.backed_up and isinstance(request, wire.Hello | wire.Info | wire.Hottest):
             raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
@@ -251,7 +255,10 @@ class MessageReader:
                 raise WireError(ErrorCode.PROTOCOL, "SET without its payload and checksums frames")
             self.write = self._answers.begin_write(self.peer, request, keys)
         elif more:
-            raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} ends with its keys: more came")
+            raise WireError(
+                ErrorCode.PROTOCOL,
+                f"{type(request).__name__.upper()} ends with its keys frame, but more frames follow it",
+            )
         else:
             self._answers.handle_keyed(self.peer, request, keys)
 

@@ -161,7 +161,10 @@ class Store:
             if namespace.empty:
                 self._forget(namespace)
                 return
-        raise WireError(ErrorCode.LIMIT, f"{MAX_NAMESPACES} namespaces hold blocks already; delete one's blocks first")
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"this shard holds blocks of {MAX_NAMESPACES} namespaces, its limit: delete all blocks of one first",
+        )
 
     def reserve(self, namespace: NamespaceStore, keys: bytes, force: bool, now: float, priority: int = 0) -> Slots:
         """Reserve a memory slot for every block that is wanted. -> slots or verdicts."""

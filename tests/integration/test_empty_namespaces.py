@@ -37,8 +37,7 @@ def delete(server: Server, namespace: Namespace, keys: list[bytes]) -> None:
 def test_deleted_namespaces_leave_info_and_metrics_and_the_shards_counters_stay(
     start_server: StartServer, new_namespace: MakeNamespace
 ) -> None:
-    server = start_server("--metrics-port", "0", memory="64MiB", segment="1MiB")
-    port = int(server.log_text().partition("metrics at http://127.0.0.1:")[2].partition("/")[0])
+    server = start_server("--http", "127.0.0.1:0", memory="64MiB", segment="1MiB")
     kept, *short = (new_namespace(BLOCK) for _ in range(30))
     put(server, kept, 3)
     for namespace in short:
@@ -49,7 +48,7 @@ def test_deleted_namespaces_leave_info_and_metrics_and_the_shards_counters_stay(
         assert (info.created, info.hits, info.misses, info.evicted) == (90, 90, 0, 0)
         assert info.memory_used_bytes == info.segment_bytes, "their segments are free"
         assert client.contains(make_keys(3)).all()
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     assert kept.id in text and not any(namespace.id in text for namespace in short)
     assert 'kvstore_shard_created_blocks_total{shard="0"} 90.0' in text

@@ -20,8 +20,8 @@ from kvstore.disk.entries import (
     ENTRY,
     check_entries,
     pack_entries,
-    pack_keys,
     pack_namespace,
+    record_keys,
     unpack_namespace,
     unpack_ordinal,
 )
@@ -298,7 +298,7 @@ def test_the_layout_of_a_record_is_the_one_documented() -> None:
     (value,) = pack_entries(CANONICAL, 16, key, entry)
     guard = xxhash.xxh3_64_intdigest(namespace_id(CANONICAL) + key + entry.tobytes())
     assert value == entry.tobytes() + guard.to_bytes(8, "little")
-    (index_key,) = pack_keys(258, 16, key)
+    (index_key,) = record_keys(258, 16, key)
     assert index_key == b"\x01\x02" + key
     assert unpack_ordinal(index_key) == 258
 

@@ -1,0 +1,128 @@
+"""The files of a persistent index: LMDB environments, the one an earlier run left and the one being written.
+
+For the keeper's process only (`keeper_process`): LMDB maps its file and trusts it, so reading a damaged one may end the
+process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import lmdb
+
+from kvstore.disk.entries import pack_ordinal
+from kvstore.disk.format import INDEX
+
+INDEX_NEW: Final = "index.new"
+DATA_FILE: Final = "data.mdb"
+BLOCKS: Final = b"blocks"
+NAMESPACES: Final = b"namespaces"
+_BATCH: Final = 2048  # records read at a time: what is lost when damage ends the process while it reads
+_READ_S: Final = 30.0  # a batch that takes longer is damage that LMDB runs in circles in
+_MIN_RECORD_BYTES: Final = 18  # no record takes less of the file
+
+Record: TypeAlias = tuple[bytes, bytes]
+
+
+class OldIndex:
+    """An index that may be damaged. Whatever it gives has to be checked; reading it may end the process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / INDEX
+        self.damage = ""
+
+    def records(self, table: bytes) -> Iterator[list[Record]]:
+        """A table's records in the order of their keys, if it is undamaged. Ends early, with `damage`, if it is not."""
+        if not (self._path / DATA_FILE).exists():
+            return
+        batch: list[Record] = []
+        try:
+            size = (self._path / DATA_FILE).stat().st_size
+            with lmdb.open(str(self._path), readonly=True, create=False, lock=False, max_dbs=2) as environment:
+                db = environment.open_db(table, create=False)
+                with environment.begin(db) as transaction, transaction.cursor() as cursor:
+                    records = iter(cursor)
+                    for _ in range(size // _MIN_RECORD_BYTES // _BATCH + 2):  # the last one finds nothing
+                        # Its default action ends the process, also within LMDB.
+                        signal.setitimer(signal.ITIMER_REAL, _READ_S)
+                        batch.extend(itertools.islice(records, _BATCH))
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        if not batch:
+                            return
+                        yield batch
+                        batch = []
+            self.damage = "its pages are linked in circles"
+        except (lmdb.Error, MemoryError, OSError) as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.damage = f"{type(error).__name__}: {error}"
+            yield batch  # what was read before the error
+
+
+class NewIndex:
+    """The index being written. `pending` counts entries not yet committed, `since` is when the first of them came."""
+
+    def __init__(self, directory: Path, map_bytes: int) -> None:
+        self._directory = directory
+        path = directory / INDEX_NEW
+        shutil.rmtree(path, ignore_errors=True)  # of a start that did not come to its end; mkdir says if that failed
+        path.mkdir()
+        # One process of one thread, under the shard's lock, needs no locks of LMDB's.
+        self._environment = lmdb.open(str(path), map_size=map_bytes, max_dbs=2, mode=0o644, lock=False)
+        self._blocks = self._environment.open_db(BLOCKS)
+        self._namespaces = self._environment.open_db(NAMESPACES)
+        self._transaction: lmdb.Transaction | None = None
+        self.pending = 0
+        self.since = 0.0
+
+    def _begin(self, entries: int) -> lmdb.Transaction:
+        if self._transaction is None:
+            self._transaction = self._environment.begin(write=True)
+            self.since = time.monotonic()
+        self.pending += entries
+        return self._transaction
+
+    @property
+    def dirty(self) -> bool:
+        return self._transaction is not None
+
+    def put(self, records: list[Record], append: bool = False) -> None:
+        """`append`: their keys are in order, and follow all others."""
+        with self._begin(len(records)).cursor(self._blocks) as cursor:
+            cursor.putmulti(records, append=append)
+
+    def delete(self, keys: list[bytes]) -> None:
+        transaction = self._begin(len(keys))
+        for key in keys:
+            transaction.delete(key, db=self._blocks)
+
+    def put_namespace(self, ordinal: int, value: bytes) -> None:
+        self._begin(1).put(pack_ordinal(ordinal), value, db=self._namespaces)
+
+    def delete_namespace(self, ordinal: int) -> None:
+        self._begin(1).delete(pack_ordinal(ordinal), db=self._namespaces)
+
+    def commit(self) -> None:
+        """Everything so far is on the disk when this returns."""
+        transaction, self._transaction = self._transaction, None
+        self.pending = 0
+        if transaction is not None:
+            transaction.commit()
+
+    def replace_old(self) -> None:
+        """Commit, and take the old index's place in one step."""
+        self.commit()
+        old, new = self._directory / INDEX, self._directory / INDEX_NEW
+        old.mkdir(exist_ok=True)
+        (new / DATA_FILE).replace(old / DATA_FILE)
+        new.rmdir()
+        for directory in (old, self._directory):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(fd)
+            os.close(fd)
