@@ -42,10 +42,21 @@ def test_the_asyncio_client_sends_priorities_too(start_server: StartServer, new_
     assert asyncio.run(run()).all()
 
 
-@pytest.mark.parametrize("priority", [-1, 4, "high", 1.5, None])
-def test_a_priority_that_cannot_be_is_refused(server: Server, new_namespace: MakeNamespace, priority: Any) -> None:
+@pytest.mark.parametrize(
+    ("priority", "error", "says"),
+    [
+        (-1, ValueError, "0 to 3"),
+        (4, ValueError, "0 to 3"),
+        ("high", TypeError, "whole number"),
+        (1.5, TypeError, "whole number"),
+        (None, TypeError, "whole number"),
+    ],
+)
+def test_a_priority_out_of_range_is_refused(
+    server: Server, new_namespace: MakeNamespace, priority: Any, error: type[Exception], says: str
+) -> None:
     keys = make_keys(1)
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
-        with pytest.raises(ValueError, match="0 to 3"):
+        with pytest.raises(error, match=f"priority={priority!r}: .*{says}"):
             client.set(keys, blocks_of(keys, 4096), priority=priority)
         assert client.set(keys, blocks_of(keys, 4096), priority=np.int64(3)).created == 1  # type: ignore[arg-type]
