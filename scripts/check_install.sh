@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the package into a scratch environment outside the tree and tries it from an empty folder, with a server
-# that `kvstore ping` asks: finds a module
-# that the wheel lacks and an import that is no base dependency, which a run from the checkout cannot.
+# Installs the package into a scratch environment outside the tree and tries it from an empty folder, with a server that
+# `kvstore ping` asks. This finds a module that the wheel lacks, and an import that is no base dependency, which a run
+# from the checkout cannot.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch=$(mktemp -d)
@@ -23,7 +23,7 @@ done
 
 "$scratch/venv/bin/kvstore-server" --port 0 --memory 64MiB --segment 4MiB >"$scratch/ready" 2>"$scratch/log" &
 server=$!
-trap 'kill "$server" 2>/dev/null; rm -rf "$scratch"' EXIT
+trap 'kill "$server" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 for _ in {1..300}; do
     [[ -s $scratch/ready ]] && break
     sleep 0.1

@@ -1,15 +1,15 @@
-"""What both clients stand on: links to all shards, and what happens when one breaks or leaves.
+"""The links of one client: to all shards of a store, and what happens when one breaks or leaves.
 
 No thread runs while all is well: a caller sends its requests itself, and whoever waits first reads for all
-(`kvstore_client.leading`).
+(`leading`).
 
-A link that breaks is retried at once, on the caller's time, only if connecting succeeds immediately; otherwise it is
-*broken*: calls fail (or miss) at once, and a background thread, which lives only as long as something is broken,
-tries to connect with growing, jittered pauses. A shard that owes an answer and is silent for too long breaks its link.
+A link that breaks is retried at once, on the caller's time, only if connecting succeeds immediately. Otherwise it is
+*broken*: calls fail (or miss) at once, and it is tried again in the background (`probing`). A shard that owes an answer
+and is silent for too long breaks its link.
 
-Nodes are a fixed list, whose shards are learned from their WELCOME, or the members of a cluster, which the thread of
-a `Watch` brings. A view is replaced as a whole; links that left it are closed when no call can be using them any more.
-Thread-safe; `after_fork` makes it usable in a child process.
+The nodes are a fixed list, whose shards are learned from their WELCOME, or the members of a cluster, which the thread
+of a `Watch` brings. A view is replaced as a whole. A link that left the view is closed when no call can be using it any
+more. Thread-safe; `after_fork` makes it usable in a child process.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import Answer
 from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link
+from kvstore_client._links.probing import Prober
 from kvstore_client._links.view import Place, View
 from kvstore_client._links.watching import Watch
 from kvstore_client.endpoints import Endpoints
@@ -40,9 +41,6 @@ from kvstore_client.results import ClientStats
 
 log = logging.getLogger("kvstore_client")
 
-FIRST_PAUSE_S: Final = 0.05
-LONGEST_PAUSE_S: Final = 1.0
-PROBE_TIMEOUT_S: Final = 2.0
 MOST_CONNECTING: Final = 16  # links a call connects at a time
 ENOUGH_TO_CONNECT_S: Final = 0.1  # a caller with less time than this has learned nothing about the shard
 TURN_S: Final = 1.0
@@ -83,9 +81,7 @@ class Core:
         self._leading = Leading(lambda: [*self.links, *self._retired], self.look_after)
         self.wait = self._leading.wait
         self._map_lock = threading.Lock()
-        self._prober: threading.Thread | None = None
-        self._prober_lock = threading.Lock()
-        self._stop_probing = threading.Event()
+        self._prober = Prober(lambda: self.links, self._connect_again)
         self._retired: dict[Link, float] = {}  # links that left the view, and from when on no call needs them
         self._looked_after = 0.0
 
@@ -352,54 +348,19 @@ class Core:
             log.warning("%s; its blocks are misses until it is back", error)
         link.broken = error
         self.stats.failures += 1
-        with self._prober_lock:
-            if self._prober is None and not self.closed:
-                self._stop_probing.clear()
-                self._prober = threading.Thread(target=self._probe, name="kvstore-probe", daemon=True)
-                self._prober.start()
-
-    def _probe(self) -> None:
-        """Reconnect broken links until none is left."""
-        pause = FIRST_PAUSE_S
-        while not self._stop_probing.wait(pause * random.uniform(0.5, 1.5)):
-            broken = [link for link in self.links if link.broken is not None]
-            try:
-                if len(broken) == 1:
-                    self._probe_one(broken[0])
-                elif broken:  # one that is back must not wait for those that are not
-                    with ThreadPoolExecutor(min(len(broken), MOST_CONNECTING), "kvstore-probe") as threads:
-                        list(threads.map(self._probe_one, broken))
-            except Exception:  # a defect, or no thread to be had: links must not stay broken for that
-                log.exception("probing %d broken connections failed; trying again", len(broken))
-            with self._prober_lock:
-                if all(link.broken is None for link in self.links):
-                    self._prober = None
-                    return
-            pause = min(LONGEST_PAUSE_S, pause * 2)
-
-    def _probe_one(self, link: Link) -> None:
-        with link.connect_lock:
-            if link.sock is not None:  # a caller was faster: its connection is in use
-                link.broken = None
-            elif not (self.closed or link.retired):
-                try:
-                    self._connect_again(link, PROBE_TIMEOUT_S)
-                except KVStoreError as error:
-                    link.broken = error
+        self._prober.start()
 
     def close(self) -> None:
         """Disconnect. Calls in progress fail with `ConnectionLost`."""
         if self.closed:
             return
         self.closed = True
-        self._stop_probing.set()
+        self._prober.stop()
         if self._members is not None:
             self._members.close()
         for link in [*self.links, *self._retired]:
             link.interrupt()
-        prober = self._prober
-        if prober is not None and prober is not threading.current_thread():
-            prober.join(PROBE_TIMEOUT_S + 0.5)
+        self._prober.join()
         for link in [*self.links, *self._retired]:
             link.drop(ConnectionLost("this client is closed"))
         self._leading.close()
