@@ -16,7 +16,7 @@ from kvstore.moving.planning import NOBODY, Targets
 from kvstore.moving.progress import Progress
 from kvstore.moving.receivers import Receivers, numbers_in
 from kvstore.wire import MAX_KEYS, ShardAddress
-from kvstore.wire.asking import AskError, Asking, Keys, Refused
+from kvstore.wire.asking import AskError, Asking, KeyArray, Refused
 
 log = logging.getLogger("kvstore.moving")
 
@@ -33,7 +33,7 @@ class Listed:
     canonical: bytes
     replicas: int
     block_bytes: int
-    keys: Keys
+    keys: KeyArray
     targets: Targets
 
     @property
@@ -88,7 +88,7 @@ class Carrier:
             self._carry_batch(listed, keys[some], targets[some])
             self._progress.rest(began)
 
-    def _strike_out(self, listed: Listed, keys: Keys, targets: Targets) -> None:
+    def _strike_out(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:
         """Take out of `targets` what a shard has already, and shards that are full. Ends early when it is over."""
         for target in numbers_in(targets):
             if self._progress.over:
@@ -100,7 +100,7 @@ class Carrier:
                     continue
             targets[targets == target] = NOBODY
 
-    def _strike_out_present(self, listed: Listed, keys: Keys, targets: Targets, target: int) -> None:
+    def _strike_out_present(self, listed: Listed, keys: KeyArray, targets: Targets, target: int) -> None:
         """What a shard has is not sent to it; one that does not answer is sent nothing."""
         gained = np.argwhere(targets == target)
         asking = self._asking(listed, target)
@@ -140,7 +140,7 @@ class Carrier:
             self._receivers.set_full(target)
         return room_bytes >= needed_bytes
 
-    def _carry_batch(self, listed: Listed, keys: Keys, targets: Targets) -> None:
+    def _carry_batch(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:
         if self._gentle:  # meanwhile others sent some of it, too
             self._strike_out(listed, keys, targets)
             wanted = (targets != NOBODY).any(axis=1)
@@ -157,7 +157,7 @@ class Carrier:
             if len(rows):
                 self._set(listed, target, keys[rows], [block for row in rows if (block := blocks[row])])
 
-    def _read(self, listed: Listed, keys: Keys) -> list[Block | None]:
+    def _read(self, listed: Listed, keys: KeyArray) -> list[Block | None]:
         """The blocks, None for those that are gone or damaged."""
         source = self._use(self._source, listed)
         blocks: list[Block | None] = [None] * len(keys)
@@ -176,7 +176,7 @@ class Carrier:
             log.error("moving: %d block(s) are damaged and are not moved", damaged)
         return blocks
 
-    def _set(self, listed: Listed, target: int, keys: Keys, blocks: Sequence[Block]) -> None:
+    def _set(self, listed: Listed, target: int, keys: KeyArray, blocks: Sequence[Block]) -> None:
         asking = self._asking(listed, target)
         if asking is not None:
             try:

@@ -25,7 +25,7 @@ from kvstore.moving.progress import MoveReport, Progress
 from kvstore.moving.receivers import Receivers
 from kvstore.moving.settled import Settled
 from kvstore.wire import MAX_HOTTEST_BYTES, MIN_KEY_BYTES, NamespaceInfo, ShardAddress
-from kvstore.wire.asking import AskError, Asking, Keys
+from kvstore.wire.asking import AskError, Asking, KeyArray
 
 log = logging.getLogger("kvstore.moving")
 
@@ -92,7 +92,7 @@ class Mover:
         asking.timeout_s = self.progress.call_s
         asking.hello(canonical)
         assert self._gains is not None
-        found: list[tuple[Keys, Targets, Ranks]] = []
+        found: list[tuple[KeyArray, Targets, Ranks]] = []
         skip = 0
         while not self.progress.over:
             began = time.monotonic()

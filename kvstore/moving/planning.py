@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvstore.cluster.members import Member
 from kvstore.cluster.placement import Placement
-from kvstore.wire.asking import Keys
+from kvstore.wire.asking import KeyArray
 
 NOBODY: Final = -1
 
@@ -69,7 +69,7 @@ class Gains:
         self._is_here = np.array([other == node for other, _ in placed], dtype=np.bool_)
         self._sends = np.array([other in plan.senders for other, _ in placed], dtype=np.bool_)
 
-    def of(self, keys: Keys, copies: int) -> tuple[Targets, Ranks]:
+    def of(self, keys: KeyArray, copies: int) -> tuple[Targets, Ranks]:
         """For each key: who gains it, if this node held it before; and how many senders come before this node."""
         after, before = self._after.replicas(keys, copies), self._before.replicas(keys, copies)
         kept = (after[:, :, None] == self._number_after[before][:, None, :]).any(axis=2)

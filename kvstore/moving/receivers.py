@@ -11,7 +11,7 @@ from kvstore.moving.planning import NOBODY, Plan, Targets
 from kvstore.moving.progress import Progress
 from kvstore.moving.settled import Holder, Settled
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import AskError, Keys, Refused
+from kvstore.wire.asking import AskError, KeyArray, Refused
 
 log = logging.getLogger("kvstore.moving")
 
@@ -57,12 +57,12 @@ class Receivers:
             of_it = "of one namespace " if what[1] is not None else ""
             log.warning("moving: nothing more %sis sent to shard %s: %s", of_it, self.shards[target].name, error)
 
-    def settle(self, target: int, canonical: bytes, keys: Keys) -> None:
+    def settle(self, target: int, canonical: bytes, keys: KeyArray) -> None:
         """The shard has these."""
         if self._settled is not None and len(keys):
             self._settled.add(self._holder(target, canonical), keys)
 
-    def strike_out_settled(self, canonical: bytes, keys: Keys, targets: Targets) -> None:
+    def strike_out_settled(self, canonical: bytes, keys: KeyArray, targets: Targets) -> None:
         """Take out of `targets` the copies that were made or found before."""
         if self._settled is not None:
             for target in numbers_in(targets):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.wire import MAX_KEY_BYTES
-from kvstore.wire.asking import Keys
+from kvstore.wire.asking import KeyArray
 
 Holder = tuple[str, str, bytes]  # an instance of a node, its shard, and a namespace
 _Fingerprints = npt.NDArray[np.uint64]
@@ -24,12 +24,12 @@ class Settled:
         # Keys may have most bytes in common: random weights tell all apart, but for one pair in 2**57.
         self._weights = np.random.default_rng().integers(0, 1 << 64, MAX_KEY_BYTES, dtype=np.uint64)
 
-    def add(self, holder: Holder, keys: Keys) -> None:
+    def add(self, holder: Holder, keys: KeyArray) -> None:
         """The holder has these, or had them."""
         with self._lock:
             self._found.setdefault(holder, []).append(np.sort(self._fingerprints(keys)))
 
-    def among(self, holder: Holder, keys: Keys) -> npt.NDArray[np.bool_]:
+    def among(self, holder: Holder, keys: KeyArray) -> npt.NDArray[np.bool_]:
         """Which of these were added."""
         with self._lock:
             found = self._found.get(holder)
@@ -43,6 +43,6 @@ class Settled:
         there: npt.NDArray[np.bool_] = known[at] == wanted
         return there
 
-    def _fingerprints(self, keys: Keys) -> _Fingerprints:
+    def _fingerprints(self, keys: KeyArray) -> _Fingerprints:
         found: _Fingerprints = keys.astype(np.uint64) @ self._weights[: keys.shape[1]]
         return found

@@ -30,7 +30,7 @@ _NAME: Final = "server"  # for the shard's log
 _KEPT_BUFFERS: Final = 8  # of a frame each
 _RECEIVE_BYTES: Final = 1 << 20  # before the deadline is looked at
 
-Keys = npt.NDArray[np.uint8]  # (n, key_bytes)
+KeyArray = npt.NDArray[np.uint8]  # (n, key_bytes)
 Positions = npt.NDArray[np.uint32]
 Sums = npt.NDArray[np.uint64]
 Blocks = tuple[Positions, Sums, memoryview]
@@ -125,7 +125,7 @@ class Asking:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._broken(f"its INFO_REPLY holds no shard's state: {error}") from None
 
-    def hottest(self, skip: int, limit: int) -> tuple[Keys, int]:
+    def hottest(self, skip: int, limit: int) -> tuple[KeyArray, int]:
         """Keys of the namespace, most recently used first: up to `limit` after the first `skip`, fewer if they do not
         fit a reply and none at the end; and how many blocks the namespace has."""
         self._begin()
@@ -141,7 +141,7 @@ class Asking:
         )
         return np.frombuffer(reply.keys, dtype=np.uint8).reshape(-1, size), reply.total
 
-    def contains(self, keys: Keys, refresh: bool = False) -> npt.NDArray[np.bool_]:
+    def contains(self, keys: KeyArray, refresh: bool = False) -> npt.NDArray[np.bool_]:
         """Which of up to `wire.MAX_KEYS` keys are there; `refresh` counts as a use of them."""
         self._begin()
         request = wire.Contains(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh)
@@ -149,7 +149,7 @@ class Asking:
         self._check(len(reply.present) == len(keys), f"{len(reply.present)} answers to {len(keys)} keys")
         return np.frombuffer(reply.present, dtype=np.uint8).astype(np.bool_)
 
-    def get(self, keys: Keys) -> Iterator[Blocks]:
+    def get(self, keys: KeyArray) -> Iterator[Blocks]:
         """Blocks as they come: positions in `keys`, the checksums they were set with, and their bytes end to end, in
         memory that is used again only when nobody looks at it any more. Each position comes once at most; those that
         do not come are not there.
@@ -174,7 +174,7 @@ class Asking:
             if not answer.done:
                 self.close()
 
-    def set(self, keys: Keys, blocks: Sequence[memoryview], sums: Sums) -> wire.SetReply:
+    def set(self, keys: KeyArray, blocks: Sequence[memoryview], sums: Sums) -> wire.SetReply:
         """Set blocks, one view and one checksum a key."""
         self._begin()
         header = wire.Set(self._last_id, self._deadline_ms(), *keys.shape)

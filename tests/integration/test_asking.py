@@ -19,7 +19,7 @@ import pytest
 
 from kvstore._cext import checksum, checksum_into
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import AskError, Asking, Keys, Refused
+from kvstore.wire.asking import AskError, Asking, KeyArray, Refused
 from kvstore_client import KVStoreClient, ProtocolError
 from tests.support.harness import (
     CONTAINS,
@@ -51,7 +51,7 @@ TIMEOUT_S = 5.0
 NAMESPACE = make_namespace(64, "m")
 
 
-def matrix(keys: Sequence[bytes]) -> Keys:
+def matrix(keys: Sequence[bytes]) -> KeyArray:
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
 
 

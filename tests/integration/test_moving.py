@@ -23,7 +23,7 @@ from kvstore.moving.mover import REST_RATIO, Mover
 from kvstore.moving.planning import Plan, plan_joining, plan_leaving
 from kvstore.moving.progress import MoveReport, Progress
 from kvstore.wire import NamespaceInfo, ShardAddress
-from kvstore.wire.asking import Asking, Keys
+from kvstore.wire.asking import Asking, KeyArray
 from kvstore_client import KVStoreClient, Namespace
 from tests.support.disk import disk_flags, open_client, wait_until_on, wait_until_written
 from tests.support.harness import Server, StartServer, block_of, blocks_of, make_keys, make_namespace, wait_until
@@ -43,7 +43,7 @@ def member_of(server: Server, state: State = "serving", zone: str = "") -> Membe
     return Member(node=welcome.node, state=state, shards=shards, zone=zone)
 
 
-def matrix(keys: Sequence[bytes]) -> Keys:
+def matrix(keys: Sequence[bytes]) -> KeyArray:
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
 
 
