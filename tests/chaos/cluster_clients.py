@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tests.chaos.cluster_load import Call, Check, Miss, Options, Ready, Summary, keys_of
-from tests.support.cluster import CLIENTS, Cluster
+from tests.support.cluster import CLIENTS, Site
 from tests.support.harness import environment, wait_until
 
 READY_S = 60.0
@@ -28,16 +28,16 @@ _records = msgspec.json.Decoder(Call | Check | Ready | Summary)
 class Client:
     """One process under load. A thread takes down what it says."""
 
-    def __init__(self, cluster: Cluster, host: str, options: Options) -> None:
+    def __init__(self, site: Site, host: str, options: Options) -> None:
         self.calls: list[Call] = []
         self.checks: list[Check] = []
         self.ready: Ready | None = None
         self.summary: Summary | None = None
-        self.log = cluster.folder / f"{host}-{options.namespace}.log"
+        self.log = site.folder / f"{host}-{options.namespace}.log"
         command = [sys.executable, str(Path(__file__).with_name("cluster_load.py"))]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*cluster.network.command(host), *command, msgspec.json.encode(options).decode()],
+                [*site.network.command(host), *command, msgspec.json.encode(options).decode()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -94,12 +94,12 @@ class Client:
 class Clients:
     """The load, running while the `with` lasts. Its numbers are of the calls so far."""
 
-    def __init__(self, cluster: Cluster, namespace: str, replicas: int, **options: object) -> None:
+    def __init__(self, site: Site, namespace: str, replicas: int, **options: object) -> None:
         self._clients: list[Client] = []
         try:
             for number, host in enumerate(CLIENTS):
-                given = Options(cluster.url, namespace, number, len(CLIENTS), replicas, **options)  # type: ignore[arg-type]
-                self._clients.append(Client(cluster, host, given))
+                given = Options(site.cluster.url, namespace, number, len(CLIENTS), replicas, **options)  # type: ignore[arg-type]
+                self._clients.append(Client(site, host, given))
             for client in self._clients:
                 client.wait(lambda client=client: client.ready, READY_S, "the first chains are set")
         except BaseException:

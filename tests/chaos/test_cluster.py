@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvstore.cluster.members import Member, Membership
+from kvstore.cluster.members import Membership
 from tests.chaos.cluster_clients import Clients, Excuse, key_array
 from tests.chaos.cluster_load import Call, Miss
-from tests.support.cluster import Cluster, owner_nodes
+from tests.support.cluster import SERVE_S, Site, new_owners, owner_nodes
 from tests.support.harness import make_keys
 from tests.support.network import need, unavailable
 
@@ -33,63 +33,59 @@ WATCH_S = 1.0  # load after clients should be over it
 
 FULL = os.environ.get("KVSTORE_CHAOS") == "full"
 
-one_copy = pytest.mark.parametrize("cluster", [1], indirect=True, ids=["one-copy"])
-two_copies = pytest.mark.parametrize("cluster", [2], indirect=True, ids=["two-copies"])
-one_and_two_copies = pytest.mark.parametrize("cluster", [1, 2], indirect=True, ids=["one-copy", "two-copies"])
+one_copy = pytest.mark.parametrize("site", [1], indirect=True, ids=["one-copy"])
+two_copies = pytest.mark.parametrize("site", [2], indirect=True, ids=["two-copies"])
+one_and_two_copies = pytest.mark.parametrize("site", [1, 2], indirect=True, ids=["one-copy", "two-copies"])
 any_copies = one_and_two_copies if FULL else two_copies
 pytestmark = pytest.mark.exclusive  # calls must end within LATE_S of their deadline
 
 
-class Copies(Cluster):
-    """A cluster whose clients keep so many copies."""
+class Copies(Site):
+    """A site whose clients keep so many copies."""
 
     replicas = 1
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copies]:
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copies]:
     need(unavailable())
     folder = tmp_path_factory.mktemp("cluster")
-    with Copies(folder, nodes=len(NODES), grace_seconds=GRACE_S, drain_seconds=5) as cluster:
-        cluster.replicas = request.param
-        yield cluster
+    with Copies(folder, nodes=len(NODES), grace_seconds=GRACE_S, drain_seconds=5) as site:
+        site.replicas = request.param
+        yield site
 
 
 @pytest.fixture
-def clients(cluster: Copies, request: pytest.FixtureRequest) -> Iterator[Clients]:
+def clients(site: Copies, request: pytest.FixtureRequest) -> Iterator[Clients]:
     """The load. What must hold in every test is checked at its end."""
-    cluster.mend()
+    site.mend()
     # With two copies nothing may be lost, and a block set again would hide that it was.
-    recompute = cluster.replicas == 1
-    with Clients(cluster, request.node.name, cluster.replicas, timeout_s=TIMEOUT_S, recompute=recompute) as clients:
+    recompute = site.replicas == 1
+    with Clients(site, request.node.name, site.replicas, timeout_s=TIMEOUT_S, recompute=recompute) as clients:
         yield clients
     latest = clients.latest()
     print(f"{len(clients.calls())} calls, the latest a {latest.op}, {latest.late_s:+.3f} s from its deadline")
     assert not clients.wrong()
     assert not clients.raised()
     assert latest.late_s <= LATE_S, latest
-    for node in cluster.nodes.values():
+    for node in site.cluster.nodes.values():
         assert "Traceback" not in node.log_text(), node.log_text()[-3000:]
 
 
-def new_owners(cluster: Copies) -> Callable[[Miss], set[str]]:
+def owners_of(site: Copies) -> Callable[[Miss], set[str]]:
     """Which nodes a block is set on, under the present members."""
-    membership = cluster.membership()
-    assert membership is not None and len(membership.members) == len(NODES)
+    membership = site.cluster.membership()
+    assert len(membership.members) == len(NODES)
     known: dict[tuple[int, int], set[str]] = {}
 
     def owners(miss: Miss) -> set[str]:
         block = miss.chain, miss.position
         if block not in known:
-            nodes = owner_nodes(membership, key_array([miss]), cluster.replicas, is_new_owner)
+            nodes = owner_nodes(new_owners(membership), key_array([miss]), site.replicas)
             known[block] = set(nodes[0].tolist())
         return known[block]
 
     return owners
-
-
-def is_new_owner(member: Member) -> bool:
-    return member.is_new_owner
 
 
 def no_excuse(call: Call, miss: Miss) -> bool:
@@ -144,16 +140,16 @@ def assert_hit_rate_kept(clients: Clients, since: float) -> None:
 
 
 @two_copies
-def test_a_rolling_restart_under_load_costs_no_error_and_no_hits(cluster: Copies, clients: Clients) -> None:
+def test_a_rolling_restart_under_load_costs_no_error_and_no_hits(site: Copies, clients: Clients) -> None:
     # The first test with two copies: what a drain moves is the latest where it arrives, so in full memory it
     # takes the place of replicas that nobody reads.
     clients.run_for(STEADY_S)
     start = time.monotonic()
     for name in NODES:
-        assert cluster[name].stop() == 0
+        assert site.cluster.nodes[name].stop() == 0
         clients.run_for(0.1)
-        cluster[name].restart()
-        cluster.wait_for_members(*NODES, deadline_s=10.0)
+        site.cluster.nodes[name].restart()
+        site.cluster.wait_for_members(*NODES, deadline_s=10.0)
     clients.run_for(WATCH_S)
     print(f"all restarted in {time.monotonic() - start:.1f} s")
     assert_no_errors(clients, start)
@@ -162,24 +158,23 @@ def test_a_rolling_restart_under_load_costs_no_error_and_no_hits(cluster: Copies
 
 
 @one_and_two_copies
-def test_a_fifth_node_takes_its_share_of_the_keys_and_costs_no_hits(cluster: Copies, clients: Clients) -> None:
-    cluster.wait_for("serving", *NODES)
+def test_a_fifth_node_takes_its_share_of_the_keys_and_costs_no_hits(site: Copies, clients: Clients) -> None:
+    site.cluster.wait_for(SERVE_S, **dict.fromkeys(NODES, "serving"))
     clients.run_for(STEADY_S)
-    before = cluster.membership()
+    before = site.cluster.membership()
     start = time.monotonic()
-    cluster.add("n5", grace_seconds=60)
-    cluster.wait_for_members(*NODES, "n5")
+    site.add("n5", grace_seconds=60)
+    site.cluster.wait_for_members(*NODES, "n5", deadline_s=SERVE_S)
     clients.run_for(6.0)
-    assert cluster.state("n5") == "joining"
-    after = cluster.membership()
-    assert before is not None and after is not None
+    assert site.cluster.states()["n5"] == "joining"
+    after = site.cluster.membership()
     moved = owners_of_many(before) != owners_of_many(after)
     print(f"{moved.mean():.1%} of the keys have another owner")
     assert 0.1 < moved.mean() <= 1 / 5 + 0.03
     assert (owners_of_many(after)[moved] == "n5").all()
     assert_hit_rate_kept(clients, start - STEADY_S / 2)
     assert_no_errors(clients, start)
-    blocks = stored_blocks(cluster, "n5")
+    blocks = stored_blocks(site, "n5")
     print(f"n5 has {blocks} blocks")
     assert blocks > 0
 
@@ -187,81 +182,81 @@ def test_a_fifth_node_takes_its_share_of_the_keys_and_costs_no_hits(cluster: Cop
 def owners_of_many(membership: Membership) -> np.ndarray:
     """By key, of 20,000: the node that owns it."""
     keys = np.frombuffer(b"".join(make_keys(20_000)), dtype=np.uint8).reshape(-1, 16)
-    return owner_nodes(membership, keys, 1, is_new_owner)[:, 0]
+    return owner_nodes(new_owners(membership), keys, 1)[:, 0]
 
 
-def stored_blocks(cluster: Copies, node: str) -> int:
+def stored_blocks(site: Copies, node: str) -> int:
     """How many blocks a node has."""
     from kvstore.wire.asking import Asking
 
-    with Asking((cluster.network.address(node), 7070), 5.0) as asking:
+    with Asking((site.network.address(node), 7070), 5.0) as asking:
         return sum(namespace.blocks for namespace in asking.info().namespaces)
 
 
 @one_copy
-def test_nodes_that_join_one_after_the_other_find_what_the_first_was_given(cluster: Copies, clients: Clients) -> None:
-    owners = new_owners(cluster)
-    cluster["n3"].kill()
+def test_nodes_that_join_one_after_the_other_find_what_the_first_was_given(site: Copies, clients: Clients) -> None:
+    owners = owners_of(site)
+    site.cluster.nodes["n3"].kill()
     lost = only_on("n3", owners, stored_before=time.monotonic() + 0.1)
-    cluster.add("n3", grace_seconds=30)
-    cluster.wait_for_members(*NODES)
+    site.add("n3", grace_seconds=30)
+    site.cluster.wait_for_members(*NODES, deadline_s=SERVE_S)
     clients.run_for(4.0)  # what was lost is set again, on n3
     start = time.monotonic()
-    cluster.add("n6", grace_seconds=60)
-    cluster.wait_for_members(*NODES, "n6")
-    assert cluster.state("n3") == "joining"
+    site.add("n6", grace_seconds=60)
+    site.cluster.wait_for_members(*NODES, "n6", deadline_s=SERVE_S)
+    assert site.cluster.states()["n3"] == "joining"
     clients.run_for(4.0)
     assert_nothing_fails(clients, start, lost)
 
 
 @any_copies
-def test_a_drained_node_leaves_without_an_error_or_a_miss(cluster: Copies, clients: Clients) -> None:
+def test_a_drained_node_leaves_without_an_error_or_a_miss(site: Copies, clients: Clients) -> None:
     clients.run_for(STEADY_S)
     start = time.monotonic()
-    drained = cluster.run("drain", "n4", "--endpoint", cluster.url, "--seconds", "20")
+    drained = site.run("drain", "n4", "--endpoint", site.cluster.url, "--seconds", "20")
     assert drained.returncode == 0, drained.stdout + drained.stderr
     print(drained.stdout.strip()[-300:])
-    cluster.wait_for_members("n1", "n2", "n3", deadline_s=1.0)
+    site.cluster.wait_for_members("n1", "n2", "n3", deadline_s=1.0)
     clients.run_for(RECOVERY_S)
     assert_no_errors(clients, start)
     assert_hit_rate_kept(clients, start - STEADY_S / 2)
-    assert cluster["n4"].running
-    if cluster.replicas == 2:
+    assert site.cluster.nodes["n4"].running
+    if site.replicas == 2:
         assert_all_there(clients)
 
 
 # ---- nodes that die or are away ------------------------------------------------------------------------------------
 
 
-def kill_under_load(cluster: Copies, clients: Clients, victim: str) -> None:
-    owners = new_owners(cluster)
+def kill_under_load(site: Copies, clients: Clients, victim: str) -> None:
+    owners = owners_of(site)
     start = time.monotonic()
     assert_nothing_fails(clients, start - STEADY_S)
-    cluster[victim].kill()
+    site.cluster.nodes[victim].kill()
     lost = only_on(victim, owners, stored_before=time.monotonic() + 0.1)
     clients.run_for(RECOVERY_S + WATCH_S)
     assert_over_it(clients, start, lost, f"{victim} killed")
 
 
 @one_copy
-def test_a_killed_node_costs_its_share_of_the_blocks_and_no_more(cluster: Copies, clients: Clients) -> None:
+def test_a_killed_node_costs_its_share_of_the_blocks_and_no_more(site: Copies, clients: Clients) -> None:
     clients.run_for(STEADY_S)
-    kill_under_load(cluster, clients, "n2")
+    kill_under_load(site, clients, "n2")
 
 
 @two_copies
 @pytest.mark.parametrize("victim", NODES if FULL else NODES[:1])
-def test_no_acknowledged_block_is_lost_whichever_node_dies(cluster: Copies, clients: Clients, victim: str) -> None:
+def test_no_acknowledged_block_is_lost_whichever_node_dies(site: Copies, clients: Clients, victim: str) -> None:
     clients.run_for(STEADY_S)
-    kill_under_load(cluster, clients, victim)
+    kill_under_load(site, clients, victim)
     assert_all_there(clients)
 
 
 @contextmanager
-def away(cluster: Copies, node: str, how: str) -> Iterator[None]:
-    network = cluster.network
+def away(site: Copies, node: str, how: str) -> Iterator[None]:
+    network = site.network
     if how == "stopped":
-        with cluster[node].stopped():
+        with site.cluster.nodes[node].stopped():
             yield
     elif how == "cut off":
         network.cut(node)
@@ -278,42 +273,42 @@ def away(cluster: Copies, node: str, how: str) -> Iterator[None]:
 
 
 @contextmanager
-def slow_and_lossy(cluster: Copies, node: str) -> Iterator[None]:
-    cluster.network.impair(node, delay_s=0.2, loss=0.05)
+def slow_and_lossy(site: Copies, node: str) -> Iterator[None]:
+    site.network.impair(node, delay_s=0.2, loss=0.05)
     try:
         yield
     finally:
-        cluster.network.heal(node)
+        site.network.heal(node)
 
 
 @any_copies
 @pytest.mark.parametrize(
     ("node", "how"), [("n1", "stopped"), ("n2", "cut off"), ("n3", "separated from etcd")], ids=lambda value: value
 )
-def test_a_node_that_was_away_rejoins_with_its_blocks(cluster: Copies, clients: Clients, node: str, how: str) -> None:
+def test_a_node_that_was_away_rejoins_with_its_blocks(site: Copies, clients: Clients, node: str, how: str) -> None:
     clients.run_for(STEADY_S)
-    owners = new_owners(cluster)
+    owners = owners_of(site)
     start = time.monotonic()
     assert_nothing_fails(clients, start - STEADY_S)
-    with away(cluster, node, how):
+    with away(site, node, how):
         clients.run_for(RECOVERY_S + WATCH_S)
-        cluster.wait_for("", node, deadline_s=1.0)
+        site.cluster.wait_until(lambda states: node not in states, 1.0, f"{node} is no member")
         lost = only_on(node, owners, stored_before=start + RECOVERY_S)
         assert_over_it(clients, start, lost, f"{node} {how}")
-    cluster.wait_for_members(*NODES, deadline_s=10.0)
+    site.cluster.wait_for_members(*NODES, deadline_s=10.0)
     back = time.monotonic()
     clients.run_for(RECOVERY_S + WATCH_S)
     assert_over_it(clients, back, no_excuse, f"{node} back")
-    if cluster.replicas == 2:
+    if site.replicas == 2:
         assert_all_there(clients)
 
 
 @any_copies
-def test_a_slow_and_lossy_node_delays_only_what_needs_it(cluster: Copies, clients: Clients) -> None:
+def test_a_slow_and_lossy_node_delays_only_what_needs_it(site: Copies, clients: Clients) -> None:
     clients.run_for(STEADY_S)
-    owners = new_owners(cluster)
+    owners = owners_of(site)
     start = time.monotonic()
-    with slow_and_lossy(cluster, "n4"):
+    with slow_and_lossy(site, "n4"):
         clients.run_for(6.0)
         rates = clients.hit_rates(start, time.monotonic())
         took_s = np.array([call.took_s for call in clients.calls() if call.at >= start + 1.0])
@@ -323,10 +318,10 @@ def test_a_slow_and_lossy_node_delays_only_what_needs_it(cluster: Copies, client
         troubles = clients.troubles(start, time.monotonic(), only_on("n4", owners))
         assert not [call for call in troubles if call.missed], describe(troubles, start)
     healed = time.monotonic()
-    cluster.wait_for_members(*NODES, deadline_s=10.0)
+    site.cluster.wait_for_members(*NODES, deadline_s=10.0)
     clients.run_for(RECOVERY_S + WATCH_S)
     assert_over_it(clients, healed, no_excuse, "n4 healed")
-    if cluster.replicas == 2:
+    if site.replicas == 2:
         assert_all_there(clients)
 
 
@@ -334,16 +329,16 @@ def test_a_slow_and_lossy_node_delays_only_what_needs_it(cluster: Copies, client
 
 
 @any_copies
-def test_without_etcd_everybody_serves_on_and_catches_up_when_it_is_back(cluster: Copies, clients: Clients) -> None:
+def test_without_etcd_everybody_serves_on_and_catches_up_when_it_is_back(site: Copies, clients: Clients) -> None:
     clients.run_for(STEADY_S)
     start = time.monotonic()
-    if cluster.replicas == 1:
-        cluster.etcd.kill()
+    if site.replicas == 1:
+        site.etcd.kill()
     else:
-        cluster.etcd.stop()
+        site.etcd.stop()
     clients.run_for(4.0)  # twice a lease's time
-    cluster.etcd.restart()
+    site.etcd.restart()
     clients.run_for(1.5)
     assert_nothing_fails(clients, start)
-    cluster.wait_for_members(*NODES, deadline_s=5.0)
-    kill_under_load(cluster, clients, "n3")
+    site.cluster.wait_for_members(*NODES, deadline_s=5.0)
+    kill_under_load(site, clients, "n3")

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.cluster.etcd import EtcdDirectory
 from kvstore.cluster.members import Membership
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore.wire.asking import Asking
 from tests.engine.driver import Answer, Ask
 from tests.engine.engines import BLOCK, BLOCK_BYTES, Expected, StartEngine, full_blocks, prompt, until_it_hits
-from tests.support.cluster import owner_nodes
+from tests.support.cluster import Cluster, owner_nodes
 from tests.support.etcd import Etcd
-from tests.support.harness import ANSWER_S, Server, wait_until
+from tests.support.harness import ANSWER_S, wait_until
 
 NODES = ("n1", "n2", "n3")
 SERVE_S = 20.0
@@ -32,74 +29,55 @@ SLACK_S = 2.0  # of a busy machine
 one_and_two_copies = pytest.mark.parametrize("replicas", [1, 2])
 
 
-class Cluster:
-    """Three nodes and their etcd."""
+def mend(cluster: Cluster) -> None:
+    """All nodes run and serve."""
+    for node in cluster.nodes.values():
+        if not node.running:
+            node.restart()
+    cluster.wait_for(SERVE_S, **dict.fromkeys(NODES, "serving"))
 
-    def __init__(self, folder: Path, etcd: Etcd) -> None:
-        self.url = etcd.url("engines")
-        parsed = parse_cluster_url(self.url)
-        assert isinstance(parsed, EtcdURL)
-        self._directory = EtcdDirectory(parsed, 2.0)
-        self.nodes: dict[str, Server] = {}
-        for node in NODES:
-            flags = ("--cluster", self.url, "--node-id", node, "--zone", f"zone-{node}", "--grace-seconds", "0")
-            self.nodes[node] = Server(folder / f"{node}.log", "--memory", "256MiB", "--segment", "4MiB", *flags)
 
-    def membership(self) -> Membership:
-        return self._directory.membership()
+def kill_one_that_sends(cluster: Cluster, send_bytes: int, load: Callable[[], None]) -> None:
+    """Call `load`, and kill the first node that has sent so much: the rest of it is on its way."""
+    with ExitStack() as stack:
+        asked = {
+            node: stack.enter_context(Asking((server.host, server.port), ANSWER_S))
+            for node, server in cluster.nodes.items()
+        }
+        shards = {node: server.shards()[0] for node, server in cluster.nodes.items()}
+        before = {node: asking.info().bytes_out for node, asking in asked.items()}
+        load()
 
-    def mend(self) -> None:
-        """All nodes run and serve."""
-        for node in self.nodes.values():
-            if not node.running:
-                node.restart()
-        wait_until(self._all_serve, SERVE_S, "all nodes serve")
+        def sends() -> str | None:
+            return next((node for node in NODES if asked[node].info().bytes_out > before[node] + send_bytes), None)
 
-    def _all_serve(self) -> bool:
-        return [member.node for member in self.membership().members if member.state == "serving"] == list(NODES)
+        node = wait_until(sends, what="a node sends")
+        shards[node].kill()
+    cluster.nodes[node].kill()
 
-    def kill_one_that_sends(self, send_bytes: int, load: Callable[[], None]) -> None:
-        """Call `load`, and kill the first node that has sent so much: the rest of it is on its way."""
-        with ExitStack() as stack:
-            asked = {
-                node: stack.enter_context(Asking((server.host, server.port), ANSWER_S))
-                for node, server in self.nodes.items()
-            }
-            shards = {node: server.shards()[0] for node, server in self.nodes.items()}
-            before = {node: asking.info().bytes_out for node, asking in asked.items()}
-            load()
 
-            def sends() -> str | None:
-                return next((node for node in NODES if asked[node].info().bytes_out > before[node] + send_bytes), None)
-
-            node = wait_until(sends, what="a node sends")
-            shards[node].kill()
-        self.nodes[node].kill()
-
-    def kill(self, node: str) -> None:
-        """Kill a node, until the others know."""
-        self.nodes[node].kill()
-        wait_until(lambda: node not in {member.node for member in self.membership().members}, what=f"{node} is out")
-
-    def close(self) -> None:
-        for node in self.nodes.values():
-            node.kill()
-        self._directory.close()
+def kill(cluster: Cluster, node: str) -> None:
+    """Kill a node, until the others know."""
+    cluster.nodes[node].kill()
+    cluster.wait_until(lambda states: node not in states, ANSWER_S, f"{node} is out")
 
 
 @pytest.fixture(scope="module")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with Etcd(folder / "etcd") as etcd:
-        cluster = Cluster(folder, etcd)
+    with (
+        Etcd(folder / "etcd") as etcd,
+        Cluster(etcd.url("engines"), folder, memory="256MiB", grace_seconds=0) as cluster,
+    ):
+        for node in NODES:
+            cluster.start(node, zone=f"zone-{node}")
         yield cluster
-        cluster.close()
 
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Cluster:
     """All its nodes serve; the test may kill them."""
-    shared_cluster.mend()
+    mend(shared_cluster)
     return shared_cluster
 
 
@@ -111,7 +89,7 @@ def tokens_kept(membership: Membership, question: list[int], keys: list[bytes], 
     """Of a prompt, with one copy of each block: what comes before the first block of the dead node."""
     blocks = full_blocks(len(question)) // BLOCK
     packed = np.frombuffer(b"".join(keys[:blocks]), dtype=np.uint8).reshape(blocks, -1)
-    owners = owner_nodes(membership, packed, 1, lambda _: True)[:, 0].tolist()
+    owners = owner_nodes(membership.members, packed, 1)[:, 0].tolist()
     return BLOCK * (owners.index(dead) if dead in owners else blocks)
 
 
@@ -128,7 +106,7 @@ def test_a_node_killed_between_two_runs_costs_its_own_blocks_at_most(
     first.settle()
 
     membership = cluster.membership()
-    cluster.kill("n2")
+    kill(cluster, "n2")
     second = start_engine(cluster.url, options=options)
     answers = second.generate(*questions)
     check(expected, questions, answers)
@@ -170,7 +148,7 @@ def test_a_node_killed_while_the_engine_serves_fails_no_request(
     engine.settle()
     before = engine.metrics()
 
-    cluster.kill_one_that_sends(4 * BLOCK_BYTES, lambda: engine.order(*questions))
+    kill_one_that_sends(cluster, 4 * BLOCK_BYTES, lambda: engine.order(*questions))
     answers = engine.result()
     check(expected, questions, answers)
     assert (
@@ -188,7 +166,7 @@ def test_a_node_killed_while_the_engine_serves_fails_no_request(
     for question in questions:
         until_it_hits(engine, question)
     # It comes back, empty: the owner of what it had before.
-    cluster.mend()
+    mend(cluster)
     check(expected, questions, engine.generate(*questions))
     for question in questions:
         until_it_hits(engine, question)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cluster import Cluster, cluster_name
 from tests.support.etcd import Etcd
-from tests.support.fleet import Fleet, InBackground
-from tests.support.harness import StartServer
+from tests.support.faults import InBackground
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,10 @@ def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
 
 
 @pytest.fixture
-def fleet(etcd: Etcd, start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+def cluster(etcd: Etcd, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A cluster of its own for a test, with no node yet."""
-    fleet = Fleet(etcd.url(f"c{abs(hash(request.node.name)) % 10**9}"), start_server)
-    yield fleet
-    fleet.close()
+    with Cluster(etcd.url(cluster_name(request)), tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.fixture

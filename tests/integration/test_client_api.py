@@ -14,8 +14,8 @@ import pytest
 
 from kvstore import wire
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, Namespace, Timeout
+from tests.support.cluster import Cluster
 from tests.support.disk import disk_flags, disk_info, open_client, wait_until_on, wait_until_written
-from tests.support.fleet import Fleet
 from tests.support.harness import (
     PROTOCOL,
     MakeNamespace,
@@ -291,13 +291,13 @@ def test_a_key_is_located_where_its_block_is(start_server: StartServer, namespac
             client.locate(KEYS[0], replicas=4)
 
 
-def test_a_client_of_a_cluster_tells_states_and_epoch(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    fleet.register("a", "serving", zone="x")
-    with KVStoreClient(fleet.url, namespace) as client:
+def test_a_client_of_a_cluster_tells_states_and_epoch(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    cluster.register("a", "serving", zone="x")
+    with KVStoreClient(cluster.url, namespace) as client:
         wait_until(lambda: {(shard.node, shard.zone) for shard in client.shards()} == {("a", "x"), ("b", "")})
         assert {shard.state for shard in client.shards()} == {"serving"}
-        fleet.register("b", "draining")
+        cluster.register("b", "draining")
         wait_until(lambda: {(shard.node, shard.takes_sets) for shard in client.shards()} == {("a", True), ("b", False)})
         assert client.epoch > 0 and client.directory_error == ""
 

@@ -25,7 +25,8 @@ from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links import watching
 from kvstore_client._links.core import Core
 from kvstore_client._links.view import View
-from tests.support.fleet import Cut, Fleet, InBackground, Relay, connections_to, impostor, link_to, nodes_of, owned_by
+from tests.support.cluster import Cluster, nodes_of, owned_by
+from tests.support.faults import Cut, InBackground, Relay, connections_to, impostor, link_to
 from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
 
 BLOCK = 4096
@@ -63,11 +64,11 @@ def within(seconds: float) -> Iterator[None]:
 # ---- bytes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(fleet: Fleet, big: Namespace) -> None:
-    fleet.start("a")
+def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(cluster: Cluster, big: Namespace) -> None:
+    cluster.start_listed("a")
     keys = make_keys(2)
     old, new = blocks_of(keys, BIG, 1), blocks_of(keys, BIG, 2)
-    with fleet.alone("a", big) as writer:
+    with cluster.alone("a", big) as writer:
         writer.set(keys, old, deferred=False)
 
         def replace() -> None:
@@ -75,9 +76,9 @@ def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(fleet: Fleet,
             relay.cut(0)
 
         # The first connection ends in the second block, the next in the first block: of another version.
-        with Relay(fleet.servers["a"], Cut(BIG + 400_000, replace), Cut(500_000)) as relay:
-            fleet.register("a", "serving", port=relay.port)
-            with fleet.client(big, timeout_s=1.0, fail_open=True) as client:
+        with Relay(cluster.nodes["a"], Cut(BIG + 400_000, replace), Cut(500_000)) as relay:
+            cluster.register("a", "serving", port=relay.port)
+            with cluster.client(big, timeout_s=1.0, fail_open=True) as client:
                 out = np.zeros((2, BIG), dtype=np.uint8)
                 present = client.get_into(keys, out)
                 assert relay.connections >= 2
@@ -85,17 +86,17 @@ def test_a_row_that_a_second_try_began_to_overwrite_is_not_present(fleet: Fleet,
                 assert not present.any()
 
 
-def test_a_torn_row_is_not_repaired(fleet: Fleet, big: Namespace, no_turns: None) -> None:
-    fleet.start("a", "b")
-    with fleet.alone("b", big) as writer:
+def test_a_torn_row_is_not_repaired(cluster: Cluster, big: Namespace, no_turns: None) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.alone("b", big) as writer:
 
         def replace() -> None:
             assert writer.set(keys, new, force=True, deferred=False).forced == 2
             relay.cut(0)
 
-        with Relay(fleet.servers["b"], Cut(BIG + 400_000, replace), Cut(500_000)) as relay:
-            fleet.register("b", "serving", port=relay.port)
-            with fleet.client(big, timeout_s=2.0, fail_open=True, replicas=2) as client:
+        with Relay(cluster.nodes["b"], Cut(BIG + 400_000, replace), Cut(500_000)) as relay:
+            cluster.register("b", "serving", port=relay.port)
+            with cluster.client(big, timeout_s=2.0, fail_open=True, replicas=2) as client:
                 wait_until(lambda: nodes_of(client) == {"a", "b"})
                 keys = owned_by(client, "a", make_keys(40))[:2]
                 old, new = blocks_of(keys, BIG, 1), blocks_of(keys, BIG, 2)
@@ -105,21 +106,21 @@ def test_a_torn_row_is_not_repaired(fleet: Fleet, big: Namespace, no_turns: None
                 assert relay.connections >= 2
                 assert not present.any()
                 wait_until(lambda: not client._repairs._running)
-                with fleet.alone("a", big) as alone:
+                with cluster.alone("a", big) as alone:
                     assert not alone.contains(keys).any()
 
 
 def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
-    fleet: Fleet, big: Namespace, in_background: InBackground, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, big: Namespace, in_background: InBackground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet.start("a")
+    cluster.start_listed("a")
     keys, others = make_keys(8), make_keys(8, first=100)
     blocks = blocks_of(keys, BIG)
-    server = fleet.servers["a"]
-    with fleet.alone("a", big) as writer, Relay(server, Cut(700)) as relay:
+    server = cluster.nodes["a"]
+    with cluster.alone("a", big) as writer, Relay(server, Cut(700)) as relay:
         writer.set(keys, blocks, deferred=False)
-        fleet.register("a", "serving", port=relay.port)
-        with fleet.client(big, timeout_s=5.0) as client:
+        cluster.register("a", "serving", port=relay.port)
+        with cluster.client(big, timeout_s=5.0) as client:
             link = link_to(client, "a")
             reading = in_background(client.get_into, keys, np.empty((8, BIG), dtype=np.uint8))
             wait_until(lambda: link.pending)
@@ -161,15 +162,15 @@ def test_connections_to_all_replicas_that_died_unnoticed_cost_a_set_nothing(
 
 @pytest.mark.exclusive
 def test_a_shard_that_hangs_at_the_first_connection_costs_its_own_blocks(
-    fleet: Fleet, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, in_background: InBackground
+    cluster: Cluster, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, in_background: InBackground
 ) -> None:
-    fleet.start("a", "b", "c")
+    cluster.start_listed("a", "b", "c")
     monkeypatch.setattr(random, "shuffle", lambda places: places.sort(key=lambda place: place.node))
-    with fleet.servers["a"].stopped(), fleet.client(namespace, timeout_s=2.0, fail_open=True) as client:
+    with cluster.nodes["a"].stopped(), cluster.client(namespace, timeout_s=2.0, fail_open=True) as client:
         for link in client._core.links:
             link.broken = None  # not known to hang any more
         lost = len(owned_by(client, "a", KEYS))
-        with fleet.alone("b", namespace) as b, fleet.alone("c", namespace) as c, within(2.3):
+        with cluster.alone("b", namespace) as b, cluster.alone("c", namespace) as c, within(2.3):
             setting = in_background(client.set, KEYS, BLOCKS)
             wait_until(lambda: b.contains(KEYS).sum() + c.contains(KEYS).sum() == COUNT - lost, 1.0)
             assert not setting.done(), "the others do not wait for it"
@@ -181,11 +182,11 @@ def test_a_shard_that_hangs_at_the_first_connection_costs_its_own_blocks(
 
 @pytest.mark.exclusive
 def test_a_shard_that_hangs_does_not_keep_a_client_from_starting(
-    fleet: Fleet, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet.start("a", "b", "c")
+    cluster.start_listed("a", "b", "c")
     monkeypatch.setattr(random, "shuffle", lambda places: places.sort(key=lambda place: place.node))
-    with fleet.servers["a"].stopped(), within(1.4), fleet.client(namespace, timeout_s=1.5) as client:
+    with cluster.nodes["a"].stopped(), within(1.4), cluster.client(namespace, timeout_s=1.5) as client:
         assert link_to(client, "b").sock is not None
         assert link_to(client, "c").broken is None
 
@@ -233,11 +234,11 @@ def test_a_host_that_cannot_be_is_one_that_cannot_be_reached(namespace: Namespac
 
 @pytest.mark.parametrize("how", ["cluster", "list"])
 def test_another_program_on_the_port_of_a_dead_replica_fails_no_call(
-    fleet: Fleet, namespace: Namespace, how: str
+    cluster: Cluster, namespace: Namespace, how: str
 ) -> None:
-    fleet.start("a", "b")
-    servers = fleet.servers
-    nodes = fleet.url if how == "cluster" else [server.endpoint for server in servers.values()]
+    cluster.start_listed("a", "b")
+    servers = cluster.nodes
+    nodes = cluster.url if how == "cluster" else [server.endpoint for server in servers.values()]
     with KVStoreClient(nodes, namespace, replicas=2, timeout_s=3.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
         servers["a"].kill()
@@ -312,11 +313,11 @@ def test_a_resolver_that_hangs_takes_no_longer_than_the_deadline(
 
 
 @pytest.mark.exclusive
-def test_close_does_not_wait_for_shards_that_hang(fleet: Fleet, namespace: Namespace) -> None:
+def test_close_does_not_wait_for_shards_that_hang(cluster: Cluster, namespace: Namespace) -> None:
     with impostor() as port:
         shards = [ShardAddress(f"hung/{number}", "127.0.0.1", port, 1.0) for number in range(8)]
-        fleet.put(Member(node="hung", state="serving", shards=shards))
-        client = fleet.client(namespace, timeout_s=0.5, fail_open=True)
+        cluster.put(Member(node="hung", state="serving", shards=shards))
+        client = cluster.client(namespace, timeout_s=0.5, fail_open=True)
         assert not client.contains(KEYS).any()
         wait_until(lambda: all(link.broken for link in client._core.links))
         wait_until(lambda: all(link.connect_lock.locked() for link in client._core.links), what="all are probed")
@@ -353,16 +354,18 @@ def test_a_delete_cancels_repairs(
         assert not client.contains(keys).any(), "what was deleted is back"
 
 
-def test_what_was_replaced_while_a_node_joined_is_not_back_when_it_is_gone(fleet: Fleet, namespace: Namespace) -> None:
+def test_what_was_replaced_while_a_node_joined_is_not_back_when_it_is_gone(
+    cluster: Cluster, namespace: Namespace
+) -> None:
     old, new = blocks_of(KEYS, BLOCK, 1), blocks_of(KEYS, BLOCK, 2)
-    fleet.start("a")
-    with fleet.client(namespace) as client:
+    cluster.start_listed("a")
+    with cluster.client(namespace) as client:
         client.set(KEYS, old, deferred=False)
-        fleet.start("b", state="joining")
+        cluster.start_listed("b", state="joining")
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         assert client.set(KEYS, new, force=True, deferred=False).error == 0
         assert list(client.get(KEYS).blocks) == new
-        fleet.withdraw("b")
+        cluster.withdraw("b")
         wait_until(lambda: nodes_of(client) == {"a"})
         left = list(client.get(KEYS).blocks)
         assert all(block in (None, right) for block, right in zip(left, new, strict=True))
@@ -370,10 +373,10 @@ def test_what_was_replaced_while_a_node_joined_is_not_back_when_it_is_gone(fleet
 
 
 @pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_client_that_is_dropped_without_close_goes_away(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a")
-    port = fleet.servers["a"].port
-    clients = [fleet.client(namespace) for _ in range(3)] + [fleet.alone("a", namespace) for _ in range(3)]
+def test_a_client_that_is_dropped_without_close_goes_away(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a")
+    port = cluster.nodes["a"].port
+    clients = [cluster.client(namespace) for _ in range(3)] + [cluster.alone("a", namespace) for _ in range(3)]
     assert [int(client.contains(KEYS).sum()) for client in clients] == [0] * 6
     assert connections_to(port) == 6
     cores = [weakref.ref(client._core) for client in clients]
@@ -381,22 +384,22 @@ def test_a_client_that_is_dropped_without_close_goes_away(fleet: Fleet, namespac
     gc.collect()
     assert [core() for core in cores] == [None] * 6
     assert connections_to(port) == 0
-    fleet.register("a", "draining")
-    wait_until(lambda: fleet.url not in watching._shared, what="nobody follows the cluster any more")
+    cluster.register("a", "draining")
+    wait_until(lambda: cluster.url not in watching._shared, what="nobody follows the cluster any more")
 
 
 def test_a_link_that_left_serves_the_call_that_uses_it_and_is_closed(
-    fleet: Fleet, namespace: Namespace, in_background: InBackground
+    cluster: Cluster, namespace: Namespace, in_background: InBackground
 ) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace, timeout_s=1.0) as client:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace, timeout_s=1.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
         link = link_to(client, "b")
         keys = make_keys(COUNT, first=1000)
-        with fleet.servers["b"].stopped():
+        with cluster.nodes["b"].stopped():
             setting = in_background(client.set, keys, BLOCKS, deferred=False, timeout_s=8.0)
             wait_until(lambda: link.pending)
-            fleet.withdraw("b")
+            cluster.withdraw("b")
             wait_until(lambda: nodes_of(client) == {"a"})
             time.sleep(1.3)  # longer than the client's timeout, shorter than the call's
         result = setting.result()
@@ -409,32 +412,32 @@ def test_a_link_that_left_serves_the_call_that_uses_it_and_is_closed(
 
 
 def test_a_link_that_left_while_it_connected_is_closed(
-    fleet: Fleet, namespace: Namespace, in_background: InBackground
+    cluster: Cluster, namespace: Namespace, in_background: InBackground
 ) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace, timeout_s=1.0) as client:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace, timeout_s=1.0) as client:
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         link = link_to(client, "b")
         link.close()
-        with fleet.servers["b"].stopped():
+        with cluster.nodes["b"].stopped():
             setting = in_background(client.set, KEYS, BLOCKS, timeout_s=8.0)
             wait_until(link.connect_lock.locked)
-            fleet.withdraw("b")
+            cluster.withdraw("b")
             wait_until(lambda: nodes_of(client) == {"a"})
         assert setting.result().error == 0
         wait_until(lambda: client.contains(KEYS).any() and link.sock is None, what="the link is closed")
-        assert connections_to(fleet.servers["b"].port) == 0
+        assert connections_to(cluster.nodes["b"].port) == 0
 
 
-def test_changes_of_the_view_start_no_thread(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace, timeout_s=10.0) as client:
+def test_changes_of_the_view_start_no_thread(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace, timeout_s=10.0) as client:
         client.contains(KEYS)
         before = threading.active_count()
         for _ in range(8):
-            fleet.withdraw("b")
+            cluster.withdraw("b")
             wait_until(lambda: nodes_of(client) == {"a"})
-            fleet.register("b", "serving")
+            cluster.register("b", "serving")
             wait_until(lambda: nodes_of(client) == {"a", "b"})
             client.contains(KEYS)
         assert threading.active_count() <= before

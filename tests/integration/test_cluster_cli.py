@@ -11,17 +11,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.cluster.etcd import EtcdDirectory
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.cluster import Cluster
 from tests.support.etcd import Etcd
-from tests.support.harness import Server, StartServer, blocks_of, environment, make_keys, make_namespace, wait_until
+from tests.support.harness import blocks_of, environment, make_keys, make_namespace, wait_until
 
 BLOCK = 4096
 COUNT = 200
@@ -55,34 +55,41 @@ def answer(*arguments: str, status: int = 0) -> Any:
     return json.loads(kvstore(*arguments, "--json", status=status).stdout)
 
 
-class Nodes:
-    """Servers that are the members of a cluster."""
+def start_all(cluster: Cluster, zones: dict[str, str]) -> Cluster:
+    """Start nodes in these zones, until all of them serve."""
+    for node, zone in zones.items():
+        cluster.start(node, zone=zone)
+    cluster.wait_for(SERVE_S, **dict.fromkeys(zones, "serving"))
+    return cluster
 
-    def __init__(self, url: str, servers: dict[str, Server]) -> None:
-        self.url = url
-        self.servers = servers
-        parsed = parse_cluster_url(url)
-        assert isinstance(parsed, EtcdURL)
-        directory = EtcdDirectory(parsed, 2.0)
-        wait_until(lambda: self._serve(directory), SERVE_S, "all nodes serve")
-        self.epoch = directory.membership().epoch
-        directory.close()
 
-    def _serve(self, directory: EtcdDirectory) -> bool:
-        members = directory.membership().members
-        return {member.node for member in members if member.state == "serving"} == set(self.servers)
+StartCluster = Callable[..., Cluster]
 
-    def fill(self, namespace: Namespace, replicas: int) -> None:
-        """Set all keys, and read them once."""
-        with KVStoreClient(self.url, namespace, replicas=replicas) as client:
-            assert client.set(KEYS, blocks_of(KEYS, BLOCK), deferred=False).error == 0
-            assert client.get(KEYS).hit == COUNT
 
-    def held(self, node: str, namespace: Namespace) -> set[str]:
-        """The keys of the blocks a node has."""
-        with KVStoreClient(self.servers[node].endpoint, namespace) as client:
-            there = client.contains(KEYS)
-        return {key.hex() for key, present in zip(KEYS, there.tolist(), strict=True) if present}
+@pytest.fixture
+def start_cluster(etcd: Etcd, tmp_path: Path) -> Iterator[StartCluster]:
+    """`start_cluster("name", "n1", "n2", lease_seconds=60)`: a cluster that the test may harm."""
+    with ExitStack() as stack:
+
+        def start(name: str, *nodes: str, **flags: object) -> Cluster:
+            cluster = Cluster(etcd.url(name), tmp_path, grace_seconds=0, segment="2MiB", **flags)
+            return start_all(stack.enter_context(cluster), dict.fromkeys(nodes, ""))
+
+        yield start
+
+
+def fill(cluster: Cluster, namespace: Namespace, replicas: int) -> None:
+    """Set all keys, and read them once."""
+    with cluster.client(namespace, replicas=replicas) as client:
+        assert client.set(KEYS, blocks_of(KEYS, BLOCK), deferred=False).error == 0
+        assert client.get(KEYS).hit == COUNT
+
+
+def held(cluster: Cluster, node: str, namespace: Namespace) -> set[str]:
+    """The keys of the blocks a node has."""
+    with cluster.alone(node, namespace) as client:
+        there = client.contains(KEYS)
+    return {key.hex() for key, present in zip(KEYS, there.tolist(), strict=True) if present}
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +98,20 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
         yield etcd
 
 
-def flags(url: str, node: str, zone: str = "") -> list[str]:
-    return ["--cluster", url, "--node-id", node, "--zone", zone, "--grace-seconds", "0", "--segment", "2MiB"]
-
-
 @pytest.fixture(scope="module")
-def shared(etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+def shared(etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes of two shards; none of the tests may harm it for longer than it lasts."""
     folder = tmp_path_factory.mktemp("nodes")
-    url = etcd.url("shared")
-    servers = {}
-    try:
-        for node, zone in ZONES.items():
-            sizes = ("--shards", "2", "--memory", "32MiB")
-            servers[node] = Server(folder / f"{node}.log", *sizes, *flags(url, node, zone))
-        yield Nodes(url, servers)
-    finally:
-        for server in servers.values():
-            server.kill()
+    sizes = {"memory": "32MiB", "segment": "2MiB", "shards": 2}
+    with Cluster(etcd.url("shared"), folder, grace_seconds=0, **sizes) as cluster:
+        yield start_all(cluster, ZONES)
 
 
 @pytest.fixture(scope="module")
-def namespace(shared: Nodes) -> Namespace:
+def namespace(shared: Cluster) -> Namespace:
     """Two copies of each of the keys' blocks are on the shared nodes."""
     namespace = make_namespace(BLOCK, "cluster-cli")
-    shared.fill(namespace, replicas=2)
+    fill(shared, namespace, replicas=2)
     return namespace
 
 
@@ -123,22 +119,22 @@ def namespace(shared: Nodes) -> Namespace:
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_status_shows_every_node_by_its_full_id(shared: Nodes, namespace: Namespace, columns: int) -> None:
+def test_status_shows_every_node_by_its_full_id(shared: Cluster, namespace: Namespace, columns: int) -> None:
     shown = kvstore("cluster", "status", "--endpoint", shared.url, columns=columns).stdout
     assert max(map(len, shown.splitlines())) <= columns
     rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     for node in ZONES:
         assert re.search(r"serving .*2/2", rows[node]), shown
-    assert f"epoch {shared.epoch}, 3 node(s)" in shown
+    assert f"epoch {shared.membership().epoch}, 3 node(s)" in shown
     assert "balance 1." in shown and "hit rate 100.0%" in shown
     assert ("in / out" in rows["node"]) == (columns == 200)
     assert ("a wider terminal also shows: zone, clients" in shown) == (columns == 80)
     assert "b" in rows["n2"].split() or columns == 80
 
 
-def test_status_in_json_has_what_the_shards_say(shared: Nodes, namespace: Namespace) -> None:
+def test_status_in_json_has_what_the_shards_say(shared: Cluster, namespace: Namespace) -> None:
     status = answer("cluster", "status", "--endpoint", shared.url)
-    assert (status["epoch"], status["directory"]) == (shared.epoch, "")
+    assert (status["epoch"], status["directory"]) == (shared.membership().epoch, "")
     assert 1.0 <= status["balance"] < 3.0
     assert status["hit_rate"] == 1.0
     nodes = {node["node"]: node for node in status["nodes"]}
@@ -147,23 +143,23 @@ def test_status_in_json_has_what_the_shards_say(shared: Nodes, namespace: Namesp
         assert (node["state"], node["shards"], node["shards_up"], node["draining"]) == ("serving", 2, 2, False)
         assert node["endpoint"].startswith("tcp://127.0.0.1:")
         assert node["memory_limit_bytes"] == 32 << 20 and 0 < node["memory_used_bytes"] <= 32 << 20
-        assert node["blocks"] == len(shared.held(name, namespace))
+        assert node["blocks"] == len(held(shared, name, namespace))
         assert node["block_bytes"] == node["blocks"] * BLOCK
         assert node["version"] and node["uptime_s"] > 0
     assert sum(node["blocks"] for node in nodes.values()) == 2 * COUNT
     assert sum(node["hits"] for node in nodes.values()) == COUNT
 
 
-def test_status_of_nodes_without_a_directory(shared: Nodes) -> None:
-    endpoints = [shared.servers[node].endpoint for node in ("n1", "n2")]
+def test_status_of_nodes_without_a_directory(shared: Cluster) -> None:
+    endpoints = [shared.nodes[node].endpoint for node in ("n1", "n2")]
     status = answer("cluster", "status", "--endpoint", endpoints[0], "--endpoint", endpoints[1])
     assert [(node["state"], node["shards_up"]) for node in status["nodes"]] == [("listed", 2)] * 2
     assert {node["zone"] for node in status["nodes"]} == {"a", "b"}
 
 
-def test_a_shard_that_does_not_answer_is_status_1_and_shown(shared: Nodes) -> None:
+def test_a_shard_that_does_not_answer_is_status_1_and_shown(shared: Cluster) -> None:
     arguments = ("cluster", "status", "--endpoint", shared.url, "--timeout", "1")
-    shard = shared.servers["n1"].shards()[1]
+    shard = shared.nodes["n1"].shards()[1]
     shard.suspend()
     try:
         status = answer(*arguments, status=1)
@@ -175,19 +171,18 @@ def test_a_shard_that_does_not_answer_is_status_1_and_shown(shared: Nodes) -> No
     assert all(node["shards_up"] == 2 for node in answer(*arguments)["nodes"])
 
 
-def test_a_dead_node_is_shown_until_its_lease_ends(etcd: Etcd, start_server: StartServer) -> None:
-    url = etcd.url("dead")
-    nodes = Nodes(
-        url, {node: start_server(*flags(url, node), "--lease-seconds", "60", segment="2MiB") for node in ("n1", "n2")}
-    )
-    nodes.servers["n2"].kill()
-    status = answer("cluster", "status", "--endpoint", url, status=1)
+def test_a_dead_node_is_shown_until_its_lease_ends(start_cluster: StartCluster) -> None:
+    cluster = start_cluster("dead", "n1", "n2", lease_seconds=60)
+    cluster.nodes["n2"].kill()
+    status = answer("cluster", "status", "--endpoint", cluster.url, status=1)
     assert [(node["node"], node["state"], node["shards_up"]) for node in status["nodes"]] == [
         ("n1", "serving", 1),
         ("n2", "serving", 0),
     ]
-    assert re.search(r"^n2 +serving .*0/1", kvstore("cluster", "status", "--endpoint", url, status=1).stdout, re.M)
-    refused = kvstore("cluster", "where", KEY, "--replicas", "2", "--endpoint", url)
+    assert re.search(
+        r"^n2 +serving .*0/1", kvstore("cluster", "status", "--endpoint", cluster.url, status=1).stdout, re.M
+    )
+    refused = kvstore("cluster", "where", KEY, "--replicas", "2", "--endpoint", cluster.url)
     assert "n2" in refused.stdout, "who owns a key can be said without the owner"
 
 
@@ -267,7 +262,7 @@ def watching(*arguments: str, terminal: bool = False) -> Iterator[Watching]:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_watch_shows_a_table_again_and_again_until_interrupted(
-    shared: Nodes, namespace: Namespace, terminal: bool
+    shared: Cluster, namespace: Namespace, terminal: bool
 ) -> None:
     arguments = ("cluster", "status", "--watch", "--interval", "0.2", "--endpoint", shared.url)
     with watching(*arguments, terminal=terminal) as watch:
@@ -276,14 +271,13 @@ def test_watch_shows_a_table_again_and_again_until_interrupted(
         watch.interrupt()
 
 
-def test_watch_in_json_is_a_document_a_line_and_follows_the_members(etcd: Etcd, start_server: StartServer) -> None:
-    url = etcd.url("watched")
-    nodes = Nodes(url, {node: start_server(*flags(url, node), segment="2MiB") for node in ("n1", "n2")})
-    with watching("cluster", "status", "--watch", "--interval", "0.2", "--json", "--endpoint", url) as watch:
+def test_watch_in_json_is_a_document_a_line_and_follows_the_members(start_cluster: StartCluster) -> None:
+    cluster = start_cluster("watched", "n1", "n2")
+    with watching("cluster", "status", "--watch", "--interval", "0.2", "--json", "--endpoint", cluster.url) as watch:
         first = json.loads(watch.next())
         assert [node["node"] for node in first["nodes"]] == ["n1", "n2"]
         assert json.loads(watch.next())["time"] > first["time"]
-        assert nodes.servers["n2"].stop() == 0
+        assert cluster.nodes["n2"].stop() == 0
         while len((last := json.loads(watch.next()))["nodes"]) > 1:
             pass
         assert last["epoch"] > first["epoch"]
@@ -293,13 +287,13 @@ def test_watch_in_json_is_a_document_a_line_and_follows_the_members(etcd: Etcd, 
 # ---- where -------------------------------------------------------------------------------------------------------
 
 
-def test_where_names_the_nodes_that_have_the_block(shared: Nodes, namespace: Namespace) -> None:
-    held = {node: shared.held(node, namespace) for node in ZONES}
+def test_where_names_the_nodes_that_have_the_block(shared: Cluster, namespace: Namespace) -> None:
+    there = {node: held(shared, node, namespace) for node in ZONES}
     ask = ("--endpoint", shared.url, "--replicas", "2", "--namespace", namespace.canonical().decode())
     for key in [key.hex() for key in KEYS[:5]]:
         found = answer("cluster", "where", key, *ask)
         assert [place["role"] for place in found] == ["owner", "replica"]
-        assert {place["node"] for place in found if place["present"]} == {n for n in ZONES if key in held[n]}
+        assert {place["node"] for place in found if place["present"]} == {n for n in ZONES if key in there[n]}
         for place in found:
             assert place["zone"] == ZONES[place["node"]] and place["state"] == "serving"
             assert place["shard"].startswith(place["node"] + "/")
@@ -309,7 +303,7 @@ def test_where_names_the_nodes_that_have_the_block(shared: Nodes, namespace: Nam
     assert [place["present"] for place in unknown] == [False, False]
 
 
-def test_where_without_a_namespace_asks_no_shard(shared: Nodes, namespace: Namespace) -> None:
+def test_where_without_a_namespace_asks_no_shard(shared: Cluster, namespace: Namespace) -> None:
     (alone,) = answer("cluster", "where", KEY, "--endpoint", shared.url)
     two = answer("cluster", "where", KEY, "--endpoint", shared.url, "--replicas", "2")
     assert two[0] == alone and alone["role"] == "owner" and alone["present"] is None
@@ -318,14 +312,14 @@ def test_where_without_a_namespace_asks_no_shard(shared: Nodes, namespace: Names
     assert shown.count("replica") == 2 and shown.count("tcp:") == 3
 
 
-def test_where_changes_nothing_of_a_namespace(shared: Nodes) -> None:
+def test_where_changes_nothing_of_a_namespace(shared: Cluster) -> None:
     """Shards remember how many copies clients of a namespace keep, and a drain leaves out what has another copy."""
     namespace = make_namespace(BLOCK, "only-looked-at")
     with KVStoreClient(shared.url, namespace) as client:
         client.set(KEYS, blocks_of(KEYS, BLOCK), deferred=False)
     ask = ("--endpoint", shared.url, "--namespace", namespace.canonical().decode())
     kvstore("cluster", "where", KEY, "--replicas", "3", *ask)
-    for server in shared.servers.values():
+    for server in shared.nodes.values():
         with KVStoreClient(server.endpoint, namespace) as client:
             told = [some.replicas for shard in client.info().shards for some in shard.namespaces]
             mine = [some for shard in client.info().shards for some in shard.namespaces if some.id == namespace.id]
@@ -335,64 +329,61 @@ def test_where_changes_nothing_of_a_namespace(shared: Nodes) -> None:
 # ---- purge -------------------------------------------------------------------------------------------------------
 
 
-def test_purge_removes_all_copies_from_all_nodes(shared: Nodes, namespace: Namespace) -> None:
+def test_purge_removes_all_copies_from_all_nodes(shared: Cluster, namespace: Namespace) -> None:
     purged = make_namespace(BLOCK, "purged")
-    shared.fill(purged, replicas=2)
-    assert sum(len(shared.held(node, purged)) for node in ZONES) == 2 * COUNT
+    fill(shared, purged, replicas=2)
+    assert sum(len(held(shared, node, purged)) for node in ZONES) == 2 * COUNT
     report = answer("purge", "--namespace", purged.canonical().decode(), "--yes", "--endpoint", shared.url)
     assert report == {"namespaces": 1, "blocks": 2 * COUNT}
-    assert not any(shared.held(node, purged) for node in ZONES)
-    assert sum(len(shared.held(node, namespace)) for node in ZONES) == 2 * COUNT, "others keep theirs"
+    assert not any(held(shared, node, purged) for node in ZONES)
+    assert sum(len(held(shared, node, namespace)) for node in ZONES) == 2 * COUNT, "others keep theirs"
 
 
 # ---- drain -------------------------------------------------------------------------------------------------------
 
 
-def test_a_drained_node_hands_its_blocks_over_and_is_listed_no_more(etcd: Etcd, start_server: StartServer) -> None:
-    url = etcd.url("drained")
-    names = ("n1", "n2", "n3")
-    nodes = Nodes(url, {node: start_server(*flags(url, node), segment="2MiB") for node in names})
+def test_a_drained_node_hands_its_blocks_over_and_is_listed_no_more(start_cluster: StartCluster) -> None:
+    cluster = start_cluster("drained", "n1", "n2", "n3")
     namespace = make_namespace(BLOCK, "drained")
-    nodes.fill(namespace, replicas=1)
+    fill(cluster, namespace, replicas=1)
 
-    held = nodes.held("n2", namespace)
-    report = answer("drain", "n2", "--endpoint", url, "--seconds", "30")
-    assert report == {"node": "n2", "moved": len(held), "present": 0, "failed": 0, "total": len(held)}
-    assert len(held) > COUNT / 6
-    status = answer("cluster", "status", "--endpoint", url)
+    there = held(cluster, "n2", namespace)
+    report = answer("drain", "n2", "--endpoint", cluster.url, "--seconds", "30")
+    assert report == {"node": "n2", "moved": len(there), "present": 0, "failed": 0, "total": len(there)}
+    assert len(there) > COUNT / 6
+    status = answer("cluster", "status", "--endpoint", cluster.url)
     assert [node["node"] for node in status["nodes"]] == ["n1", "n3"]
-    assert nodes.held("n1", namespace) | nodes.held("n3", namespace) == {key.hex() for key in KEYS}
-    key = next(iter(held))
-    (found,) = answer("cluster", "where", key, "--endpoint", url, "--namespace", namespace.canonical().decode())
+    assert held(cluster, "n1", namespace) | held(cluster, "n3", namespace) == {key.hex() for key in KEYS}
+    key = next(iter(there))
+    (found,) = answer("cluster", "where", key, "--endpoint", cluster.url, "--namespace", namespace.canonical().decode())
     assert found["node"] != "n2" and found["present"]
-    assert nodes.servers["n2"].running, "it goes on, outside of the cluster"
-    again = kvstore("drain", "n2", "--endpoint", url, status=1)
-    assert f"{url} has no node 'n2': it has 'n1', 'n3'" in again.stderr
-    assert answer("drain", "n2", "--endpoint", url, status=1)["error"]["kind"] == "failed"
+    assert cluster.nodes["n2"].running, "it goes on, outside of the cluster"
+    again = kvstore("drain", "n2", "--endpoint", cluster.url, status=1)
+    assert f"{cluster.url} has no node 'n2': it has 'n1', 'n3'" in again.stderr
+    assert answer("drain", "n2", "--endpoint", cluster.url, status=1)["error"]["kind"] == "failed"
 
-    held = nodes.held("n3", namespace)
-    done = kvstore("drain", "n3", "--endpoint", url, "--seconds", "30")
-    assert f"n3 has left the cluster. Of its {len(held)} blocks, {len(held)} were moved" in done.stdout
+    there = held(cluster, "n3", namespace)
+    done = kvstore("drain", "n3", "--endpoint", cluster.url, "--seconds", "30")
+    assert f"n3 has left the cluster. Of its {len(there)} blocks, {len(there)} were moved" in done.stdout
     assert "0 were not moved in time" in done.stdout
-    assert f"{len(held)}/{len(held)} blocks" in done.stderr
-    with KVStoreClient(url, namespace) as client:
+    assert f"{len(there)}/{len(there)} blocks" in done.stderr
+    with KVStoreClient(cluster.url, namespace) as client:
         assert client.get(KEYS).hit == COUNT
-    assert nodes.servers["n2"].stop() == 0
+    assert cluster.nodes["n2"].stop() == 0
 
     # One that was drained joins again when it is started anew.
-    nodes.servers["n2"].restart()
-    names_of = lambda: [node["node"] for node in answer("cluster", "status", "--endpoint", url)["nodes"]]  # noqa: E731
+    cluster.nodes["n2"].restart()
+    names_of = lambda: [node["node"] for node in answer("cluster", "status", "--endpoint", cluster.url)["nodes"]]  # noqa: E731
     wait_until(lambda: names_of() == ["n1", "n2"], SERVE_S)
 
 
-def test_a_drain_that_has_no_time_says_what_was_not_moved(etcd: Etcd, start_server: StartServer) -> None:
-    url = etcd.url("hasty")
-    nodes = Nodes(url, {node: start_server(*flags(url, node), segment="2MiB") for node in ("n1", "n2")})
+def test_a_drain_that_has_no_time_says_what_was_not_moved(start_cluster: StartCluster) -> None:
+    cluster = start_cluster("hasty", "n1", "n2")
     namespace = make_namespace(BLOCK, "hasty")
-    nodes.fill(namespace, replicas=1)
-    report = answer("drain", "n2", "--endpoint", url, "--seconds", "0")
+    fill(cluster, namespace, replicas=1)
+    report = answer("drain", "n2", "--endpoint", cluster.url, "--seconds", "0")
     assert (report["moved"], report["present"]) == (0, 0)
-    assert [node["node"] for node in answer("cluster", "status", "--endpoint", url)["nodes"]] == ["n1"]
+    assert [node["node"] for node in answer("cluster", "status", "--endpoint", cluster.url)["nodes"]] == ["n1"]
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
@@ -425,6 +416,6 @@ def test_bad_usage_is_status_2_and_names_what_was_wrong(arguments: tuple[str, ..
     assert named in kvstore(*arguments, status=2, columns=200).stderr
 
 
-def test_a_node_that_the_cluster_does_not_have_is_status_1_and_names_those_it_has(shared: Nodes) -> None:
+def test_a_node_that_the_cluster_does_not_have_is_status_1_and_names_those_it_has(shared: Cluster) -> None:
     failed = kvstore("drain", "n9", "--endpoint", shared.url, status=1)
     assert "has no node 'n9'" in failed.stderr and all(repr(node) in failed.stderr for node in ZONES)

@@ -13,7 +13,7 @@ import pytest
 from kvstore.cluster.members import Member
 from kvstore.wire import ShardAddress
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace
-from tests.support.fleet import Fleet, nodes_of
+from tests.support.cluster import Cluster, nodes_of, owned_by
 from tests.support.harness import (
     MakeNamespace,
     RawClient,
@@ -36,11 +36,11 @@ def namespace(new_namespace: MakeNamespace) -> Namespace:
     return new_namespace(BLOCK)
 
 
-def holders(fleet: Fleet, namespace: Namespace) -> dict[str, np.ndarray]:
+def holders(cluster: Cluster, namespace: Namespace) -> dict[str, np.ndarray]:
     """Which of `KEYS` each node has."""
     found = {}
-    for node in fleet.servers:
-        with fleet.alone(node, namespace) as client:
+    for node in cluster.nodes:
+        with cluster.alone(node, namespace) as client:
             found[node] = client.contains(KEYS)
     return found
 
@@ -53,9 +53,9 @@ def stores_and_reads(client: KVStoreClient, first: int = 0) -> None:
     assert list(client.get(keys).blocks) == blocks
 
 
-def test_a_cluster_is_one_store(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b", "c", shards=2)
-    with fleet.client(namespace) as client:
+def test_a_cluster_is_one_store(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b", "c", shards=2)
+    with cluster.client(namespace) as client:
         result = client.set(KEYS, BLOCKS, deferred=False)
         assert (result.created, result.error) == (COUNT, 0)
         assert client.contains(KEYS).all()
@@ -64,20 +64,20 @@ def test_a_cluster_is_one_store(fleet: Fleet, namespace: Namespace) -> None:
         assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))
         assert client.set(KEYS, BLOCKS).existed == COUNT
         assert len(client.info().shards) == 6
-        assert all(5 < there.sum() < COUNT - 5 for there in holders(fleet, namespace).values())
+        assert all(5 < there.sum() < COUNT - 5 for there in holders(cluster, namespace).values())
         assert client.delete(KEYS) == COUNT
         assert not client.contains(KEYS).any()
 
 
-def test_without_a_node_a_cluster_cannot_be_used(fleet: Fleet, namespace: Namespace) -> None:
+def test_without_a_node_a_cluster_cannot_be_used(cluster: Cluster, namespace: Namespace) -> None:
     with pytest.raises(ConnectionLost, match="no node is registered"):
-        fleet.client(namespace, timeout_s=1.0)
-    with fleet.client(namespace, timeout_s=1.0, fail_open=True) as client:
+        cluster.client(namespace, timeout_s=1.0)
+    with cluster.client(namespace, timeout_s=1.0, fail_open=True) as client:
         assert client.set(KEYS, BLOCKS).error == COUNT
         assert not client.contains(KEYS).any()
         assert client.get(KEYS).hit == 0
         assert client.delete(KEYS) == 0
-        fleet.start("late")
+        cluster.start_listed("late")
         wait_until(lambda: nodes_of(client) == {"late"})
         stores_and_reads(client)
 
@@ -93,13 +93,13 @@ def test_a_list_of_nodes_with_a_cluster_among_them_is_refused(namespace: Namespa
 
 
 def test_a_name_that_another_shard_answers_to_is_not_used(
-    fleet: Fleet, start_server: StartServer, namespace: Namespace
+    cluster: Cluster, start_server: StartServer, namespace: Namespace
 ) -> None:
-    fleet.start("a")
+    cluster.start_listed("a")
     other = start_server()
     member = Member(node="b", state="serving", shards=[ShardAddress("old/0", other.host, other.port, 64e6)])
-    fleet.put(member)
-    with fleet.client(namespace, fail_open=True, timeout_s=2.0) as client:
+    cluster.put(member)
+    with cluster.client(namespace, fail_open=True, timeout_s=2.0) as client:
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         result = client.set(KEYS, BLOCKS)
         assert 0 < result.error < COUNT
@@ -107,9 +107,9 @@ def test_a_name_that_another_shard_answers_to_is_not_used(
         assert not alone.contains(KEYS).any(), "blocks went to a shard that is not the one meant"
 
 
-def test_a_client_has_one_connection_a_shard(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b", shards=2)
-    with fleet.client(namespace) as client, ThreadPoolExecutor(8) as threads:
+def test_a_client_has_one_connection_a_shard(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b", shards=2)
+    with cluster.client(namespace) as client, ThreadPoolExecutor(8) as threads:
         for _ in threads.map(lambda _: stores_and_reads(client), range(16)):
             pass
         assert [shard.connections for shard in client.info().shards] == [1, 1, 1, 1]
@@ -118,94 +118,96 @@ def test_a_client_has_one_connection_a_shard(fleet: Fleet, namespace: Namespace)
 # ---- change ------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_joins_is_filled_by_what_is_read(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace) as client:
+def test_a_node_that_joins_is_filled_by_what_is_read(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        fleet.start("c", state="joining")
+        cluster.start_listed("c", state="joining")
         wait_until(lambda: nodes_of(client) == {"a", "b", "c"})
         assert client.contains(KEYS).all(), "what the new node does not have yet is where it was"
         assert client.match_prefix(KEYS) == COUNT
         assert list(client.get(KEYS).blocks) == BLOCKS
         moved = client.stats.found_elsewhere
-        wait_until(lambda: holders(fleet, namespace)["c"].sum() > COUNT / 5, what="the new node fills")
-        wait_until(lambda: client.stats.repaired == holders(fleet, namespace)["c"].sum())
+        wait_until(lambda: holders(cluster, namespace)["c"].sum() > COUNT / 5, what="the new node fills")
+        wait_until(lambda: client.stats.repaired == holders(cluster, namespace)["c"].sum())
         assert moved >= client.stats.repaired
         before = client.stats.found_elsewhere
         assert client.get(KEYS).hit == COUNT
         assert client.stats.found_elsewhere == before, "each block is read from the old owner once"
-        fleet.register("c", "serving")
+        cluster.register("c", "serving")
         wait_until(lambda: client._core.view._old is None)
         assert client.get(KEYS).hit == COUNT, "and stays after the grace period"
 
 
-def test_a_stream_fills_a_node_that_joins(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a")
-    with fleet.client(namespace) as client:
+def test_a_stream_fills_a_node_that_joins(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a")
+    with cluster.client(namespace) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        fleet.start("b", state="joining")
+        cluster.start_listed("b", state="joining")
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))
-        wait_until(lambda: holders(fleet, namespace)["b"].sum() > COUNT / 3, what="the new node fills")
+        wait_until(lambda: holders(cluster, namespace)["b"].sum() > COUNT / 3, what="the new node fills")
 
 
-def test_blocks_whose_checksum_nobody_checked_are_not_repaired(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a")
-    with fleet.client(namespace, checksum=False) as client:
+def test_blocks_whose_checksum_nobody_checked_are_not_repaired(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a")
+    with cluster.client(namespace, checksum=False) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        fleet.start("b", state="joining")
+        cluster.start_listed("b", state="joining")
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         assert client.get(KEYS).hit == COUNT
         time.sleep(0.3)
-        assert not holders(fleet, namespace)["b"].any()
+        assert not holders(cluster, namespace)["b"].any()
 
 
-def test_what_is_set_while_a_node_joins_goes_to_the_new_owner(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a")
-    fleet.start("b", state="joining")
-    with fleet.client(namespace) as client:
+def test_what_is_set_while_a_node_joins_goes_to_the_new_owner(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a")
+    cluster.start_listed("b", state="joining")
+    with cluster.client(namespace) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        there = holders(fleet, namespace)
+        there = holders(cluster, namespace)
         assert (there["a"] ^ there["b"]).all()
         assert client.delete(KEYS) == COUNT
 
 
-def test_a_node_that_drains_is_read_from_and_not_set_on(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace) as client:
+def test_a_node_that_drains_is_read_from_and_not_set_on(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace) as client:
         client.set(KEYS[:100], BLOCKS[:100], deferred=False)
-        kept = holders(fleet, namespace)["b"]
-        fleet.register("b", "draining")
+        kept = holders(cluster, namespace)["b"]
+        cluster.register("b", "draining")
         wait_until(lambda: client._core.view._old is not None)
         client.set(KEYS[100:], BLOCKS[100:], deferred=False)
-        assert (holders(fleet, namespace)["b"] == kept).all(), "nothing new is set on it"
+        assert (holders(cluster, namespace)["b"] == kept).all(), "nothing new is set on it"
         assert client.get(KEYS).hit == COUNT, "what it has is still found"
-        wait_until(lambda: holders(fleet, namespace)["a"].sum() == COUNT, what="what was read is set on its next owner")
-        fleet.withdraw("b")
+        wait_until(
+            lambda: holders(cluster, namespace)["a"].sum() == COUNT, what="what was read is set on its next owner"
+        )
+        cluster.withdraw("b")
         wait_until(lambda: nodes_of(client) == {"a"})
-        fleet.servers["b"].stop()
+        cluster.nodes["b"].stop()
         assert client.get(KEYS).hit == COUNT
 
 
-def test_a_change_of_view_drops_no_request(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace, timeout_s=5.0) as client:
+def test_a_change_of_view_drops_no_request(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace, timeout_s=5.0) as client:
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         client.set(KEYS, BLOCKS, deferred=False)
         end = time.monotonic() + 4.0
         states = [("b", "draining"), ("b", "serving"), ("b", "joining"), ("b", "serving")]
         while time.monotonic() < end:
             node, state = states[int(time.monotonic() * 5) % len(states)]
-            fleet.register(node, state)  # type: ignore[arg-type]
+            cluster.register(node, state)  # type: ignore[arg-type]
             for _ in range(5):
                 assert client.get(KEYS).hit == COUNT
                 assert client.set(KEYS, BLOCKS, deferred=False).error == 0
         assert client.stats.failures == 0
 
 
-def test_a_child_follows_the_cluster_itself(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a")
-    with fleet.client(namespace) as client:
+def test_a_child_follows_the_cluster_itself(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a")
+    with cluster.client(namespace) as client:
         client.set(KEYS, BLOCKS, deferred=False)
         read_end, write_end = os.pipe()
         child = os.fork()
@@ -220,7 +222,7 @@ def test_a_child_follows_the_cluster_itself(fleet: Fleet, namespace: Namespace) 
                 os._exit(0)
         os.close(write_end)
         assert os.read(read_end, 1) == b"1"
-        fleet.start("b")
+        cluster.start_listed("b")
         assert os.read(read_end, 1) == b"2"
         os.waitpid(child, 0)
         os.close(read_end)
@@ -229,42 +231,44 @@ def test_a_child_follows_the_cluster_itself(fleet: Fleet, namespace: Namespace) 
 # ---- replicas ----------------------------------------------------------------------------------------------------
 
 
-def test_each_block_is_on_as_many_nodes_as_asked_for(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b", "c", "d", shards=2)
-    with fleet.client(namespace, replicas=3) as client:
+def test_each_block_is_on_as_many_nodes_as_asked_for(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b", "c", "d", shards=2)
+    with cluster.client(namespace, replicas=3) as client:
         assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
-        assert (sum(there.astype(int) for there in holders(fleet, namespace).values()) == 3).all()
+        assert (sum(there.astype(int) for there in holders(cluster, namespace).values()) == 3).all()
         assert client.set(KEYS, BLOCKS, deferred=False).existed == COUNT
         assert client.set(KEYS, BLOCKS, force=True).forced == COUNT
         assert client.delete(KEYS + KEYS[:3]) == COUNT
-        assert not any(there.any() for there in holders(fleet, namespace).values())
+        assert not any(there.any() for there in holders(cluster, namespace).values())
 
 
-def test_replicas_are_in_different_zones(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a1", "a2", "b1", "b2")
-    for node in fleet.servers:
-        fleet.register(node, "serving", zone=node[0])
-    with fleet.client(namespace, replicas=2) as client:
+def test_replicas_are_in_different_zones(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a1", "a2", "b1", "b2")
+    for node in cluster.nodes:
+        cluster.register(node, "serving", zone=node[0])
+    with cluster.client(namespace, replicas=2) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        there = holders(fleet, namespace)
+        there = holders(cluster, namespace)
         assert (there["a1"] ^ there["a2"]).all()
         assert (there["b1"] ^ there["b2"]).all()
 
 
-def test_more_replicas_than_nodes_are_as_many_as_there_are(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", shards=3)
-    with fleet.client(namespace, replicas=2) as client:
+def test_more_replicas_than_nodes_are_as_many_as_there_are(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", shards=3)
+    with cluster.client(namespace, replicas=2) as client:
         assert client.set(KEYS, BLOCKS, deferred=False).created == COUNT
         assert client.get(KEYS).hit == COUNT
 
 
 @pytest.mark.exclusive
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(fleet: Fleet, namespace: Namespace, how: str) -> None:
-    fleet.start("a", "b", "c")
-    with fleet.client(namespace, replicas=2, timeout_s=2.0) as client:
+def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(
+    cluster: Cluster, namespace: Namespace, how: str
+) -> None:
+    cluster.start_listed("a", "b", "c")
+    with cluster.client(namespace, replicas=2, timeout_s=2.0) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        victim = fleet.servers["a"]
+        victim = cluster.nodes["a"]
         if how == "kill":
             victim.kill()
         else:
@@ -295,26 +299,26 @@ def test_with_a_replica_a_dead_node_costs_no_hit_and_no_deadline(fleet: Fleet, n
                     shard.resume()
 
 
-def test_a_replica_that_lost_its_blocks_gets_them_again(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace, replicas=2) as client:
+def test_a_replica_that_lost_its_blocks_gets_them_again(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace, replicas=2) as client:
         client.set(KEYS, BLOCKS, deferred=False)
-        with fleet.alone("a", namespace) as alone:
+        with cluster.alone("a", namespace) as alone:
             assert alone.delete(KEYS) == COUNT
         wait_until(
-            lambda: list(client.get(KEYS).blocks) == BLOCKS and holders(fleet, namespace)["a"].all(),
+            lambda: list(client.get(KEYS).blocks) == BLOCKS and holders(cluster, namespace)["a"].all(),
             what="what a second replica had is set on the first",
         )
         assert client.stats.repaired >= COUNT
 
 
-def test_every_replica_is_read_from(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace, replicas=2) as client:
+def test_every_replica_is_read_from(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace, replicas=2) as client:
         client.set(KEYS, BLOCKS, deferred=False)
 
         def hits(node: str) -> int:
-            with fleet.alone(node, namespace) as alone:
+            with cluster.alone(node, namespace) as alone:
                 return sum(each.hits for each in alone.info().shards[0].namespaces if each.id == namespace.id)
 
         def read() -> bool:
@@ -324,42 +328,34 @@ def test_every_replica_is_read_from(fleet: Fleet, namespace: Namespace) -> None:
         wait_until(read, what="both have sent the block")
 
 
-def test_what_a_node_that_joins_got_is_found_after_another_joined(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a")
-    fleet.start("b", state="joining")
-    with fleet.client(namespace) as client:
+def test_what_a_node_that_joins_got_is_found_after_another_joined(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a")
+    cluster.start_listed("b", state="joining")
+    with cluster.client(namespace) as client:
         wait_until(lambda: nodes_of(client) == {"a", "b"})
         client.set(KEYS, BLOCKS, deferred=False)
-        assert holders(fleet, namespace)["b"].any(), "blocks that no old owner has"
-        fleet.start("c", state="joining")
+        assert holders(cluster, namespace)["b"].any(), "blocks that no old owner has"
+        cluster.start_listed("c", state="joining")
         wait_until(lambda: nodes_of(client) == {"a", "b", "c"})
         assert client.contains(KEYS).all()
         assert client.get(KEYS).hit == COUNT
 
 
-def test_a_block_with_wrong_bytes_is_read_from_the_other_replica(fleet: Fleet, namespace: Namespace) -> None:
-    fleet.start("a", "b")
-    with fleet.client(namespace, replicas=2) as client:
+def test_a_block_with_wrong_bytes_is_read_from_the_other_replica(cluster: Cluster, namespace: Namespace) -> None:
+    cluster.start_listed("a", "b")
+    with cluster.client(namespace, replicas=2) as client:
         client.set(KEYS, BLOCKS, deferred=False)
         for node in ("a", "b"):
-            some = [
-                key
-                for key, mine in zip(KEYS, client._core.view.owners(_packed(KEYS), 2)[:, 0], strict=True)
-                if client._core.view.places[mine].node == node
-            ][:20]
-            with fleet.alone(node, namespace) as alone:
+            some = owned_by(client, node, KEYS)[:20]
+            with cluster.alone(node, namespace) as alone:
                 alone.delete(some)
-            with RawClient(fleet.servers[node]) as raw:
+            with RawClient(cluster.nodes[node]) as raw:
                 raw.hello(namespace.canonical())
                 wrong = [bytes(BLOCK)] * len(some)
                 raw.ask(*set_frames(3, some, wrong, sums_of([b"\1" * BLOCK]) * len(some)))
         wait_until(lambda: list(client.get(KEYS).blocks) == BLOCKS and client.stats.checksum_errors >= 40)
         assert client.stats.checksum_errors == 40, "each is dropped when it is found"
         assert {at: bytes(block) for at, block in client.stream_get(KEYS)} == dict(enumerate(BLOCKS))
-
-
-def _packed(keys: list[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
 
 
 def test_a_list_of_nodes_can_have_replicas(start_server: StartServer, namespace: Namespace) -> None:
@@ -384,7 +380,7 @@ def test_a_shard_that_vanishes_is_noticed_within_3_s(start_server: StartServer, 
             with pytest.raises(Exception, match="silent"):
                 client.get(KEYS)
             assert time.monotonic() - started < 3.0
-        wait_until(lambda: not any(link.broken for link in client._core.links))
+        wait_until(lambda: not any(shard.error for shard in client.shards()))
         assert client.get(KEYS).hit == COUNT
 
 

@@ -21,6 +21,7 @@ from kvstore.cluster.following import Follower
 from kvstore.cluster.members import DirectoryError, Member, Membership, State, encode_member
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore.wire import ShardAddress
+from tests.support.cluster import Following, open_directory, states_of
 from tests.support.etcd import Etcd, free_ports
 from tests.support.harness import wait_until
 
@@ -35,15 +36,9 @@ def url(etcd: Etcd, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def directory(url: str) -> Iterator[EtcdDirectory]:
-    directory = open_etcd(url)
+    directory = open_directory(url)
     yield directory
     directory.close()
-
-
-def open_etcd(url: str, timeout_s: float = 1.0) -> EtcdDirectory:
-    parsed = parse_cluster_url(url)
-    assert isinstance(parsed, EtcdURL)
-    return EtcdDirectory(parsed, timeout_s)
 
 
 def member(node: str, state: State = "serving", port: int = 7070, instance: str = "1") -> Member:
@@ -61,28 +56,6 @@ def put(url: str, key: str, value: bytes) -> None:
         json.dumps({name: base64.b64encode(data).decode() for name, data in body.items()}).encode(),
     )
     urllib.request.urlopen(request, timeout=5).close()
-
-
-def names(view: Membership | None) -> dict[str, str]:
-    return {member.node: member.state for member in view.members} if view else {}
-
-
-class Following:
-    """A follower and all that it told of."""
-
-    def __init__(self, url: str) -> None:
-        self.views: list[Membership] = []
-        self.follower = Follower(url, self.views.append, name="test")
-        self.follower.start()
-
-    def __enter__(self) -> Following:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.follower.close()
-
-    def wait_for(self, expected: dict[str, str], deadline_s: float = 5.0) -> None:
-        wait_until(lambda: self.views and names(self.views[-1]) == expected, deadline_s, f"{expected}")
 
 
 # ---- the directory -------------------------------------------------------------------------------------------------
@@ -110,7 +83,7 @@ def test_a_lease_that_is_kept_alive_holds_and_one_that_is_not_ends(directory: Et
     while time.monotonic() < end:
         assert directory.keep_alive(kept)
         time.sleep(0.3)
-    assert names(directory.membership()) == {"kept": "serving"}
+    assert states_of(directory.membership()) == {"kept": "serving"}
 
 
 def test_a_record_is_changed_by_its_lease_only(directory: EtcdDirectory) -> None:
@@ -143,7 +116,7 @@ def test_to_wait_for_a_change_wakes_at_once_and_misses_nothing(url: str, directo
 
 
 def test_other_clusters_and_drains_are_no_change(url: str, directory: EtcdDirectory) -> None:
-    other = open_etcd(url + "x")
+    other = open_directory(url + "x")
     epoch = directory.membership().epoch
     assert other.register(member("a"), other.grant(60))
     directory.write_drain("a", Drain("1", 5.0))
@@ -190,7 +163,7 @@ def test_a_record_that_is_no_member_is_left_out_and_named(
     assert directory.register(member("ok"), directory.grant(60))
     put(url, "a", record)
     for _ in range(3):
-        assert names(directory.membership()) == {"ok": "serving"}
+        assert states_of(directory.membership()) == {"ok": "serving"}
     said = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
     assert len(said) == 1 and "'a'" in said[0], said
 
@@ -212,17 +185,17 @@ def test_an_endpoint_that_is_dead_or_silent_makes_room_for_the_next(own_etcd: Et
         silent.signal(signal.SIGSTOP)
         url = f"etcd://127.0.0.1:{dead},127.0.0.1:{silent.port},127.0.0.1:{own_etcd.port}/n"
         for _ in range(4):  # whichever is asked first
-            directory = open_etcd(url, timeout_s=0.5)
+            directory = open_directory(url, timeout_s=0.5)
             began = time.monotonic()
             assert directory.register(member("a"), directory.grant(60), replace=True)
             assert time.monotonic() - began < 1.5
-            assert names(directory.membership()) == {"a": "serving"}
+            assert states_of(directory.membership()) == {"a": "serving"}
             directory.close()
 
 
 def test_nobody_there_is_an_error_with_every_reason() -> None:
     ports = free_ports(2)
-    directory = open_etcd(f"etcd://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/n")
+    directory = open_directory(f"etcd://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/n")
     with pytest.raises(DirectoryError) as caught:
         directory.membership()
     text = str(caught.value)
@@ -236,7 +209,7 @@ def test_a_follower_tells_of_every_change_once(url: str, directory: EtcdDirector
     first, second = directory.grant(60), directory.grant(60)
     directory.register(member("a"), first)
     with Following(url) as following:
-        assert names(following.follower.wait(5)) == {"a": "serving"}
+        assert states_of(following.follower.wait(5)) == {"a": "serving"}
         directory.register(member("b", "joining"), second)
         following.wait_for({"a": "serving", "b": "joining"})
         directory.register(member("b", "serving"), second)
@@ -244,7 +217,7 @@ def test_a_follower_tells_of_every_change_once(url: str, directory: EtcdDirector
         directory.register(member("b", "serving"), second)  # the same again
         directory.withdraw("a", first)
         following.wait_for({"b": "serving"}, 1.0)
-        assert [names(view) for view in following.views] == [
+        assert [states_of(view) for view in following.views] == [
             {"a": "serving"},
             {"a": "serving", "b": "joining"},
             {"a": "serving", "b": "serving"},
@@ -262,7 +235,7 @@ def test_who_leaves_while_another_joins_is_gone_at_once(url: str, directory: Etc
         following.wait_for({"a": "serving", "b": "serving"})
         directory.register(member("c", "joining"), leases[2])
         directory.withdraw("a", leases[0])
-        wait_until(lambda: "a" not in names(following.views[-1]), 0.5, "a is gone")
+        wait_until(lambda: "a" not in states_of(following.views[-1]), 0.5, "a is gone")
         following.wait_for({"b": "serving", "c": "joining"}, 3.0)
 
 
@@ -271,7 +244,7 @@ def test_a_follower_waits_for_a_first_member_and_says_what_it_waits_for(url: str
         with pytest.raises(DirectoryError, match=r"no node is registered"):
             following.follower.wait(0.5)
         directory.register(member("a"), directory.grant(60))
-        assert names(following.follower.wait(2)) == {"a": "serving"}
+        assert states_of(following.follower.wait(2)) == {"a": "serving"}
     (port,) = free_ports(1)
     nowhere = Following(f"etcd://127.0.0.1:{port}/n")
     with nowhere, pytest.raises(DirectoryError, match=r"connection refused"):
@@ -286,7 +259,7 @@ def test_a_callback_that_fails_is_logged_and_the_next_change_is_told(
     seen = []
 
     def fail(view: Membership) -> None:
-        seen.append(names(view))
+        seen.append(states_of(view))
         raise RuntimeError("no")
 
     follower = Follower(url, fail)
@@ -326,7 +299,7 @@ def test_a_forked_child_leaves_the_followers_of_its_parent_alone(url: str, direc
             following.follower.close()
             own = Follower(url, lambda _view: None)
             own.start()
-            os._exit(0 if names(own.wait(5)) == {"a": "serving"} else 1)
+            os._exit(0 if states_of(own.wait(5)) == {"a": "serving"} else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert following.follower.errors == 0
         directory.register(member("a", "draining"), lease)
@@ -338,7 +311,7 @@ def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_wi
 ) -> None:
     caplog.set_level(logging.INFO)
     url = own_etcd.url("n")
-    directory = open_etcd(url)
+    directory = open_directory(url)
     lease = directory.grant(600)
     directory.register(member("a"), lease)
     with Following(url) as following:
@@ -346,7 +319,7 @@ def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_wi
         own_etcd.kill()
         wait_until(lambda: following.follower.lost, 5, "it says that etcd is lost")
         assert "connection refused" in following.follower.lost
-        assert [names(view) for view in following.views] == [{"a": "serving"}]
+        assert [states_of(view) for view in following.views] == [{"a": "serving"}]
         own_etcd.restart()
         wait_until(lambda: not following.follower.lost, 5, "it says that etcd is back")
         directory.register(member("a", "draining"), lease)
@@ -360,7 +333,7 @@ def test_while_etcd_is_away_the_last_view_stays_and_its_changes_are_caught_up_wi
 
 
 def test_an_etcd_that_hangs_is_lost_too(own_etcd: Etcd) -> None:
-    directory = open_etcd(own_etcd.url("n"))
+    directory = open_directory(own_etcd.url("n"))
     directory.register(member("a"), directory.grant(600))
     with Following(own_etcd.url("n")) as following:
         following.wait_for({"a": "serving"})
@@ -373,7 +346,7 @@ def test_an_etcd_that_hangs_is_lost_too(own_etcd: Etcd) -> None:
 
 def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     url = own_etcd.url("n")
-    directory = open_etcd(url)
+    directory = open_directory(url)
     for node in "ab":
         directory.register(member(node), directory.grant(600))
     with Following(url) as following:
@@ -386,13 +359,13 @@ def test_an_etcd_that_lost_its_data_takes_no_member_away(own_etcd: Etcd, caplog:
         directory.register(member("b"), directory.grant(600))
         directory.register(member("c"), directory.grant(600))
         following.wait_for({"a": "serving", "b": "serving", "c": "serving"}, 10)
-        assert all({"a", "b"} <= set(names(view)) for view in following.views)
+        assert all({"a", "b"} <= set(states_of(view)) for view in following.views)
     directory.close()
 
 
 def test_who_does_not_come_back_after_that_is_gone_in_the_end(own_etcd: Etcd) -> None:
     url = own_etcd.url("n")
-    directory = open_etcd(url)
+    directory = open_directory(url)
     lease = directory.grant(600)
     directory.register(member("a"), lease)
     directory.register(member("b"), lease)

@@ -8,81 +8,39 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.cluster.etcd import EtcdDirectory
-from kvstore.cluster.members import Member
-from kvstore.cluster.placement import Placement
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore.moving.filling import SETTLE_S
 from kvstore.wire import MAX_KEYS
 from kvstore.wire.asking import Asking
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.cluster import Cluster, cluster_name, share_of
 from tests.support.etcd import Etcd
-from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
+from tests.support.harness import MakeNamespace, Server, block_of, blocks_of, make_keys, wait_until
 
 BLOCK_BYTES = 64 << 10
 FILL_S = 30.0
 OVER = re.compile(r"filling (\S.*?) is over: to_copy=(\d+) copied=(\d+) present=(\d+) failed=(\d+) seconds=([\d.]+)")
 
 
-class Cluster:
-    """Nodes of a cluster that no other test uses."""
-
-    def __init__(self, url: str, start_server: StartServer) -> None:
-        self.url = url
-        self._start_server = start_server
-        parsed = parse_cluster_url(url)
-        assert isinstance(parsed, EtcdURL)
-        self.directory = EtcdDirectory(parsed, 2.0)
-
-    def start(self, node: str, *flags: str, memory: str = "64MiB") -> Server:
-        return self._start_server(
-            "--cluster", self.url, "--node-id", node, "--http", "127.0.0.1:0", *flags, memory=memory, segment="1MiB"
-        )
-
-    def start_serving(self, *nodes: str, memory: str = "64MiB") -> list[Server]:
-        """Nodes that have nothing to be filled with; all but the first say that they join for a long time yet."""
-        servers = []
-        for node in nodes:
-            server = self.start(node, memory=memory)
-            servers.append(server)
-            self.wait_for_members(*nodes[: len(servers)])
-        return servers
-
-    def members(self) -> dict[str, Member]:
-        return {member.node: member for member in self.directory.membership().members}
-
-    def wait_for_members(self, *nodes: str) -> None:
-        wait_until(lambda: sorted(self.members()) == sorted(nodes), what=f"the members are {nodes}")
-
-    def client(self, namespace: Namespace, replicas: int = 1) -> KVStoreClient:
-        return KVStoreClient(self.url, namespace, replicas=replicas)
-
-    def share(self, node: str, keys: Sequence[bytes], replicas: int = 1) -> list[bytes]:
-        """The keys that a node owns copies of, by all who are members now and do not drain."""
-        placed = [
-            (shard, member) for member in self.members().values() if member.is_new_owner for shard in member.shards
-        ]
-        placement = Placement(
-            [shard.name for shard, _ in placed],
-            [shard.weight for shard, _ in placed],
-            [member.node for _, member in placed],
-            [member.zone or member.node for _, member in placed],
-        )
-        holders = placement.replicas(np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1), replicas)
-        is_its = np.array([member.node == node for _, member in placed])
-        return [keys[row] for row in np.flatnonzero(is_its[holders].any(axis=1))]
-
-
 @pytest.fixture
-def cluster(etcd: Etcd, start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    cluster = Cluster(etcd.url(re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]), start_server)
-    yield cluster
-    cluster.directory.close()
+def cluster(etcd: Etcd, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Its nodes say for a long time that they join, but the first, which has nothing to be filled with."""
+    with Cluster(etcd.url(cluster_name(request)), tmp_path, segment="1MiB", http="127.0.0.1:0") as cluster:
+        yield cluster
+
+
+def start_serving(cluster: Cluster, *nodes: str, memory: str = "64MiB") -> list[Server]:
+    """Nodes that have nothing to be filled with; all but the first say that they join for a long time yet."""
+    servers = []
+    for node in nodes:
+        servers.append(cluster.start(node, memory=memory))
+        cluster.wait_for_members(*nodes[: len(servers)])
+    return servers
 
 
 def held(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> set[bytes]:
@@ -114,7 +72,7 @@ def check_bytes(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> 
 
 def put(cluster: Cluster, namespace: Namespace, count: int, replicas: int = 1) -> list[bytes]:
     keys = make_keys(count)
-    with cluster.client(namespace, replicas) as client:
+    with cluster.client(namespace, replicas=replicas) as client:
         for at in range(0, count, 64):
             some = keys[at : at + 64]
             assert client.set(some, blocks_of(some, namespace.block_bytes), deferred=False).created == len(some)
@@ -180,14 +138,14 @@ class Reading:
 
 
 def test_a_node_that_joins_gets_its_share_though_nobody_reads(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    old = cluster.start_serving("a", "b")
+    old = start_serving(cluster, "a", "b")
     assert fill_metrics(old[0]).keys() <= {"to_copy", "copied", "present", "failed"}
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 600)
     joiner = cluster.start("c")
     cluster.wait_for_members("a", "b", "c")
     over = wait_for_fills(old, "c")
-    share = cluster.share("c", keys)
+    share = share_of(cluster.membership(), "c", keys)
     assert cluster.members()["c"].state == "joining" and len(share) > 100
     assert held(joiner, namespace, keys) == set(share)
     check_bytes(joiner, namespace, share)
@@ -200,13 +158,13 @@ def test_a_node_that_joins_gets_its_share_though_nobody_reads(cluster: Cluster, 
 
 
 def test_of_two_copies_the_one_that_it_owns_is_made(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    old = cluster.start_serving("a", "b", "c")
+    old = start_serving(cluster, "a", "b", "c")
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 400, replicas=2)
     joiner = cluster.start("d")
     cluster.wait_for_members("a", "b", "c", "d")
     over = wait_for_fills(old, "d")
-    share = cluster.share("d", keys, replicas=2)
+    share = share_of(cluster.membership(), "d", keys, replicas=2)
     assert len(share) > 150
     assert held(joiner, namespace, keys) == set(share)
     check_bytes(joiner, namespace, share)
@@ -218,7 +176,7 @@ def test_of_two_copies_the_one_that_it_owns_is_made(cluster: Cluster, new_namesp
 def test_of_two_that_join_shortly_after_each_other_both_get_their_share(
     cluster: Cluster, new_namespace: MakeNamespace
 ) -> None:
-    (old,) = cluster.start_serving("a")
+    (old,) = start_serving(cluster, "a")
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 500)
     first = cluster.start("b")
@@ -232,13 +190,13 @@ def test_of_two_that_join_shortly_after_each_other_both_get_their_share(
     wait_for_fills([old], "b", "c")
     wait_for_fills([first], "c")
     for node, server in (("b", first), ("c", second)):
-        share = cluster.share(node, [*keys, *new])
+        share = share_of(cluster.membership(), node, [*keys, *new])
         assert held(server, namespace, share) == set(share)
         check_bytes(server, namespace, share)
 
 
 def test_a_node_that_starts_anew_is_filled_again(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    servers = cluster.start_serving("a", "b")
+    servers = start_serving(cluster, "a", "b")
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 300, replicas=2)
     servers[1].kill()
@@ -258,7 +216,7 @@ def wait_until_filling(server: Server) -> None:
 def test_a_node_that_dies_while_it_is_filled_ends_that_and_costs_nothing(
     cluster: Cluster, new_namespace: MakeNamespace
 ) -> None:
-    (old,) = cluster.start_serving("a", memory="512MiB")
+    (old,) = start_serving(cluster, "a", memory="512MiB")
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 6000)
     with cluster.client(namespace) as client, Reading(client, keys[:640]) as reading:
@@ -274,11 +232,11 @@ def test_a_node_that_dies_while_it_is_filled_ends_that_and_costs_nothing(
     assert "Traceback" not in old.log_text()
     joiner.restart()  # and it is filled after all
     wait_until(lambda: fills(old)[-1][1] == fills(old)[-1][2] + fills(old)[-1][3] > 0, FILL_S)
-    assert held(joiner, namespace, keys) == set(cluster.share("b", keys))
+    assert held(joiner, namespace, keys) == set(share_of(cluster.membership(), "b", keys))
 
 
 def test_sigterm_ends_a_fill_at_once(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    (old,) = cluster.start_serving("a", memory="512MiB")
+    (old,) = start_serving(cluster, "a", memory="512MiB")
     put(cluster, new_namespace(BLOCK_BYTES), 6000)
     cluster.start("b", memory="512MiB")
     wait_until_filling(old)
@@ -291,7 +249,7 @@ def test_sigterm_ends_a_fill_at_once(cluster: Cluster, new_namespace: MakeNamesp
 
 
 def test_a_drain_ends_a_fill_and_moves_the_rest(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    old = cluster.start("a", "--drain-seconds", "60", memory="512MiB")
+    old = cluster.start("a", drain_seconds=60, memory="512MiB")
     cluster.wait_for_members("a")
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 6000)
@@ -310,7 +268,7 @@ def test_a_drain_ends_a_fill_and_moves_the_rest(cluster: Cluster, new_namespace:
 
 
 def test_a_node_that_is_full_is_not_filled_on(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    (old,) = cluster.start_serving("a", memory="96MiB")
+    (old,) = start_serving(cluster, "a", memory="96MiB")
     namespace = new_namespace(256 << 10)
     keys = put(cluster, namespace, 340)
     # As heavy as the other, by what it registers, but with shards that have less.
@@ -321,7 +279,7 @@ def test_a_node_that_is_full_is_not_filled_on(cluster: Cluster, new_namespace: M
         client.set(its_own, blocks_of(its_own, 256 << 10), deferred=False)
     wait_for_fills([old], "b")
     _, to_copy, moved, present, failed = fills(old)[-1]
-    assert to_copy == len(cluster.share("b", keys)) > 100
+    assert to_copy == len(share_of(cluster.membership(), "b", keys)) > 100
     assert moved <= 44 and not present + failed
     assert re.search(r"shard b/0 is full: nothing more is copied to it", old.log_text())
     assert held(joiner, other, its_own) == set(its_own), "nothing was evicted for it"
@@ -330,7 +288,7 @@ def test_a_node_that_is_full_is_not_filled_on(cluster: Cluster, new_namespace: M
 
 
 def test_blocks_can_be_read_all_the_time(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    old = cluster.start_serving("a", "b", memory="256MiB")
+    old = start_serving(cluster, "a", "b", memory="256MiB")
     namespace = new_namespace(BLOCK_BYTES)
     keys = put(cluster, namespace, 2000)
     with cluster.client(namespace) as client, Reading(client, keys) as reading:
@@ -345,7 +303,7 @@ def test_blocks_can_be_read_all_the_time(cluster: Cluster, new_namespace: MakeNa
 
 
 def test_nothing_is_copied_for_longer_than_the_grace_lasts(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    old = cluster.start("a", "--grace-seconds", "3", memory="512MiB")
+    old = cluster.start("a", grace_seconds=3, memory="512MiB")
     cluster.wait_for_members("a")
     put(cluster, new_namespace(BLOCK_BYTES), 6000)
     cluster.start("b", memory="512MiB")
@@ -357,9 +315,9 @@ def test_nothing_is_copied_for_longer_than_the_grace_lasts(cluster: Cluster, new
 
 
 def test_who_serves_is_filled_no_more(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    (old,) = cluster.start_serving("a", memory="512MiB")
+    (old,) = start_serving(cluster, "a", memory="512MiB")
     put(cluster, new_namespace(BLOCK_BYTES), 6000)
-    cluster.start("b", "--grace-seconds", "2", memory="512MiB")
+    cluster.start("b", grace_seconds=2, memory="512MiB")
     wait_until_filling(old)
     wait_until(lambda: cluster.members()["b"].state == "serving")
     wait_for_fills([old], "b")

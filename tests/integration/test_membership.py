@@ -8,26 +8,25 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.cluster.etcd import Drain, EtcdDirectory
-from kvstore.cluster.following import Follower
-from kvstore.cluster.members import Member, Membership
+from kvstore.cluster.etcd import Drain
+from kvstore.cluster.members import Member
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore.node.registration import Registration
 from kvstore.wire import ShardAddress
 from kvstore.wire.asking import Asking
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.cluster import Cluster, Following, cluster_name, states_of
 from tests.support.etcd import Etcd, free_ports
 from tests.support.harness import (
     ROOT,
     MakeNamespace,
     Server,
-    StartServer,
     blocks_of,
     environment,
     make_keys,
@@ -36,63 +35,33 @@ from tests.support.harness import (
 )
 
 DEATH_S = 3.0  # within which a dead node is out of every view
-
-
-class Cluster:
-    """A cluster that no other test uses: its nodes, and what etcd and a follower say of it."""
-
-    def __init__(self, url: str, start_server: StartServer) -> None:
-        self.url = url
-        self._start_server = start_server
-        parsed = parse_cluster_url(url)
-        assert isinstance(parsed, EtcdURL)
-        self.directory = EtcdDirectory(parsed, 1.0)
-        self.views: list[Membership] = []
-        self.follower = Follower(url, self.views.append, name="test")
-        self.follower.start()
-
-    def close(self) -> None:
-        self.follower.close()
-        self.directory.close()
-
-    def start(self, node: str, *flags: str, url: str = "", grace_s: int = 300) -> Server:
-        """A node that has printed its ready line."""
-        grace = ("--grace-seconds", str(grace_s))
-        return self._start_server(
-            "--cluster", url or self.url, "--node-id", node, *grace, *flags, memory="16MiB", segment="1MiB"
-        )
-
-    def members(self) -> dict[str, Member]:
-        return {member.node: member for member in self.directory.membership().members}
-
-    def states(self) -> dict[str, str]:
-        return {node: member.state for node, member in self.members().items()}
-
-    def wait_for(self, deadline_s: float = 5.0, **states: str) -> None:
-        wait_until(lambda: self.states() == states, deadline_s, f"the members are {states}")
-
-    def seen(self) -> set[str]:
-        """Who is in the follower's view."""
-        return {member.node for member in self.views[-1].members} if self.views else set()
+SIZES = {"memory": "16MiB", "segment": "1MiB", "grace_seconds": 300}
 
 
 @pytest.fixture
-def open_cluster(start_server: StartServer, request: pytest.FixtureRequest) -> Iterator[Callable[[Etcd], Cluster]]:
-    clusters: list[Cluster] = []
-
-    def make(etcd: Etcd) -> Cluster:
-        name = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]
-        clusters.append(Cluster(etcd.url(name), start_server))
-        return clusters[-1]
-
-    yield make
-    for cluster in clusters:
-        cluster.close()
+def cluster(etcd: Etcd, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A cluster that no other test uses, with no node yet."""
+    with Cluster(etcd.url(cluster_name(request)), tmp_path, **SIZES) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def cluster(etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]) -> Cluster:
-    return open_cluster(etcd)
+def own_cluster(own_etcd: Etcd, tmp_path: Path) -> Iterator[Cluster]:
+    """One whose etcd the test may stop."""
+    with Cluster(own_etcd.url("own"), tmp_path, **SIZES) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def following(cluster: Cluster) -> Iterator[Following]:
+    with Following(cluster.url) as following:
+        yield following
+
+
+@pytest.fixture
+def own_following(own_cluster: Cluster) -> Iterator[Following]:
+    with Following(own_cluster.url) as following:
+        yield following
 
 
 def metrics(server: Server) -> dict[tuple[str, str], float]:
@@ -111,7 +80,7 @@ def metrics(server: Server) -> dict[tuple[str, str], float]:
 
 
 def test_a_node_registers_its_shards_and_withdraws_at_sigterm(cluster: Cluster) -> None:
-    server = cluster.start("a", "--shards", "2", "--zone", "rack-1", "--http", "127.0.0.1:0")
+    server = cluster.start("a", shards=2, zone="rack-1", http="127.0.0.1:0")
     cluster.wait_for(a="serving")  # at once: there is nobody to be filled from
     member = cluster.members()["a"]
     assert [(shard.name, shard.host, shard.port) for shard in member.shards] == [
@@ -138,14 +107,14 @@ def test_a_node_registers_its_shards_and_withdraws_at_sigterm(cluster: Cluster) 
 
 
 @pytest.mark.exclusive
-def test_a_killed_node_is_out_of_every_view_within_three_seconds(cluster: Cluster) -> None:
+def test_a_killed_node_is_out_of_every_view_within_three_seconds(cluster: Cluster, following: Following) -> None:
     cluster.start("a")
     cluster.wait_for(a="serving")
     doomed = cluster.start("b")
-    wait_until(lambda: cluster.seen() == {"a", "b"})
+    wait_until(lambda: following.states().keys() == {"a", "b"})
     began = time.monotonic()
     doomed.kill()
-    wait_until(lambda: cluster.seen() == {"a"})
+    wait_until(lambda: following.states().keys() == {"a"})
     assert time.monotonic() - began < DEATH_S
 
 
@@ -153,7 +122,7 @@ def test_a_killed_node_is_out_of_every_view_within_three_seconds(cluster: Cluste
 def test_a_node_that_joins_serves_after_its_grace_period(cluster: Cluster) -> None:
     cluster.start("a")
     cluster.wait_for(a="serving")
-    second = cluster.start("b", grace_s=2)
+    second = cluster.start("b", grace_seconds=2)
     cluster.wait_for(a="serving", b="joining")
     began = time.monotonic()
     cluster.wait_for(a="serving", b="serving")
@@ -165,16 +134,16 @@ def test_who_joins_serves_at_once_only_if_it_is_alone(cluster: Cluster) -> None:
     """Where nobody serves any more, others that join may have what who left has moved to them."""
     first = cluster.start("a")
     cluster.wait_for(a="serving")
-    cluster.start("b", "--grace-seconds", "60")
+    cluster.start("b", grace_seconds=60)
     cluster.wait_for(a="serving", b="joining")
     first.kill()
     cluster.wait_for(b="joining")
-    cluster.start("c", "--grace-seconds", "60")
+    cluster.start("c", grace_seconds=60)
     cluster.wait_for(b="joining", c="joining")
 
 
 def test_a_killed_node_that_starts_again_takes_its_record_over_at_once(cluster: Cluster) -> None:
-    server = cluster.start("a", "--lease-seconds", "30")
+    server = cluster.start("a", lease_seconds=30)
     cluster.wait_for(a="serving")
     before = cluster.members()["a"].instance
     server.kill()
@@ -187,7 +156,7 @@ def test_a_killed_node_that_starts_again_takes_its_record_over_at_once(cluster: 
 def test_the_same_id_started_twice_is_one_member_until_that_is_gone(cluster: Cluster) -> None:
     first = cluster.start("a")
     cluster.wait_for(a="serving")
-    second = cluster.start("a", "--http", "127.0.0.1:0")
+    second = cluster.start("a", http="127.0.0.1:0")
     wait_until(
         lambda: "another process is registered with this node id" in second.log_text(), what="the second says so"
     )
@@ -205,7 +174,7 @@ def test_the_same_id_started_twice_is_one_member_until_that_is_gone(cluster: Clu
 def test_a_supervisor_that_was_stopped_for_longer_than_its_lease_joins_again(cluster: Cluster) -> None:
     cluster.start("a")
     cluster.wait_for(a="serving")
-    server = cluster.start("b", grace_s=1)
+    server = cluster.start("b", grace_seconds=1)
     cluster.wait_for(a="serving", b="serving")
     os.kill(server.process.pid, signal.SIGSTOP)
     cluster.wait_for(DEATH_S + 0.5, a="serving")
@@ -224,14 +193,13 @@ def test_a_record_that_was_removed_is_written_again(cluster: Cluster) -> None:
 
 
 def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
-    own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster], new_namespace: MakeNamespace
+    own_etcd: Etcd, own_cluster: Cluster, own_following: Following, new_namespace: MakeNamespace
 ) -> None:
-    cluster = open_cluster(own_etcd)
-    servers = [cluster.start("a", "--http", "127.0.0.1:0")]
-    cluster.wait_for(a="serving")
-    servers.append(cluster.start("b"))
-    cluster.wait_for(a="serving", b="joining")
-    wait_until(lambda: cluster.seen() == {"a", "b"})
+    servers = [own_cluster.start("a", http="127.0.0.1:0")]
+    own_cluster.wait_for(a="serving")
+    servers.append(own_cluster.start("b"))
+    own_cluster.wait_for(a="serving", b="joining")
+    wait_until(lambda: own_following.states().keys() == {"a", "b"})
     own_etcd.stop()
     wait_until(lambda: all("cannot reach etcd" in server.log_text() for server in servers), what="every node says so")
     wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 0)
@@ -245,47 +213,44 @@ def test_while_etcd_is_away_nothing_leaves_and_then_all_catch_up(
         wait_until(lambda server=server: "etcd answers again" in server.log_text(), what="every node says so")
     wait_until(lambda: metrics(servers[0])["kvstore_cluster_directory_up", ""] == 1)
     time.sleep(2.5)
-    assert cluster.states() == {"a": "serving", "b": "joining"}
+    assert own_cluster.states() == {"a": "serving", "b": "joining"}
     assert all("lease has ended" not in server.log_text() for server in servers)
-    assert [sorted(member.node for member in view.members) for view in cluster.views] == [["a"], ["a", "b"]]
-    servers.append(cluster.start("c"))
-    wait_until(lambda: cluster.seen() == {"a", "b", "c"}, what="what happens later is seen")
+    assert [sorted(member.node for member in view.members) for view in own_following.views] == [["a"], ["a", "b"]]
+    servers.append(own_cluster.start("c"))
+    wait_until(lambda: own_following.states().keys() == {"a", "b", "c"}, what="what happens later is seen")
 
 
 def test_after_etcd_lost_its_data_the_nodes_register_again(
-    own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]
+    own_etcd: Etcd, own_cluster: Cluster, own_following: Following
 ) -> None:
-    cluster = open_cluster(own_etcd)
     for node in "ab":
-        cluster.start(node)
-        wait_until(lambda node=node: node in cluster.seen())
-    views = len(cluster.views)
+        own_cluster.start(node)
+        wait_until(lambda node=node: node in own_following.states())
+    views = len(own_following.views)
     own_etcd.kill()
     own_etcd.restart(empty=True)
-    wait_until(lambda: sorted(cluster.states()) == ["a", "b"])
+    wait_until(lambda: sorted(own_cluster.states()) == ["a", "b"])
     time.sleep(1.0)
-    assert cluster.seen() == {"a", "b"}
-    assert all({member.node for member in view.members} == {"a", "b"} for view in cluster.views[views:])
+    assert own_following.states().keys() == {"a", "b"}
+    assert all({member.node for member in view.members} == {"a", "b"} for view in own_following.views[views:])
 
 
 def test_without_etcd_a_node_serves_and_registers_when_it_is_there(
-    own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster], new_namespace: MakeNamespace
+    own_etcd: Etcd, own_cluster: Cluster, new_namespace: MakeNamespace
 ) -> None:
     own_etcd.stop()
-    cluster = open_cluster(own_etcd)
-    server = cluster.start("a")
+    server = own_cluster.start("a")
     with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
         client.set(make_keys(4), blocks_of(make_keys(4), 4096))
         assert client.contains(make_keys(4)).all()
     wait_until(lambda: "cannot reach etcd" in server.log_text())
     own_etcd.restart()
-    wait_until(lambda: cluster.states() == {"a": "serving"})
+    wait_until(lambda: own_cluster.states() == {"a": "serving"})
 
 
-def test_a_node_stops_in_good_time_without_etcd(own_etcd: Etcd, open_cluster: Callable[[Etcd], Cluster]) -> None:
-    cluster = open_cluster(own_etcd)
-    server = cluster.start("a")
-    cluster.wait_for(a="serving")
+def test_a_node_stops_in_good_time_without_etcd(own_etcd: Etcd, own_cluster: Cluster) -> None:
+    server = own_cluster.start("a")
+    own_cluster.wait_for(a="serving")
     own_etcd.signal(signal.SIGSTOP)
     began = time.monotonic()
     assert server.stop() == 0
@@ -295,20 +260,20 @@ def test_a_node_stops_in_good_time_without_etcd(own_etcd: Etcd, open_cluster: Ca
 def test_of_several_endpoints_one_is_enough(cluster: Cluster, etcd: Etcd) -> None:
     (dead,) = free_ports(1)
     name = cluster.url.rpartition("/")[2]
-    cluster.start("a", url=f"etcd://127.0.0.1:{dead},127.0.0.1:{etcd.port}/{name}")
+    cluster.start("a", cluster=f"etcd://127.0.0.1:{dead},127.0.0.1:{etcd.port}/{name}")
     cluster.wait_for(a="serving")
     time.sleep(2.5)
     assert cluster.states() == {"a": "serving"}
 
 
-def test_a_garbage_record_is_named_and_the_rest_counts(cluster: Cluster) -> None:
+def test_a_garbage_record_is_named_and_the_rest_counts(cluster: Cluster, following: Following) -> None:
     junk = cluster.url.rpartition("/")[2]
     key = cluster.directory.grant(60)
     assert key
     garbage = Member("junk", "serving", [])
     assert cluster.directory.register(garbage, key)
     server = cluster.start("a")
-    wait_until(lambda: cluster.seen() == {"a"})
+    wait_until(lambda: following.states().keys() == {"a"})
     wait_until(lambda: "ignoring the record of node 'junk'" in server.log_text())
     assert server.log_text().count("ignoring the record of node 'junk'") <= 2, junk  # by its registration and its view
 
@@ -327,11 +292,11 @@ def fill(servers: Sequence[Server], namespace: Namespace, count: int) -> list[by
 
 
 def test_a_drain_that_is_asked_for_moves_the_blocks_and_the_node_goes_on_outside(
-    cluster: Cluster, new_namespace: MakeNamespace
+    cluster: Cluster, following: Following, new_namespace: MakeNamespace
 ) -> None:
-    leaving = cluster.start("a", "--http", "127.0.0.1:0")
+    leaving = cluster.start("a", http="127.0.0.1:0")
     cluster.wait_for(a="serving")
-    staying = cluster.start("b", grace_s=0)
+    staying = cluster.start("b", grace_seconds=0)
     cluster.wait_for(a="serving", b="serving")
     namespace = new_namespace(BLOCK_BYTES)
     keys = fill([leaving, staying], namespace, 200)
@@ -352,7 +317,7 @@ def test_a_drain_that_is_asked_for_moves_the_blocks_and_the_node_goes_on_outside
     values = metrics(leaving)
     assert values["kvstore_cluster_registered", ""] == 0 and values["kvstore_cluster_state", "out"] == 1
     assert values["kvstore_drain_blocks", "moved"] == drain.moved and values["kvstore_drain_blocks", "to_move"] == 0
-    states = [{member.node: member.state for member in view.members}.get("a") for view in cluster.views]
+    states = [states_of(view).get("a") for view in following.views]
     assert "draining" in states
     assert leaving.stop() == 0
     leaving.restart()
@@ -361,9 +326,9 @@ def test_a_drain_that_is_asked_for_moves_the_blocks_and_the_node_goes_on_outside
 
 
 def test_sigterm_with_drain_seconds_moves_the_blocks_first(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    leaving = cluster.start("a", "--shards", "2", "--drain-seconds", "20")
+    leaving = cluster.start("a", shards=2, drain_seconds=20)
     cluster.wait_for(a="serving")
-    staying = cluster.start("b", "--drain-seconds", "20", grace_s=0)
+    staying = cluster.start("b", drain_seconds=20, grace_seconds=0)
     cluster.wait_for(a="serving", b="serving")
     wait_until(lambda: "joined=[b]" in leaving.log_text(), what="it knows the other")
     namespace = new_namespace(BLOCK_BYTES)
@@ -382,7 +347,7 @@ def test_sigterm_with_drain_seconds_moves_the_blocks_first(cluster: Cluster, new
 
 
 def test_a_second_sigterm_ends_the_draining(cluster: Cluster) -> None:
-    server = cluster.start("a", "--drain-seconds", "300")
+    server = cluster.start("a", drain_seconds=300)
     cluster.wait_for(a="serving")
     server.signal(signal.SIGTERM)
     wait_until(lambda: "state=draining" in server.log_text())
@@ -404,7 +369,7 @@ def test_a_registration_that_was_not_started_can_be_stopped_and_drained() -> Non
 
 
 def test_a_signal_after_a_drain_that_ended_does_not_kill_the_shards(cluster: Cluster) -> None:
-    server = cluster.start("a", "--drain-seconds", "20")
+    server = cluster.start("a", drain_seconds=20)
     cluster.wait_for(a="serving")
     (shard,) = server.shards()
     shard.suspend()  # as one that is busy with writing its memory to disk
@@ -423,7 +388,7 @@ def test_a_signal_after_a_drain_that_ended_does_not_kill_the_shards(cluster: Clu
 
 
 def test_a_shard_that_dies_while_its_node_drains_is_started_again(cluster: Cluster) -> None:
-    server = cluster.start("a", "--shards", "2", "--drain-seconds", "20")
+    server = cluster.start("a", shards=2, drain_seconds=20)
     cluster.wait_for(a="serving")
     server.signal(signal.SIGTERM)
     wait_until(lambda: "state=draining" in server.log_text())

@@ -17,7 +17,6 @@ import pytest
 from kvstore._cext import checksum_into
 from kvstore.cluster.etcd import Drain
 from kvstore.cluster.members import Member, State
-from kvstore.cluster.placement import Placement
 from kvstore.moving.draining import Draining
 from kvstore.moving.mover import REST_RATIO, Mover
 from kvstore.moving.planning import Plan, plan_joining, plan_leaving
@@ -25,22 +24,15 @@ from kvstore.moving.progress import MoveReport, Progress
 from kvstore.wire import NamespaceInfo, ShardAddress
 from kvstore.wire.asking import Asking, KeyArray
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.cluster import member_of, place
 from tests.support.disk import disk_flags, open_client, wait_until_on, wait_until_written
-from tests.support.harness import Server, StartServer, block_of, blocks_of, make_keys, make_namespace, wait_until
+from tests.support.harness import StartServer, block_of, blocks_of, make_keys, make_namespace, wait_until
 
 ASK_S = 10.0
 MOVE_S = 30.0
 LRU = ("--policy", "lru")
 SMALL = make_namespace(4096, "small")
 LARGE = make_namespace(1 << 18, "large")
-
-
-def member_of(server: Server, state: State = "serving", zone: str = "") -> Member:
-    """A node as it would register itself."""
-    with Asking((server.host, server.port), ASK_S) as asking:
-        welcome = asking.welcome
-    shards = [msgspec.structs.replace(shard, host=server.host) for shard in welcome.shards]
-    return Member(node=welcome.node, state=state, shards=shards, zone=zone)
 
 
 def matrix(keys: Sequence[bytes]) -> KeyArray:
@@ -55,17 +47,11 @@ def asking(shard: ShardAddress, namespace: Namespace, copies: int = 1) -> Iterat
 
 def owners(members: Sequence[Member], keys: Sequence[bytes], copies: int) -> list[tuple[ShardAddress, list[bytes]]]:
     """The shards of these members, each with the keys it holds copies of."""
-    placed = [(shard, member) for member in members for shard in member.shards]
-    placement = Placement(
-        [shard.name for shard, _ in placed],
-        [shard.weight for shard, _ in placed],
-        [member.node for _, member in placed],
-        [member.zone or member.node for _, member in placed],
-    )
+    placed, placement = place(members)
     replicas = placement.replicas(matrix(keys), copies)
     return [
         (shard, [keys[row] for row in np.flatnonzero((replicas == number).any(axis=1))])
-        for number, (shard, _) in enumerate(placed)
+        for number, (_, shard) in enumerate(placed)
     ]
 
 

@@ -1,174 +1,325 @@
-"""A cluster of real nodes on a network of its own: etcd, kvstore-servers, and hosts for clients, each with an address.
+"""A cluster of real nodes for a test: servers, and the etcd directory that they register in.
 
-The thread that uses a `Cluster` is on the host `observer` meanwhile, so that what it connects to is the cluster's.
+with Cluster(etcd.url("name"), tmp_path, segment="1MiB") as cluster:
+    cluster.start("a")
+    cluster.wait_for(a="serving")
+
+`Site` is a cluster with its etcd on a network of its own, where each node has an address and links can be cut.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvstore.cluster.etcd import EtcdDirectory
-from kvstore.cluster.members import DirectoryError, Member, Membership
+from kvstore.cluster.following import Follower
+from kvstore.cluster.members import DirectoryError, Member, Membership, State
 from kvstore.cluster.placement import Placement
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.wire import MAX_REPLICAS, ShardAddress
+from kvstore.wire.asking import Asking
+from kvstore_client import ConnectionLost, KVStoreClient, Namespace
+from kvstore_client.keys import pack_keys
 from tests.support.etcd import Etcd
-from tests.support.harness import Server, environment, wait_until
+from tests.support.harness import ANSWER_S, Server, environment, wait_until
 from tests.support.network import Network
 
-PORT = 7070
+PORT = 7070  # of every node that has an address of its own
 HTTP_PORT = 9090
 SERVE_S = 30.0  # for a node to register, or its grace to end
-CLIENTS = ("client1", "client2")
+CLIENTS = ("client1", "client2")  # hosts of a `Site`
 
 
-class Node(Server):
-    """A member: its host has its id for a name."""
+def open_directory(url: str, timeout_s: float = 1.0) -> EtcdDirectory:
+    """What etcd holds of the cluster with this URL."""
+    parsed = parse_cluster_url(url)
+    assert isinstance(parsed, EtcdURL)
+    return EtcdDirectory(parsed, timeout_s)
 
-    def __init__(self, cluster: Cluster, node: str, zone: str, **flags: object) -> None:
-        self.id = node
-        address = cluster.network.address(node)
-        given = {
-            "host": address,
-            "advertise": address,
-            "cluster": cluster.url,
-            "node-id": node,
-            "zone": zone,
-            "memory": cluster.memory,
-            "segment": "2MiB",
-            "http": f"{address}:{HTTP_PORT}",
-            **flags,
-        }
-        arguments = [f"--{name}={value}" for name, value in given.items()]
-        log = cluster.folder / f"{node}.log"
-        super().__init__(log, *arguments, prefix=cluster.network.command(node), port=PORT)
+
+def cluster_name(request: pytest.FixtureRequest) -> str:
+    """A name for the cluster of a test, that no other test of its module has."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]
 
 
 class Cluster:
-    """Nodes n1, n2 ... that have registered; made by `with`, which also ends everything.
+    """Nodes by id, and what etcd says of them. `with` or `close` ends all of them.
 
-    `flags`: of every node, as kvstore-server names them without the dashes (`grace_seconds=5`). `memory`: of each.
+    `folder`: for the nodes' logs. `network`: each node runs on the host of this network that has its id for a name;
+    without it, all run on loopback. `flags`: of every node, as kvstore-server names them, with underscores for dashes
+    (`grace_seconds=5`).
     """
 
-    def __init__(self, folder: Path, *, nodes: int = 4, memory: str = "256MiB", **flags: object) -> None:
-        self.folder = folder
-        self.memory = memory
-        self.network = Network()
-        self.nodes: dict[str, Node] = {}
-        self._first = [f"n{number}" for number in range(1, nodes + 1)]
-        self._flags = {name.replace("_", "-"): value for name, value in flags.items()}
-        self._cleanup = ExitStack()
+    def __init__(self, url: str, folder: Path, *, network: Network | None = None, **flags: object) -> None:
+        self.url = url
+        self.nodes: dict[str, Server] = {}
+        self.directory = open_directory(url, 2.0)
+        self._folder = folder
+        self._network = network
+        self._flags = {"memory": "64MiB", "segment": "4MiB", **flags}
+        self._started: list[Server] = []  # also those of which another was started with the same id
+        self._leases: dict[str, int] = {}
 
     def __enter__(self) -> Cluster:
-        try:
-            self._cleanup.enter_context(self.network)
-            for host in ("etcd", "observer", *CLIENTS, *self._first):
-                self.network.add(host)
-            self._cleanup.enter_context(self.network.inside("observer"))
-            prefix = self.network.command("etcd")
-            etcd = Etcd(self.folder / "etcd", prefix=prefix, host=self.network.address("etcd"))
-            self.etcd = self._cleanup.enter_context(etcd)
-            self.url = self.etcd.url("tests")
-            parsed = parse_cluster_url(self.url)
-            assert isinstance(parsed, EtcdURL)
-            self._directory = EtcdDirectory(parsed, 2.0)
-            self._cleanup.callback(self._directory.close)
-            self._cleanup.callback(self._kill_all)
-            for node in self._first:
-                self.add(node)
-            self.wait_for_members(*self._first)
-        except BaseException:
-            self._cleanup.close()
-            raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for server in self._started:
+            server.kill()
+        self.directory.close()
+
+    # ---- nodes ---------------------------------------------------------------------------------------------------
+
+    def start(self, node: str, **flags: object) -> Server:
+        """Start a node that registers itself. It has printed its ready line; it may not have registered yet."""
+        return self._start(node, {"cluster": self.url, "node_id": node, **self._flags, **flags})
+
+    def start_listed(self, *nodes: str, state: State = "serving", **flags: object) -> None:
+        """Start servers that know of no cluster, and write their records: each state lasts for as long as a test needs
+        it."""
+        for node in nodes:
+            self._start(node, {**self._flags, **flags})
+            self.register(node, state)
+
+    def _start(self, node: str, flags: dict[str, object]) -> Server:
+        prefix: Sequence[str] = ()
+        port = 0
+        if self._network is not None:
+            address = self._network.address(node)
+            flags = {"host": address, "advertise": address, "http": f"{address}:{HTTP_PORT}", **flags}
+            prefix, port = self._network.command(node), PORT
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        log = self._folder / f"{node}-{len(self._started)}.log"
+        self.nodes[node] = Server(log, *arguments, prefix=prefix, port=port)
+        self._started.append(self.nodes[node])
+        return self.nodes[node]
+
+    # ---- clients -------------------------------------------------------------------------------------------------
+
+    def client(self, namespace: Namespace, **options: object) -> KVStoreClient:
+        return KVStoreClient(self.url, namespace, **options)  # type: ignore[arg-type]
+
+    def alone(self, node: str, namespace: Namespace) -> KVStoreClient:
+        """A client of this node only."""
+        return KVStoreClient(self.nodes[node].endpoint, namespace)
+
+    # ---- members -------------------------------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """What etcd holds. Raises `DirectoryError`."""
+        return self.directory.membership()
+
+    def members(self) -> dict[str, Member]:
+        return {member.node: member for member in self.membership().members}
+
+    def states(self) -> dict[str, str]:
+        """By node: `joining`, `serving` or `draining`."""
+        return states_of(self.membership())
+
+    def wait_for(self, deadline_s: float = 5.0, **states: str) -> None:
+        """Until exactly these nodes are members, in these states."""
+        self.wait_until(lambda found: found == states, deadline_s, f"the members are {states}")
+
+    def wait_for_members(self, *nodes: str, deadline_s: float = ANSWER_S) -> None:
+        """Until exactly these nodes are members, and none of them drains."""
+        self.wait_until(
+            lambda found: set(found) == set(nodes) and "draining" not in found.values(),
+            deadline_s,
+            f"the members are {nodes}",
+        )
+
+    def wait_until(self, condition: Callable[[dict[str, str]], bool], deadline_s: float, what: str) -> None:
+        """Until `states()` fulfils the condition. An etcd that does not answer may answer later."""
+        found: object = None
+
+        def holds() -> bool:
+            nonlocal found
+            try:
+                states = self.states()
+            except DirectoryError as error:
+                found = error
+                return False
+            found = states
+            return condition(states)
+
+        try:
+            wait_until(holds, deadline_s)
+        except AssertionError:
+            raise AssertionError(f"not within {deadline_s:g} s: {what}; they are {found}") from None
+
+    # ---- records by hand -----------------------------------------------------------------------------------------
+
+    def register(self, node: str, state: State, zone: str = "", port: int = 0) -> None:
+        """Write the record of a started node. `port`: where its one shard is said to be, if not where it is."""
+        member = member_of(self.nodes[node], state, zone)
+        if port:
+            (shard,) = member.shards
+            member = msgspec.structs.replace(member, shards=[msgspec.structs.replace(shard, port=port)])
+        self.put(msgspec.structs.replace(member, node=node))
+
+    def put(self, member: Member) -> None:
+        if member.node not in self._leases:
+            self._leases[member.node] = self.directory.grant(600)
+        assert self.directory.register(member, self._leases[member.node], replace=True)
+
+    def withdraw(self, node: str) -> None:
+        self.directory.withdraw(node, self._leases.pop(node))
+
+
+def states_of(membership: Membership) -> dict[str, str]:
+    """By node: `joining`, `serving` or `draining`."""
+    return {member.node: member.state for member in membership.members}
+
+
+def member_of(server: Server, state: State = "serving", zone: str = "") -> Member:
+    """The record of a server, as it would register itself."""
+    with Asking((server.host, server.port), ANSWER_S) as asking:
+        welcome = asking.welcome
+    shards = [msgspec.structs.replace(shard, host=server.host) for shard in welcome.shards]
+    return Member(node=welcome.node, state=state, shards=shards, zone=zone)
+
+
+# ---- where keys are ----------------------------------------------------------------------------------------------
+
+
+def place(members: Iterable[Member]) -> tuple[list[tuple[Member, ShardAddress]], Placement]:
+    """The shards of these members, and the placement that numbers them so."""
+    shards = [(member, shard) for member in members for shard in member.shards]
+    placement = Placement(
+        [shard.name for _, shard in shards],
+        [shard.weight for _, shard in shards],
+        [member.node for member, _ in shards],
+        [member.zone or member.node for member, _ in shards],
+    )
+    return shards, placement
+
+
+def owner_nodes(members: Iterable[Member], keys: npt.NDArray[np.uint8], replicas: int) -> npt.NDArray[np.str_]:
+    """The nodes that hold each key when these are the members: (n, replicas), the owner first."""
+    shards, placement = place(members)
+    return np.array([member.node for member, _ in shards])[placement.replicas(keys, replicas)]
+
+
+def new_owners(membership: Membership) -> list[Member]:
+    """The members that blocks are set on."""
+    return [member for member in membership.members if member.is_new_owner]
+
+
+def nodes_of(client: KVStoreClient) -> set[str]:
+    """The nodes that a client knows, of a cluster of at most `MAX_REPLICAS` nodes: each of them may have any key."""
+    try:
+        return {found.node for found in client.locate(bytes(16), replicas=MAX_REPLICAS, ask=False)}
+    except ConnectionLost:  # it knows none
+        return set()
+
+
+def owned_by(client: KVStoreClient, node: str, keys: Sequence[bytes]) -> list[bytes]:
+    """Those of `keys` whose first replica is on `node`."""
+    return [key for key in keys if client.locate(key, ask=False)[0].node == node]
+
+
+def share_of(membership: Membership, node: str, keys: Sequence[bytes], replicas: int = 1) -> list[bytes]:
+    """Those of `keys` that `node` owns copies of, by all members that do not drain."""
+    holders = owner_nodes(new_owners(membership), pack_keys(keys), replicas)
+    return [keys[row] for row in np.flatnonzero((holders == node).any(axis=1))]
+
+
+class Following:
+    """A follower of a cluster, and all that it told of."""
+
+    def __init__(self, url: str) -> None:
+        self.views: list[Membership] = []
+        self.follower = Follower(url, self.views.append, name="test")
+        self.follower.start()
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.follower.close()
+
+    def states(self) -> dict[str, str]:
+        """By node, as the latest view has it."""
+        return states_of(self.views[-1]) if self.views else {}
+
+    def wait_for(self, expected: dict[str, str], deadline_s: float = 5.0) -> None:
+        wait_until(lambda: self.views and self.states() == expected, deadline_s, f"{expected}")
+
+
+# ---- a network of its own ----------------------------------------------------------------------------------------
+
+
+class Site:
+    """A cluster with its etcd, on a network with hosts for clients; made by `with`, which also ends everything.
+
+    Its nodes n1, n2 ... have registered then, each in a zone of its own. The thread that uses a `Site` is on the host
+    `observer` meanwhile, so that what it connects to is the cluster's. `flags`: as for `Cluster`.
+    """
+
+    def __init__(self, folder: Path, *, nodes: int = 4, **flags: object) -> None:
+        self.folder = folder
+        self.network = Network()
+        self._first = [f"n{number}" for number in range(1, nodes + 1)]
+        self._flags = {"memory": "256MiB", "segment": "2MiB", **flags}
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Site:
+        with ExitStack() as stack:
+            stack.enter_context(self.network)
+            for host in ("etcd", "observer", *CLIENTS, *self._first):
+                self.network.add(host)
+            stack.enter_context(self.network.inside("observer"))
+            prefix = self.network.command("etcd")
+            self.etcd = stack.enter_context(
+                Etcd(self.folder / "etcd", prefix=prefix, host=self.network.address("etcd"))
+            )
+            self.cluster = stack.enter_context(
+                Cluster(self.etcd.url("tests"), self.folder, network=self.network, **self._flags)
+            )
+            for node in self._first:
+                self.add(node)
+            self.cluster.wait_for_members(*self._first, deadline_s=SERVE_S)
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
-    def _kill_all(self) -> None:
-        for node in self.nodes.values():
-            node.kill()
-
-    def __getitem__(self, node: str) -> Node:
-        return self.nodes[node]
-
-    def add(self, node: str, **flags: object) -> Node:
-        """Start one more node, or one of the first anew, in a zone of its own. It may not have registered yet."""
+    def add(self, node: str, **flags: object) -> Server:
+        """Start one more node, or one of the first anew. It may not have registered yet."""
         if node not in self._first:
             self.network.add(node)
-        given = {name.replace("_", "-"): value for name, value in flags.items()}
-        self.nodes[node] = Node(self, node, f"zone-{node}", **{**self._flags, **given})
-        return self.nodes[node]
+        return self.cluster.start(node, zone=f"zone-{node}", **flags)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command of `kvstore`, on a client's host."""
         command = [*self.network.command(CLIENTS[0]), sys.executable, "-m", "kvstore_cli", *arguments]
         return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
 
-    # ---- members -------------------------------------------------------------------------------------------------
-
-    def membership(self) -> Membership | None:
-        """What etcd holds; None: it does not answer."""
-        try:
-            return self._directory.membership()
-        except DirectoryError:
-            return None
-
-    def state(self, node: str) -> str:
-        """`joining`, `serving`, `draining`; empty for a node that is no member."""
-        return self._states().get(node, "")
-
-    def _states(self) -> dict[str, str]:
-        membership = self.membership()
-        return {member.node: member.state for member in membership.members} if membership is not None else {}
-
-    def wait_for(self, state: str, *nodes: str, deadline_s: float = SERVE_S) -> None:
-        """Until all these nodes are members in this state; empty: until none of them is a member."""
-        self._wait(lambda states: all(states.get(node, "") == state for node in nodes), deadline_s)
-
-    def wait_for_members(self, *nodes: str, deadline_s: float = SERVE_S) -> None:
-        """Until exactly these nodes are members, and none of them drains."""
-        self._wait(lambda states: set(states) == set(nodes) and "draining" not in states.values(), deadline_s)
-
-    def _wait(self, condition: Callable[[dict[str, str]], bool], deadline_s: float) -> None:
-        try:
-            wait_until(lambda: condition(self._states()), deadline_s)
-        except AssertionError:
-            raise AssertionError(f"not within {deadline_s:g} s; the members are {self._states()}") from None
-
     def mend(self) -> None:
         """The first nodes run and are the members, and everybody reaches everybody."""
         if not self.etcd.running:
             self.etcd.restart()
-        for node in list(self.nodes.values()):
-            if node.id not in self._first:
-                node.stop()
-                del self.nodes[node.id]
-            elif not node.running:
-                node.restart()
-            elif not self.state(node.id):
-                node.stop()
-                node.restart()
-        self.wait_for_members(*self._first)
-
-
-def owner_nodes(
-    membership: Membership, keys: npt.NDArray[np.uint8], replicas: int, among: Callable[[Member], bool]
-) -> npt.NDArray[np.str_]:
-    """The nodes that hold each key when those members of `among` are there: (n, replicas), the owner first."""
-    shards = [(member, shard) for member in membership.members if among(member) for shard in member.shards]
-    nodes = [member.node for member, _ in shards]
-    placement = Placement(
-        [shard.name for _, shard in shards],
-        [shard.weight for _, shard in shards],
-        nodes,
-        [member.zone for member, _ in shards],
-    )
-    return np.array(nodes)[placement.replicas(keys, replicas)]
+        for node, server in list(self.cluster.nodes.items()):
+            if node not in self._first:
+                server.stop()
+                del self.cluster.nodes[node]
+            elif not server.running:
+                server.restart()
+            elif node not in self.cluster.states():
+                server.stop()
+                server.restart()
+        self.cluster.wait_for_members(*self._first, deadline_s=SERVE_S)

@@ -1,5 +1,4 @@
-"""Clusters of real servers whose records in etcd the tests write, so that each state can be had for as long as a test
-needs it; and what can stand in a server's way: a relay that cuts connections, a host that accepts and says nothing."""
+"""What goes wrong between a client and a server: a relay that cuts connections, a host that only accepts them."""
 
 from __future__ import annotations
 
@@ -13,77 +12,17 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from kvstore.cluster.etcd import EtcdDirectory
-from kvstore.cluster.members import Member, State
-from kvstore.cluster.url import EtcdURL, parse_cluster_url
-from kvstore.wire import ShardAddress
-from kvstore_client import KVStoreClient, Namespace
+from kvstore_client import KVStoreClient
 from kvstore_client._links.link import Link
-from kvstore_client.keys import pack_keys
-from tests.support.harness import Server, StartServer, make_namespace, wait_until
+from tests.support.harness import Server, wait_until
 
 InBackground = Callable[..., Future[Any]]
-
-
-class Fleet:
-    """Servers, and their records in etcd."""
-
-    def __init__(self, url: str, start_server: StartServer) -> None:
-        parsed = parse_cluster_url(url)
-        assert isinstance(parsed, EtcdURL)
-        self.url = url
-        self.servers: dict[str, Server] = {}
-        self._start_server = start_server
-        self._directory = EtcdDirectory(parsed, 2.0)
-        self._leases: dict[str, int] = {}
-
-    def start(self, *nodes: str, shards: int = 1, state: State = "serving") -> None:
-        for node in nodes:
-            self.servers[node] = self._start_server("--shards", str(shards))
-            self.register(node, state)
-
-    def register(self, node: str, state: State, zone: str = "", port: int = 0) -> None:
-        """Write the record of a started node. `port`: where its one shard is said to be, if not where it is."""
-        server = self.servers[node]
-        with KVStoreClient(server.endpoint, make_namespace(4096, "register")) as client:
-            shards = [ShardAddress(link.name, link.host, port or link.port, link.weight) for link in client._core.links]
-        member = Member(node=node, state=state, shards=shards, zone=zone)
-        self.put(member)
-
-    def put(self, member: Member) -> None:
-        if member.node not in self._leases:
-            self._leases[member.node] = self._directory.grant(600)
-        assert self._directory.register(member, self._leases[member.node], replace=True)
-
-    def withdraw(self, node: str) -> None:
-        self._directory.withdraw(node, self._leases.pop(node))
-
-    def client(self, namespace: Namespace, **options: object) -> KVStoreClient:
-        return KVStoreClient(self.url, namespace, **options)  # type: ignore[arg-type]
-
-    def alone(self, node: str, namespace: Namespace) -> KVStoreClient:
-        """A client of this node only."""
-        return KVStoreClient(self.servers[node].endpoint, namespace)
-
-    def close(self) -> None:
-        self._directory.close()
-
-
-def nodes_of(client: KVStoreClient) -> set[str]:
-    return {place.node for place in client._core.view.places}
 
 
 def link_to(client: KVStoreClient, node: str) -> Link:
     """The link to the one shard of a node."""
     (link,) = (place.link for place in client._core.view.places if place.node == node)
     return link
-
-
-def owned_by(client: KVStoreClient, node: str, keys: list[bytes]) -> list[bytes]:
-    """Those of `keys` whose first replica is on `node`."""
-    view = client._core.view
-    owners = view.owners(pack_keys(keys), client.replicas)[:, 0]
-    return [key for key, owner in zip(keys, owners, strict=True) if view.places[owner].node == node]
 
 
 def connections_to(port: int) -> int:
