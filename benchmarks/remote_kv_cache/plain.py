@@ -7,7 +7,6 @@ is `_HEAD`: what to do, and two counts.
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import struct
 from collections.abc import Iterator
@@ -17,12 +16,11 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.remote_kv_cache.processes import serving_process
 from benchmarks.remote_kv_cache.shapes import Rows
 
 _HEAD: Final = struct.Struct("<BII")
 _SEND, _RECEIVE, _ANSWER = 1, 2, 3
-_START_S: Final = 30.0
-_STOP_S: Final = 10.0
 
 
 def receive(sock: socket.socket, view: memoryview) -> None:
@@ -98,22 +96,8 @@ def _converse(sock: socket.socket, rows: Rows) -> None:
 @contextmanager
 def plain_peer(count: int, row_bytes: int) -> Iterator[int]:
     """A process that holds `count` rows and serves one `PlainSocket` after the other; gives its port."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, count, row_bytes), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(_START_S):
-            raise TimeoutError(f"the plain socket's peer was not ready within {_START_S:g} s")
-        yield ours.recv()
-    finally:
-        ours.close()
-        process.terminate()
-        process.join(_STOP_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    with serving_process(_serve, count, row_bytes, what="the plain socket's peer") as port:
+        yield port
 
 
 @contextmanager

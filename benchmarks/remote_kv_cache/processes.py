@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -109,3 +110,24 @@ def _await_redis(client: Redis, process: subprocess.Popen[Any]) -> None:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"redis-server did not start: {error}") from error
             time.sleep(0.02)
+
+
+@contextmanager
+def serving_process(serve: Callable[..., None], *arguments: Any, what: str) -> Iterator[Any]:
+    """A process that runs `serve(pipe, *arguments)`; gives the first thing that it sends, and ends the process."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, its_own = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(its_own, *arguments), daemon=True)
+    process.start()
+    its_own.close()
+    try:
+        if not ours.poll(_START_S):
+            raise TimeoutError(f"{what} was not ready within {_START_S:g} s")
+        yield ours.recv()
+    finally:
+        ours.close()
+        process.terminate()
+        process.join(_STOP_S)
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -8,7 +8,6 @@ inproc is a thread. kvstore speaks ZeroMQ's protocol without its library; this i
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import struct
 import tempfile
 import threading
@@ -21,12 +20,11 @@ import zmq
 
 from benchmarks.remote_kv_cache.harness import Benchmark, Operation, add_model_option, chosen_models
 from benchmarks.remote_kv_cache.plain import plain_socket
+from benchmarks.remote_kv_cache.processes import serving_process
 from benchmarks.remote_kv_cache.shapes import Model, Rows, random_rows
 from benchmarks.remote_kv_cache.transfers import MEMCPY, PLAIN_GET, Blocks, memcpy_operation, plain_operations
 
 _CALL: Final = struct.Struct("<II")
-_START_S: Final = 60.0
-_STOP_S: Final = 10.0
 _ANSWER_MS: Final = 60_000
 
 
@@ -52,22 +50,8 @@ def _serve_process(pipe: Connection, ipc: str, count: int, row_bytes: int) -> No
 @contextlib.contextmanager
 def router_process(ipc: str, count: int, row_bytes: int) -> Iterator[str]:
     """A ROUTER in a process of its own, at `ipc` and at the tcp endpoint this gives."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve_process, args=(theirs, ipc, count, row_bytes), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(_START_S):
-            raise TimeoutError(f"the ROUTER process was not ready within {_START_S:g} s")
-        yield ours.recv()
-    finally:
-        ours.close()
-        process.terminate()
-        process.join(_STOP_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    with serving_process(_serve_process, ipc, count, row_bytes, what="the ROUTER process") as endpoint:
+        yield endpoint
 
 
 @contextlib.contextmanager
