@@ -57,7 +57,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def is_old_owner(self) -> bool:
-        """Whether it may have blocks that nobody else has."""
+        """Whether it may hold blocks that no other node has."""
         return self.state != "joining"
 
 

@@ -1,10 +1,10 @@
-"""From disk to memory: a block that is wanted and lies on disk only is read straight into its memory slot.
+"""From disk to memory: a block that a client wants and that lies on disk only is read straight into its memory slot.
 
-The slot is reserved first, as for a block that a client is writing, so whoever wants the block waits as for any other;
-what was read is checked against the client's checksum on the thread that read it, and is readable or gone. Copies:
-disk to slot, and none other: what is sent is the slot.
+The slot is reserved first, as for a block that a client is writing, so readers wait for it in the same way. The thread
+that read the block checks it against the client's checksum; then the block is readable, or a miss. Copies: disk to
+slot, and no other, because the block is sent from the slot.
 
-Reads in flight are bounded; who finds no room looks again when a read has ended (`WAIT`).
+Reads in flight are bounded. A stream that finds no room tries again when a read has ended (`WAIT`).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Fetching:
         self.wake()
 
     def give_up(self) -> None:
-        """The disk has failed, and may hold its threads for ever: nobody waits for what they read."""
+        """The disk has failed and may block its threads for ever: do not wait for their reads."""
         for namespace, slots in self._in_flight.values():
             namespace.memory.index.disown(slots)
             namespace.wake_parked()

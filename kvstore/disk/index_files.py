@@ -71,7 +71,7 @@ class NewIndex:
     def __init__(self, directory: Path, map_bytes: int) -> None:
         self._directory = directory
         path = directory / INDEX_NEW
-        shutil.rmtree(path, ignore_errors=True)  # of a start that did not come to its end; mkdir says if that failed
+        shutil.rmtree(path, ignore_errors=True)  # of a start that was interrupted; mkdir fails if it remains
         path.mkdir()
         # One process of one thread, under the shard's lock, needs no locks of LMDB's.
         self._environment = lmdb.open(str(path), map_size=map_bytes, max_dbs=2, mode=0o644, lock=False)

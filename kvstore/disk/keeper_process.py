@@ -1,13 +1,15 @@
-"""The keeper: the one process that opens a shard's persistent index. A child of the shard, spoken to over a socketpair.
+"""The keeper: the one process that opens a shard's persistent index. It is a child of the shard; they talk over a
+socketpair.
 
-LMDB maps its file and trusts it: a damaged page can crash or mislead whoever reads it, and it has no checksums of
-pages. So the shard never maps it; this process does, and may die of it. At start it reads the old index in the order
-of its keys, believes only records whose guards are right, tells the shard of them while it reads, and writes them to
-a fresh environment, `index.new/`, whose file takes the old one's place when it is complete. Damage of whatever kind,
-that of free lists included, never survives a start. Until then the old index is left as it is.
+LMDB maps its file and trusts it: its pages have no checksums, and a damaged page can crash or mislead the process that
+reads it. So the shard never maps the index; this process does, and may die of it. At start it reads the old index in
+key order, believes only records whose guards are right, tells the shard of them as it reads, and writes them to a new
+environment, `index.new/`. When that is complete, its file takes the old one's place. So no damage, that of free lists
+included, survives a start. Until then the old index is left as it is.
 
-After that it applies operations in the order in which they were sent, and commits with fsync: `COMMIT_DELAY_S` after
-the first uncommitted one, with `COMMIT_ENTRIES` uncommitted ones, when asked, and when the shard's end is closed.
+After that the keeper applies operations in the order in which they were sent. It commits with fsync: `COMMIT_DELAY_S`
+after the first uncommitted operation, at `COMMIT_ENTRIES` uncommitted ones, when asked, and when the shard's end of
+the socket is closed.
 """
 
 from __future__ import annotations

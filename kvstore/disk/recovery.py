@@ -1,8 +1,8 @@
-"""After a restart: the blocks an earlier run left on disk count again, and the hottest come back to memory.
+"""After a restart: blocks that an earlier run left on disk count again, and the hottest come back to memory.
 
-The keeper tells entries in the order of their keys; the index wants them by recency, so they are collected, sorted and
-put in, some thousands a turn of the loop, so that clients are served meanwhile. What does not fit what is there (a
-segment whose file is gone, a place that is taken, a block that expired) is forgotten: its block is a miss.
+The keeper sends entries in key order, and the index wants them by recency. So they are collected, sorted, and put into
+the index some thousands a turn of the loop; clients are served meanwhile. An entry that cannot be used (its segment's
+file is gone, its place is taken, its block has expired) is forgotten: its block is a miss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The scrubber: reads the blocks on disk, one after the other, and drops those that are damaged.
+"""The scrubber: reads the blocks on disk one after the other, and drops damaged ones.
 
-In the background at a rate the operator sets (`--scrub-mbps`), pass after pass; or one pass as fast as the disk goes
-beside what clients read, when `kvstore verify` asks for it. One read is under way at a time.
+It works in the background at the rate that the operator sets (`--scrub-mbps`), pass after pass. `kvstore verify` asks
+for one pass as fast as the disk allows beside the clients' reads. One read is in flight at a time.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class SegmentFiles:
         return len(self._made) * self.segment_bytes
 
     def take(self) -> int | None:
-        """A free segment's number, its file made; None: there is none."""
+        """The number of a free segment, whose file now exists; None when no segment is free."""
         while self._free:
             segment = self._free.pop()
             if segment not in self._taken:
@@ -112,7 +112,7 @@ class SegmentFiles:
         self._free.append(segment)
 
     def remove_one(self) -> bool:
-        """Remove a file that no namespace has; False: there is none."""
+        """Remove the file of a segment that no namespace holds; False when there is no such file."""
         for segment in self._made - self._taken:
             self._path(segment).unlink()
             self._made.remove(segment)

@@ -1,7 +1,7 @@
 """The threads that wait for the disk, so that the shard's loop never does.
 
-Work is a function that blocks, with the GIL released where it does; when it has returned, what follows runs on the
-loop. Jobs of one pool begin in the order they were given.
+A job is a function that may block, and releases the GIL where it does. When it has returned, its completion runs on
+the loop. Jobs of one pool begin in the order in which they were given.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The disk tier of one shard: what it does with its volume, turn by turn of the loop.
 
-A tier is *recovering* until the keeper has told all of the old index and all of it is in this run's: so long it writes
-nothing, and answers for what is in already. Then it is *on*: it fetches what is wanted, writes what is dirty, scrubs,
-and brings the hottest blocks of an earlier run to memory. When the volume fails it is *off*, for good: the shard serves
-from memory.
+A tier is *recovering* until the keeper has sent all of the old index and the new index holds it. Until then it writes
+nothing, and answers for the entries that it has. Then it is *on*: it reads blocks that clients want, writes dirty
+blocks, scrubs, and brings the hottest blocks of an earlier run to memory. When the volume fails the tier is *off*, for
+good: the shard serves from memory.
 
-One thread, the shard's loop, uses all of this; it blocks in `close` only.
+One thread, the shard's loop, uses all of this. Only `close` blocks.
 """
 
 from __future__ import annotations

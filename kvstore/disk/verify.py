@@ -1,8 +1,8 @@
-"""A disk tier checked while no server uses it: every entry of its indexes, and every block against its checksum.
+"""Checks a disk tier that no server uses: every entry of its indexes, and every block against its checksum.
 
-Nothing is changed, so a folder on a read-only file system can be checked, too. The index is read by a process of its
-own (`keeper.read_index`), for a damaged one may end whoever reads it; what it told until then is checked all the
-same. Blocks are read in the order in which they lie, each file from its beginning.
+Nothing is changed, so a folder on a read-only file system can be checked, too. A process of its own reads the index
+(`keeper.read_index`), because a damaged index can crash its reader; entries that it had read until then are checked
+all the same. Blocks are read in the order in which they lie, each file from its beginning.
 """
 
 from __future__ import annotations

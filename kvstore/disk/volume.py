@@ -1,8 +1,8 @@
 """The disk of one shard, as all parts of its tier use it: files, threads, the index's keeper, and whether it works.
 
-Data and index need no order on disk: an entry whose bytes are not there fails its checksum and is a miss. What must not
-come back are blocks that were deleted or replaced: the reply to such a request waits until the keeper has committed
-it (`after_removals`). Any error of the disk turns the volume off, for good.
+Data and index need no order on disk: an entry whose bytes are not there fails its checksum and is a miss. Deleted and
+replaced blocks must not come back: the reply to such a request waits until the keeper has committed it
+(`after_removals`). Any error of the disk turns the volume off, for good.
 
 One thread, the shard's loop, uses all of this.
 """
@@ -156,7 +156,7 @@ class Volume:
     # ---- what the store asks -------------------------------------------------------------------------------------
 
     def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskBlocks | None:
-        """A new namespace's place on disk; None when there is none for its blocks."""
+        """A new namespace's place on disk; None when its blocks cannot be kept on disk."""
         if block_bytes > self.config.segment_bytes:
             log.warning(
                 "disk: blocks of %d bytes stay in memory: a segment on disk has %d bytes; use a larger --disk-size",

@@ -1,16 +1,16 @@
-"""From memory to disk, behind the clients' backs: which blocks are written, when, and what happens when disks are slow.
+"""From memory to disk, in the background: which blocks are written, when, and what happens when the disk is slow.
 
-A block that waits to be written is *dirty*: its memory slot is referenced, so it is not evicted before. `--disk-write`
-decides who becomes dirty:
+A block that waits to be written is *dirty*: its memory slot is referenced, so the block is not evicted before it is
+written. `--disk-write` decides which blocks become dirty:
 
-* `all`: every block that was set. Dirty blocks may fill half of the memory; then clients that set are read no further
-  until the disk has caught up, so that nothing acknowledged is dropped for want of disk speed.
+* `all`: every block that was set. Dirty blocks may fill half of the memory. Then the server reads no more from clients
+  that set, until the disk has caught up, so that a slow disk never drops an acknowledged block.
 * `reused`: a block that was read again.
 * `evicted`: blocks that are about to be evicted. If the disk cannot keep up with what is set, they are evicted
-  unwritten; what is fetched from disk waits for them.
+  unwritten; reads from disk wait for these writes.
 
-Writes wait for a quiet moment, for they slow down who is setting blocks, even past the page cache; but not for long,
-and not while much is dirty. A clean stop writes what is only in memory.
+Writes wait for a quiet moment, because they slow down clients that set, even when they bypass the page cache. They do
+not wait for long, and not while many blocks are dirty. A clean stop writes what is only in memory.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Health:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def shards(self) -> list[ShardInfo | str]:
-        """The state of each shard, or why there is none."""
+        """The state of each shard, or why the shard did not answer."""
         questions = [self._question(shard) for shard in range(len(self.node.addresses))]
         wait(questions, VERDICT_S)
         return [_answer(question) for question in questions]

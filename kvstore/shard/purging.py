@@ -1,4 +1,4 @@
-"""Emptying namespaces: some blocks a turn of the loop, so that a million of them hold nobody up.
+"""Emptying namespaces: some blocks a turn of the loop, so that purging a million blocks does not delay other clients.
 
 A purge removes what is in memory and on disk when its turn comes; blocks that are set while it runs may stay or go.
 While the disk tier still recovers it waits, because a block that is not known yet cannot be removed. The loop's

@@ -43,7 +43,7 @@ class DiskBlocks(NamespaceTier):
 
     @property
     def empty(self) -> bool:
-        """No block in it as far as is known, and nobody at one."""
+        """As far as is known it holds no block, and no block of it is being read or written."""
         return super().empty and not self.recovering
 
     def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:

@@ -53,11 +53,11 @@ class NamespaceStore:
 
     @property
     def empty(self) -> bool:
-        """Nothing in it and nobody at it."""
+        """It holds no block, and no client is reading or writing one."""
         return self.memory.empty and not self.parked and (self.disk is None or self.disk.empty)
 
     def wake_parked(self) -> None:
-        """A write ended: whoever waits for one looks again."""
+        """A write ended: streams that wait for a block look again."""
         if self.parked:
             parked, self.parked = self.parked, set()
             for wake in parked:

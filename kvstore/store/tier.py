@@ -55,7 +55,7 @@ class NamespaceTier:
 
     @property
     def empty(self) -> bool:
-        """No block in it, and nobody at one."""
+        """It holds no block, and no block of it is being read or written."""
         index = self.index
         return not (index.ready or index.writing or index.gone)
 

@@ -430,7 +430,7 @@ def _request_id(header: bytes | bytearray | memoryview) -> int:
 
 
 def decode_reply(header: bytes | bytearray | memoryview) -> Reply:
-    """The reply a header frame holds; `WireError` when it is none."""
+    """The reply that a header frame holds; `WireError` when the frame is not a reply."""
     try:
         return _reply_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

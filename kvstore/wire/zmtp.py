@@ -109,7 +109,7 @@ _scratch = memoryview(bytearray(256 * 1024))
 
 
 def discard_views(size: int) -> list[memoryview]:
-    """Views of `size` bytes together into memory nobody reads."""
+    """Views of `size` bytes together into scratch memory, for bytes that are discarded."""
     whole, rest = divmod(size, len(_scratch))
     return [_scratch] * whole + ([_scratch[:rest]] if rest else [])
 
@@ -169,7 +169,7 @@ class Receiver:
         self.received = 0  # bytes ever read
 
     def discard_rest(self) -> None:
-        """Send the rest of the current frame to memory nobody reads."""
+        """Discard the rest of the current frame."""
         if self._left:
             self._views, self._views_at = discard_views(self._left), 0
 

@@ -62,7 +62,7 @@ class Rounds:
         return min(MOST_PATIENCE_S, max(0.0, self.deadline - time.monotonic()) / (later + 1))
 
     def next(self) -> Sequence[tuple[Link, Numbers]]:
-        """The shards to ask now, each with the positions it is asked for; empty when there is nobody left to ask."""
+        """The shards to ask now, each with the positions it is asked for; empty when no shard is left to ask."""
         while len(self._left):
             self._column += 1
             if self._column >= self._candidates.shape[1]:

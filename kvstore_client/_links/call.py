@@ -50,7 +50,7 @@ class Call:
 
     @property
     def done(self) -> bool:
-        """Whether the reply is there, or why there is none."""
+        """Whether the reply has come, or the call has failed."""
         return self.answer.done
 
     @property

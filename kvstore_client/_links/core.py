@@ -119,7 +119,7 @@ class Core:
         return self._members.lost or ("" if self.view.places else self._no_members)
 
     def no_shards(self) -> KVStoreError:
-        """The error of a call that has nobody to ask."""
+        """The error of a call when no shard is known."""
         if self.closed:
             return ConnectionLost("this client is closed")
         if self._cluster:
@@ -379,7 +379,8 @@ class Core:
             link.drop(error)
 
     def look_after(self) -> None:
-        """Ask silent shards whether they live, break the links of those that do not. For whoever waits, often."""
+        """Ask silent shards whether they live, and break the links of those that do not answer. Called often by waiting
+        callers."""
         now = time.monotonic()
         if now < self._looked_after + LOOK_ANYWAY_S:
             return

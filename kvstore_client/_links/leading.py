@@ -1,8 +1,8 @@
-"""Who reads the links: one of those who wait.
+"""Which waiting caller reads the links.
 
-The first caller to wait *leads*: it polls every link and reads whatever arrives, for itself and for the others; when it
-has what it came for, another waiter takes over. So a lone caller receives straight into its memory on its own thread,
-without a hand-over, and no thread exists for receiving.
+The first caller to wait *leads*: it polls every link and reads what arrives, for itself and for the others. When its
+own answer has come, another waiting caller takes over. So a lone caller receives straight into its memory on its own
+thread, without a hand-over, and no thread exists for receiving.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """One connection to one shard.
 
-States: *down* (not connected, a call may connect), *up*, *broken* (connecting failed or the shard went silent; calls
-fail at once until the prober in `core` gets through). A shard that owes an answer and says nothing is asked whether it
-lives (ZMTP PING): one that works on an answer says so at once.
+A link is *down* (not connected; a call may connect), *up*, or *broken* (connecting failed or the shard went silent;
+calls fail at once until the prober has connected again, see `probing`). A shard that owes an answer and says nothing
+is sent a ZMTP PING; a shard that is still working on the answer replies to it at once.
 
-Any thread may send, one message at a time under `send_lock`; frames are read under `receive_lock` by whoever leads. A
-link that loses its place in the byte stream (a message half sent, a deadline in the middle of a frame that cannot be
-discarded) is dropped, never repaired.
+Any thread may send, one message at a time, under `send_lock`. The caller that leads (see `leading`) reads frames, under
+`receive_lock`. A link that loses its place in the byte stream (a message half sent, a deadline in the middle of a
+frame that cannot be discarded) is dropped, never repaired.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests on their way out: to all shards at once, whoever takes bytes gets them.
+"""Requests on their way out, to all shards at once: each shard is sent bytes as fast as it takes them.
 
 Each shard's requests are sent in order, each piece by piece as its message makes them: a piece is handed to the kernel
 before the next is made, so work done while making one (its checksums) finds its bytes in the cache when the kernel

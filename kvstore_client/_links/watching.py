@@ -1,7 +1,7 @@
-"""One follower of a cluster for all clients of a process: an engine has a client a rank and purpose, and etcd should
-not have to tell each of them.
+"""One follower of a cluster for all clients of a process: an engine has a client for each rank and purpose, and etcd
+should tell the process only once.
 
-Thread-safe. A child process starts with none: its clients watch anew (`Core.after_fork`).
+Thread-safe. A child process starts without followers: its clients watch anew (`Core.after_fork`).
 """
 
 from __future__ import annotations
