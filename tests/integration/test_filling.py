@@ -302,6 +302,7 @@ def test_blocks_can_be_read_all_the_time(cluster: Cluster, new_namespace: MakeNa
     assert (reading.missed, reading.wrong) == (0, 0)
 
 
+@pytest.mark.exclusive  # a fill must begin within a grace of seconds, and not end
 def test_nothing_is_copied_for_longer_than_the_grace_lasts(cluster: Cluster, new_namespace: MakeNamespace) -> None:
     old = cluster.start("a", grace_seconds=3, memory="512MiB")
     cluster.wait_for_members("a")
@@ -314,6 +315,7 @@ def test_nothing_is_copied_for_longer_than_the_grace_lasts(cluster: Cluster, new
     assert cluster.members()["b"].state == "joining", "it would have been filled for longer"
 
 
+@pytest.mark.exclusive  # a fill must begin within a grace of seconds, and not end
 def test_who_serves_is_filled_no_more(cluster: Cluster, new_namespace: MakeNamespace) -> None:
     (old,) = start_serving(cluster, "a", memory="512MiB")
     put(cluster, new_namespace(BLOCK_BYTES), 6000)
