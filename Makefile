@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test coverage soak torture chaos lint format docs demo bench build check-install clean clean-cache
+.PHONY: help serve run check test coverage soak torture chaos attack lint format docs demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -34,6 +34,9 @@ torture: ## kill -9 and damaged bytes, 100 rounds and 1000 bytes: KVSTORE_TORTUR
 
 chaos: ## clusters in network namespaces while things go wrong: every scenario, with one and with two copies (needs root)
 	@KVSTORE_CHAOS=full scripts/run.sh full python -m pytest -s tests/chaos/test_cluster.py tests/chaos/test_cluster_links.py
+
+attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
+	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack
 
 lint: ## ruff and mypy
 	@exec scripts/run.sh test scripts/lint.sh

@@ -1,1 +1,1 @@
-"""Measurements, and `benchmarks.draw`, which makes charts and tables of what they left in `benchmarks/results`."""
+"""Benchmarks, and `benchmarks.draw`, which makes charts and tables from their results in `benchmarks/results`."""

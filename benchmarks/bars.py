@@ -1,6 +1,7 @@
 """The charts of docs/charts: bars with the spread of their rounds, and the physical limit of the same run as a line.
 
-Background transparent, text in a grey that reads on white and on black. The same results give the same bytes.
+The background is transparent; the text is a grey that is readable on white and on black. The same results give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def draw(
     limits: float | Mapping[str, Sequence[float]],
     log: bool = False,
 ) -> None:
-    """Horizontal bars, a group a label, a bar of it a series. `limits`: one line, or one for each bar."""
+    """Draw horizontal bars: a group for each label, and in it a bar for each series. `limits`: one line for all bars,
+    or one for each bar."""
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):

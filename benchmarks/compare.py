@@ -43,7 +43,7 @@ READY: Final = re.compile(r"kvstore-server ready (tcp://\S+)")
 
 
 def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
-    """What this checkout's client can be told to do. -> seconds"""
+    """The operations of this checkout's client by name; each returns seconds."""
     from kvstore_client import KVStoreClient, Namespace
 
     operations: dict[str, Callable[[], float]] = {}
@@ -105,7 +105,7 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
 
 
 def side(endpoint: str) -> None:
-    """The client process: does what each line of standard input names, answers with seconds."""
+    """The client process: runs the operation that each line of standard input names, and prints its seconds."""
     operations = _operations(endpoint)
     print(json.dumps(list(operations)), flush=True)
     for line in sys.stdin:
@@ -113,7 +113,7 @@ def side(endpoint: str) -> None:
 
 
 class Side:
-    """One checkout: a server and a client process of its own."""
+    """One checkout, with a server and a client process of its own."""
 
     def __init__(self, tree: Path, log: IO[str], stack: contextlib.ExitStack) -> None:
         environment = {**os.environ, "PYTHONPATH": str(tree)}
@@ -146,7 +146,7 @@ class Side:
         return process
 
     def run(self, operation: str) -> float:
-        """Seconds."""
+        """Run one operation. -> seconds."""
         assert self._client.stdin is not None and self._client.stdout is not None
         self._client.stdin.write(f"{operation}\n")
         self._client.stdin.flush()
@@ -155,7 +155,7 @@ class Side:
 
 @contextlib.contextmanager
 def sides(old: Path, new: Path) -> Iterator[tuple[Side, Side]]:
-    """Both, for as long as they are needed."""
+    """Both checkouts, running while the body runs."""
     with tempfile.TemporaryFile("w+") as log, contextlib.ExitStack() as stack:
         try:
             yield Side(old, log, stack), Side(new, log, stack)

@@ -35,7 +35,7 @@ _MARKED: Final = re.compile(r"(<!-- begin:(\w+) -->\n).*?(<!-- end:\2 -->)", re.
 
 
 def fill(document: str, results: Results) -> str:
-    """The document with its tables made anew. Raises `KeyError` for a marker that no table has."""
+    """The document with its tables made again. Raises `KeyError` for a marker without a table."""
 
     def table(match: re.Match[str]) -> str:
         if match[2] in LEDGER:
@@ -47,7 +47,7 @@ def fill(document: str, results: Results) -> str:
 
 
 def draw_charts(results: Results, folder: Path) -> list[Path]:
-    """-> the files written."""
+    """Write all charts. -> the files written."""
     from benchmarks.cluster_sim.charts import CLUSTER_CHARTS
     from benchmarks.eviction.charts import EVICTION_CHARTS
     from benchmarks.persistence_kv_cache.charts import PERSISTENCE_CHARTS

@@ -1,8 +1,8 @@
-"""The ledger of targets: what each is, the command that measures it, what was reached, and what may be said of it.
+"""The ledger of targets: each target, the command that measures it, the figure reached, and the verdict.
 
 A target is *met* or *missed* only by a result of at least `MIN_ROUNDS` rounds on a machine that did nothing else when
-the benchmark began; anything else is *not established*, whatever the figure. A result is *stale* when what it measured
-has changed since the commit that it carries.
+the benchmark began. With any other result it is *not established*, whatever the figure. A result is *stale* if the
+measured sources have changed since the commit that it carries.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NOT_MEASURED: Final = "not measured"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was reached, the limit of the same run, and whether that meets the target. `rounds`: of this figure, where
-    it has other rounds than its benchmark."""
+    """The figure that was reached, the limit of the same run, and whether the target is met. `rounds`: the number of
+    rounds of this figure, if it is not that of its benchmark."""
 
     reached: str
     limit: str
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A target. `find` raises `KeyError` when its case was not measured."""
+    """A target. `find` raises `KeyError` if its case was not measured."""
 
     package: str
     target: str
@@ -45,12 +45,12 @@ class Claim:
 
     @property
     def command(self) -> str:
-        """How to measure it."""
+        """The command that measures it."""
         module = f"{self.package}.{self.benchmark}" if self.benchmark.startswith("test_") else self.package
         return f"python -m {module}{self.arguments and ' ' + self.arguments}"
 
     def look(self, results: Results) -> Finding | None:
-        """None while nobody has measured it."""
+        """The finding; None if it was not measured."""
         try:
             return self.find(results[self.benchmark])
         except KeyError:
@@ -58,7 +58,7 @@ class Claim:
 
 
 def verdict(finding: Finding | None, result: Result | None) -> str:
-    """What may be said of a target."""
+    """The verdict on a target: met, missed, not established, or not measured."""
     if finding is None or result is None:
         return NOT_MEASURED
     rounds = result.rounds if finding.rounds is None else finding.rounds
@@ -89,7 +89,7 @@ def age(result: Result) -> str:
 
 
 def claims_table(claims: Sequence[Claim], results: Results) -> str:
-    """All targets."""
+    """The table of all targets."""
     rows = []
     for claim in claims:
         found = claim.look(results)
@@ -106,7 +106,7 @@ def claims_table(claims: Sequence[Claim], results: Results) -> str:
 
 
 def missed_table(claims: Sequence[Claim], results: Results) -> str:
-    """All targets whose figures are beyond them, established or not."""
+    """The table of all targets whose figures miss them, established or not."""
     rows = []
     for claim in claims:
         found = claim.look(results)
@@ -119,7 +119,7 @@ def missed_table(claims: Sequence[Claim], results: Results) -> str:
 
 
 def rig_table(results: Results) -> str:
-    """Where and when, at which commit, and how quiet it was."""
+    """The table of where and when results were measured, at which commit, and how quiet the machine was."""
     if not results:
         return "Not measured yet."
     rows = []

@@ -8,7 +8,7 @@ from benchmarks.results_reader import Spread
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], figures: bool = True) -> str:
-    """The first column to the left; the others to the right if they are figures."""
+    """A table. The first column is aligned to the left, the others to the right if they hold figures."""
     others = "--:|" if figures else "---|"
     lines = ["| " + " | ".join(headings) + " |", "|---|" + others * (len(headings) - 1)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]

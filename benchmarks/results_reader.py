@@ -1,4 +1,4 @@
-"""The JSON that benchmarks left, read back. Everything drawn or tabled comes through here and from nowhere else."""
+"""Reads the JSON results of benchmarks. All charts and tables get their numbers from here and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUIET_LOAD: Final = 0.5  # the mean of the minute before, where that share was n
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and extremes of the rounds."""
+    """The median, lowest and highest value of the rounds."""
 
     median: float
     low: float
@@ -21,7 +21,7 @@ class Spread:
 
     @property
     def inverse(self) -> Spread:
-        """Of seconds, as runs a second; of multiples of a time, as shares of a throughput."""
+        """The inverse: seconds become runs per second, multiples of a time become shares of a throughput."""
         return Spread(1 / self.median, 1 / self.high, 1 / self.low)
 
     def scaled(self, factor: float) -> Spread:
@@ -30,7 +30,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What took turns: one `Case` of the benchmark."""
+    """The operations that took turns in one `Case` of a benchmark."""
 
     data: dict[str, Any]
 
@@ -48,31 +48,31 @@ class CaseResult:
 
     @property
     def limits(self) -> dict[str, str]:
-        """The physical limit of an operation, by its name."""
+        """The name of each operation's physical limit, by the operation's name."""
         return dict(self.data["limit"])
 
     def seconds(self, operation: str) -> Spread:
         return Spread(*(self.data[what][operation] for what in ("median", "min", "max")))
 
     def rate(self, operation: str) -> Spread:
-        """GB/s, GB = 1e9 bytes."""
+        """The operation's rate in GB/s, GB = 1e9 bytes."""
         moved = self.data["bytes"][operation] / 1e9
         seconds = self.seconds(operation)
         return Spread(moved / seconds.median, moved / seconds.high, moved / seconds.low)
 
     def to_limit(self, operation: str) -> Spread:
-        """Multiples of its physical limit, round by round."""
+        """The operation's time as multiples of its physical limit, taken round by round."""
         spread = self.data["ratio_to_limit"][operation]
         return Spread(spread["median"], spread["min"], spread["max"])
 
     def ratio(self, operation: str, reference: str) -> float:
-        """Multiples of a reference of the case, the median over the rounds."""
+        """The operation's time as a multiple of a reference of the case, the median over the rounds."""
         return float(self.data["ratio_to"][reference][operation])
 
 
 @dataclass(frozen=True)
 class Result:
-    """One file."""
+    """The results in one file."""
 
     data: dict[str, Any]
 
@@ -81,14 +81,14 @@ class Result:
         return [CaseResult(case) for case in self.data["cases"]]
 
     def case(self, name: str) -> CaseResult:
-        """Raises `KeyError` when it was not measured."""
+        """The case of this name. Raises `KeyError` if it was not measured."""
         for case in self.cases:
             if case.name == name:
                 return case
         raise KeyError(f"{self.data['benchmark']}: no case {name!r}; it was run as {self.data['command']!r}")
 
     def group(self, name: str) -> list[CaseResult]:
-        """The cases of a benchmark that has several kinds."""
+        """The cases of one kind, of a benchmark that has several kinds."""
         return [case for case in self.cases if case.parameters.get("group") == name]
 
     @property
@@ -109,14 +109,14 @@ class Result:
 
     @property
     def load_text(self) -> str:
-        """What the machine did before."""
+        """The load of the machine when the benchmark began, as text."""
         load = self.data["load"]
         busy = load["busy_before"]
         return f"{load['average_before']:.2f}" + ("" if busy is None else f", {busy:.0%} busy")
 
     @property
     def commit(self) -> str:
-        """Short id of the commit that was measured; empty: not known."""
+        """The short id of the commit that was measured; empty if not known."""
         commit = self.data["commit"]
         return str(commit["id"]) if commit else ""
 

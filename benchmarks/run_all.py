@@ -28,8 +28,8 @@ QUICK_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A benchmark. `minutes`: what it took on two cores, where no result says so. `trace`: whether it replays the trace
-    that --trace names; one that must have it is left out without."""
+    """A benchmark. `minutes`: its duration on two cores, used if no result has it. `trace`: whether it replays the
+    trace that --trace names; a benchmark that needs a trace is left out if none is given."""
 
     module: str
     minutes: float
@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """As its result file is called."""
+        """The name of its result file."""
         return self.module.rpartition(".")[2]
 
 
@@ -70,7 +70,7 @@ BENCHMARKS: Final = (
 
 
 def measured(entry: Entry, folder: Path | None) -> dict[str, object]:
-    """Its result file; empty when there is none."""
+    """Its result, as read from its file; empty if there is none."""
     file = folder / f"{entry.name}.json" if folder is not None else None
     if file is None or not file.exists():
         return {}
@@ -78,19 +78,19 @@ def measured(entry: Entry, folder: Path | None) -> dict[str, object]:
 
 
 def is_current(entry: Entry, folder: Path | None, now: dict[str, str] | None) -> bool:
-    """Whether its result is of the present commit, whole."""
+    """Whether its result is complete and of the present commit."""
     result = measured(entry, folder)
     return bool(result) and now is not None and result["commit"] == now and not result["quick"]
 
 
 def seconds_of(entry: Entry, folder: Path | None, quick: bool) -> float:
-    """What it will take, roughly."""
+    """How long it will take, roughly, in seconds."""
     seconds = measured(entry, folder).get("seconds")
     return QUICK_SECONDS if quick else float(str(seconds)) if seconds is not None else entry.minutes * 60
 
 
 def plan_table(entries: Sequence[Entry], folder: Path | None, quick: bool) -> Table:
-    """What is run, and how long it takes."""
+    """The table of the benchmarks that will run, and how long each takes."""
     table = Table("benchmark", title="about so long", title_justify="left")
     table.add_column("minutes", justify="right")
     for entry in entries:
@@ -101,7 +101,7 @@ def plan_table(entries: Sequence[Entry], folder: Path | None, quick: bool) -> Ta
 
 
 def command_of(entry: Entry, options: argparse.Namespace, folder: Path | None) -> list[str]:
-    """How a benchmark is started."""
+    """The command that starts a benchmark."""
     command = [sys.executable, "-m", entry.module, *(entry.quick if options.quick else entry.arguments)]
     if options.rounds and not entry.engine:
         command += ["--rounds", str(options.rounds)]

@@ -1,9 +1,9 @@
-"""kvstore._cext: what a profile says Python is too slow for.
+"""kvstore._cext: the code for which, by profile, Python is too slow.
 
-One extension module. ``arguments.pxi``: what callers hand in, taken and checked. ``hashing.pxi``: xxh3 checksums and
+One extension module. ``arguments.pxi``: takes and checks the arguments of callers. ``hashing.pxi``: xxh3 checksums and
 prefix hash chains. ``copying.pxi``: gather and scatter of blocks. ``disk.pxi``: blocks to and from a segment file.
-``placement.pxi``: which shard owns a key. ``index/``: a namespace's index, key -> slot; ``policies/``: which block goes
-first under pressure. Every loop over block bytes runs with the GIL released.
+``placement.pxi``: which shard owns a key. ``index/``: a namespace's index, key -> slot; ``policies/``: which blocks are
+evicted first. Every loop over block bytes runs with the GIL released.
 """
 include "arguments.pxi"
 include "hashing.pxi"

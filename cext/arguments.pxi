@@ -1,8 +1,8 @@
-# What callers hand in: buffers, and vectors of numbers, taken and checked before anything is done with them.
+# Arguments of callers: takes buffers and vectors of numbers, and checks them before they are used.
 #
-# Every function of the extension takes its buffers while it holds the GIL; they stay exported until it returns, so
-# nothing can be freed or resized underneath it when it works without the GIL. What does not fit is refused with what
-# was given and what was expected, before anything has changed.
+# Every function of the extension takes its buffers while it holds the GIL. They stay exported until it returns, so no
+# other thread can free or resize them while the function works without the GIL. An argument that does not fit raises an
+# error that says what was given and what is expected, before anything is changed.
 
 cimport cython
 from cpython.buffer cimport (
@@ -21,7 +21,7 @@ import numpy as np
 
 
 cdef class _Buffers:
-    """Buffers taken for the length of one call; whatever way the call ends, they are given back."""
+    """The buffers of one call. They are released when this object is deallocated, also after an error."""
 
     cdef Py_buffer *views
     cdef Py_ssize_t count
@@ -49,7 +49,7 @@ cdef class _Buffers:
 
 
 cdef object _refusal(object source, int flags, str name, object error):
-    """The exception for a buffer that could not be taken: what was given, what is needed."""
+    """Returns the exception for a buffer that could not be taken: what was given, what is needed."""
     kind = type(source).__name__
     try:
         view = memoryview(source)
@@ -71,14 +71,14 @@ cdef Py_ssize_t _block_count(Py_buffer *base, Py_ssize_t block_bytes) except -1:
 
 
 cdef bint _is_int(Py_buffer *view, Py_ssize_t itemsize, bint signed) except -1:
-    """Whether the items are native integers of that size and sign."""
+    """Whether the items are native integers of this size and signedness."""
     cdef bytes codes = b"ilq" if signed else b"ILQ"
     cdef bytes code = view.format if view.format != NULL else b"B"
     return view.itemsize == itemsize and code.lstrip(b"@=<") in (codes[:1], codes[1:2], codes[2:])
 
 
 cdef uint64_t *_sums(_Buffers held, object sums, Py_ssize_t count, bint writable, str name) except NULL:
-    """The uint64 words of ``sums``, of which there must be ``count``."""
+    """Returns the uint64 words of ``sums``, which must be ``count`` words."""
     cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
     cdef Py_buffer *view = held.take(sums, flags, name)
     if not _is_int(view, 8, False):
@@ -90,7 +90,7 @@ cdef uint64_t *_sums(_Buffers held, object sums, Py_ssize_t count, bint writable
 
 
 cdef Py_buffer *_int64s(_Buffers held, object numbers, str name, bint contiguous) except NULL:
-    """A 1-D int64 array, of any stride unless it must be contiguous."""
+    """Returns a view of a 1-D int64 array, of any stride unless it must be ``contiguous``."""
     cdef int flags = PyBUF_FORMAT | (PyBUF_C_CONTIGUOUS if contiguous else PyBUF_STRIDES)
     cdef Py_buffer *view = held.take(numbers, flags, name)
     if view.ndim != 1 or not _is_int(view, 8, True):
@@ -100,7 +100,7 @@ cdef Py_buffer *_int64s(_Buffers held, object numbers, str name, bint contiguous
 
 
 cdef const void *_column(_Buffers held, object source, Py_ssize_t count, bytes codes, str name) except NULL:
-    """A contiguous vector of ``count`` items of 8 bytes, whose format is one of ``codes``."""
+    """Returns the data of a contiguous vector of ``count`` items of 8 bytes, whose format is one of ``codes``."""
     cdef Py_buffer *view = held.take(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT, name)
     cdef bytes code = view.format if view.format != NULL else b"B"
     if view.ndim != 1 or view.itemsize != 8 or code not in codes or view.shape[0] != count:
@@ -113,7 +113,7 @@ cdef const void *_column(_Buffers held, object source, Py_ssize_t count, bytes c
 # ---- keys and slots of an index ----
 
 cdef Py_ssize_t open_keys(object keys, Py_ssize_t key_bytes, Py_buffer *view) except -1:
-    """A view of keys that lie end to end, and their count."""
+    """Fills ``view`` with concatenated keys and returns their count."""
     PyObject_GetBuffer(keys, view, PyBUF_SIMPLE)
     cdef Py_ssize_t size = view.len
     if size % key_bytes != 0 or size // key_bytes > MAX_SLOTS:
@@ -133,7 +133,8 @@ cdef bint is_vector(Py_buffer *view, Py_ssize_t itemsize, char format, char othe
 
 
 cdef Py_ssize_t open_slots(object slots, Py_buffer *view) except -1:
-    """A view of int32 slot numbers, and their count; other integers are converted, never wrapped around."""
+    """Fills ``view`` with int32 slot numbers and returns their count. Converts other integers; they never wrap around.
+    """
     if PyObject_CheckBuffer(slots):
         PyObject_GetBuffer(slots, view, PyBUF_FULL_RO)
         if is_vector(view, 4, b"i", b"i"):
@@ -151,7 +152,8 @@ cdef Py_ssize_t open_slots(object slots, Py_buffer *view) except -1:
 
 
 cdef Py_ssize_t open_sums(object sums, Py_buffer *view, str name) except -1:
-    """A view of uint64 numbers, checksums for instance, and their count; a sequence of integers is converted."""
+    """Fills ``view`` with uint64 numbers, such as checksums, and returns their count. Converts a sequence of integers.
+    """
     if PyObject_CheckBuffer(sums):
         PyObject_GetBuffer(sums, view, PyBUF_FULL_RO)
         if is_vector(view, 8, b"L", b"Q"):

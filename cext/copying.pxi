@@ -1,22 +1,23 @@
 # Gather and scatter: blocks between the engine's layers (any strides) and rows of packed blocks.
 #
-# A layer is an array whose first axis is the block. Its inner axes are collapsed once per call: from the last one on,
-# axes that lie densely join into one *run*, copied by one memcpy; what remains outside is walked as an odometer. A
-# contiguous block is thus one copy, a moved axis a few, and only an element-strided innermost axis goes item by item.
-# The unit of work is one (row, layer) pair: its bytes are packed at row * row_stride + layer * inner_bytes. Copies on
-# this path: one, from the layer to the row or back.
+# A layer is an array whose first axis is the block. Its inner axes are collapsed once per call: beginning with the last
+# one, dense axes are joined into one *run*, which one memcpy copies; the axes outside the run are walked like an
+# odometer. So a contiguous block is one copy, a block with a moved axis takes a few, and only a block whose innermost
+# axis is strided is copied item by item. The unit of work is one (row, layer) pair: its bytes are packed at
+# row * row_stride + layer * inner_bytes. Bytes are copied once, from the layer to the row or back.
 #
-# With slots, the packed rows lie scattered in a larger pool: row i is the pool's row slots[i].
+# With slots, the packed rows are scattered in a larger pool: row i is the pool's row slots[i].
 #
-# What must hold: every block id and slot is checked, on a private copy of them, before the first byte moves; nothing
-# else in here bounds an access.
+# What must hold: every block id and slot is checked, in a private copy, before the first byte is copied. There is no
+# other check of bounds.
 
 cdef extern from *:
     """
     #include <unistd.h>
 
-    /* From this many bytes a call moves on, its destination cannot still be cached when it is next used: write it past
-     * the caches, which saves reading it first. Half the last-level cache; bounded, since virtual machines lie. */
+    /* When a call copies at least so many bytes, its destination cannot still be in the caches when it is next used.
+     * Then it is written past the caches, which saves reading it first. Half the last-level cache, but bounded, because
+     * virtual machines report wrong sizes. */
     static size_t kv_copy_stream_bytes(void) {
         long cache = -1;
     #ifdef _SC_LEVEL3_CACHE_SIZE
@@ -26,13 +27,13 @@ cdef extern from *:
         return half < ((size_t)4 << 20) ? (size_t)4 << 20 : half > ((size_t)32 << 20) ? (size_t)32 << 20 : half;
     }
 
-    /* How far reads run ahead. The hardware's own prefetcher stops at every page, and starts late in every block. */
+    /* How many bytes to prefetch. The hardware prefetcher stops at every page, and starts late in every block. */
     #define KV_COPY_AHEAD 1024
     static void kv_copy_prefetch(const char *src, size_t size) {
         for (size_t i = 0; i < size && i < KV_COPY_AHEAD; i += 64) __builtin_prefetch(src + i, 0, 3);
     }
 
-    /* memcpy that writes whole cache lines past the caches (SSE2, so x86-64's baseline). */
+    /* memcpy that writes whole cache lines past the caches (SSE2, which every x86-64 has). */
     static void kv_copy_stream(char *dst, const char *src, size_t size) {
     #if defined(__x86_64__)
         size_t head = -(size_t)dst & 63;
@@ -51,14 +52,14 @@ cdef extern from *:
         memcpy(dst, src, size);
     }
 
-    /* Streamed stores are weakly ordered: they must be fenced before another thread is told of them. */
+    /* Streamed stores are weakly ordered, so a fence is needed before another thread may read the bytes. */
     static void kv_copy_fence(void) {
     #if defined(__x86_64__)
         _mm_sfence();
     #endif
     }
 
-    /* count runs between a strided place and a packed one; a constant run lets the compiler use a plain move. */
+    /* Copies count runs between strided and packed memory. With a constant run the compiler uses a plain move. */
     #define KV_COPY_RUNS(RUN) for (i = 0; i < count; i++, strided += stride, packed += (RUN)) \\
         memcpy(unpack ? strided : packed, unpack ? packed : strided, (RUN))
     static void kv_copy_runs(char *strided, char *packed, ptrdiff_t stride, ptrdiff_t count, size_t run, int unpack,
@@ -94,7 +95,7 @@ cdef struct Layer:
     char *base
     Py_ssize_t block_stride
     Py_ssize_t run  # bytes of the dense innermost part
-    int axes  # those outside the run, outermost first
+    int axes  # number of axes outside the run, outermost first
     Py_ssize_t shape[MAX_AXES]
     Py_ssize_t stride[MAX_AXES]
 
@@ -196,8 +197,10 @@ cdef object _inner(Py_buffer *view):
 
 
 cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t *count, Py_ssize_t row_bytes, str name) except? -1:
-    """The row stride of ``rows``, which must be dense rows of ``row_bytes`` bytes: ``count`` of them, or any number,
-    which ``count`` then becomes, if it is -1."""
+    """Returns the row stride of ``rows``, which must be ``count`` dense rows of ``row_bytes`` bytes.
+
+    ``count`` -1: any number of rows; ``count`` is set to it.
+    """
     cdef Py_ssize_t expected = rows.itemsize
     cdef int axis
     cdef bint dense = True
@@ -218,7 +221,8 @@ cdef Py_ssize_t _check_rows(Py_buffer *rows, Py_ssize_t *count, Py_ssize_t row_b
 
 
 cdef Py_ssize_t _copy_indices(int64_t *copied, Py_buffer *view, Py_ssize_t limit) noexcept:
-    """A copy of the indices that nobody else can change; where the first outside 0 .. limit - 1 is, or -1."""
+    """Copies the indices, so that no other thread can change them. Returns the position of the first one outside
+    0 .. limit - 1, or -1."""
     cdef Py_ssize_t i
     for i in range(view.shape[0]):
         memcpy(&copied[i], <char *>view.buf + i * view.strides[0], 8)
@@ -296,15 +300,15 @@ cdef object _copy_rows(object views, object block_ids, object rows, object slots
 def gather(views, block_ids, out, slots=None):
     """Packs blocks of every layer into rows: ``out[i]`` is ``views[l][block_ids[i]]`` for each l, in C order.
 
-    ``views``: L arrays of shape (blocks, *inner), of any strides, alignment and dtype (bytes are moved: view what
-    has no buffer format, such as bfloat16, as uint16); ``inner`` and item size are the same for all. ``block_ids``:
-    n ids, 1-D int64. ``out``: writable, n rows of L * inner bytes, dense within a row, any row stride; or one dense
-    1-D buffer of as many bytes. ``slots``: n indices, 1-D int64, into an ``out`` of any number of rows:
-    ``out[slots[i]]`` is filled, the other rows stay untouched. When a slot occurs twice, the last block wins.
+    ``views``: L arrays of shape (blocks, *inner), of any strides, alignment and dtype (only bytes are copied: pass an
+    array without a buffer format, such as bfloat16, as a uint16 view); ``inner`` and item size are the same for all.
+    ``block_ids``: n ids, 1-D int64. ``out``: writable, n rows of L * inner bytes, dense within a row, any row stride;
+    or one dense 1-D buffer of as many bytes. ``slots``: n indices, 1-D int64, into an ``out`` of any number of rows:
+    ``out[slots[i]]`` is filled, the other rows are not changed. When a slot occurs twice, the last block wins.
 
     Raises IndexError for an id outside 0 .. blocks - 1 or a slot outside 0 .. rows - 1, ValueError or TypeError for
-    arrays that do not fit or a read-only ``out``, all before any byte moves. ``out`` must not overlap the views.
-    Copies without the GIL; thread-safe as long as nobody else writes to the same memory.
+    arrays that do not fit or a read-only ``out``, always before any byte is copied. ``out`` must not overlap the views.
+    Copies without the GIL; thread-safe as long as no other thread writes to the same memory.
     """
     _copy_rows(views, block_ids, out, slots, False)
 
@@ -313,8 +317,7 @@ def scatter(src, views, block_ids, slots=None):
     """Unpacks rows into blocks of every layer, the inverse of ``gather``: ``views[l][block_ids[i]]`` from ``src[i]``,
     or from ``src[slots[i]]``.
 
-    ``src`` is shaped as ``gather``'s ``out`` and may be read-only; ``views`` must be writable. A slot may occur as
-    often as needed. When an id occurs twice, the last row wins. Raises, and may be called from several threads, as
-    ``gather``.
+    ``src`` has the shape of ``out`` in ``gather`` and may be read-only; ``views`` must be writable. A slot may occur
+    any number of times. When an id occurs twice, the last row wins. Errors and threads: as for ``gather``.
     """
     _copy_rows(views, block_ids, src, slots, True)

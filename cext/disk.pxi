@@ -1,8 +1,8 @@
 # Blocks between memory and a segment file: the loops around pread and pwrite, with the GIL released.
 #
-# Neighbours in memory that are neighbours in the file move in one system call, so that small blocks do not pay for
-# one each. A block read is checked against its checksum while it is still in the processor's cache. What must hold:
-# the caller owns the memory (slots that are being written, or referenced) for the length of the call.
+# Blocks that are adjacent both in memory and in the file are moved by one system call, so that small blocks do not cost
+# one each. A block that was read is checked against its checksum while it is still in the processor's cache. What must
+# hold: the caller owns the memory (slots that are being written, or referenced) for the length of the call.
 
 from libc.errno cimport EINTR, EIO, errno
 from posix.types cimport off_t
@@ -11,11 +11,11 @@ from posix.unistd cimport pread, pwrite
 
 cdef enum:
     CORRUPT_BLOCK = -1
-    RUN_BYTES = 4 << 20  # what one system call moves at most
+    RUN_BYTES = 4 << 20  # the most that one system call moves
 
 
 cdef class _Blocks:
-    """The arguments of one call: where each block lies in memory and in the file."""
+    """The arguments of one call: the place of each block in memory and its offset in the file."""
 
     cdef _Buffers held
     cdef char *base
@@ -50,7 +50,7 @@ cdef class _Blocks:
         return <const int64_t *>view.buf
 
     cdef Py_ssize_t run(self, Py_ssize_t first) noexcept nogil:
-        """The end of the run of blocks that begins with `first` and lies in one piece on both sides."""
+        """Returns the end of the run of blocks that begins at `first` and is contiguous in memory and in the file."""
         cdef Py_ssize_t i = first + 1, size = self.block_bytes
         while (
             i < self.count and (i - first + 1) * size <= RUN_BYTES
@@ -61,7 +61,7 @@ cdef class _Blocks:
 
 
 cdef Py_ssize_t _move(int fd, char *memory, Py_ssize_t size, off_t offset, bint write, int *error) noexcept nogil:
-    """The bytes that were moved: fewer than `size` at the file's end, or with `error` set."""
+    """Returns how many bytes were moved: fewer than `size` at the file's end, or when `error` is set."""
     cdef Py_ssize_t done = 0, moved
     error[0] = 0
     while done < size:
@@ -83,9 +83,10 @@ cdef Py_ssize_t _move(int fd, char *memory, Py_ssize_t size, off_t offset, bint 
 def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums):
     """Reads block i from ``offsets[i]`` of the file into ``memory[places[i]:][:block_bytes]`` and checks it.
 
-    ``places``, ``offsets``: int64, in bytes. ``sums``: uint64, the xxh3-64 each block must have. Returns int32, one a
-    block: 0 read and right, -1 not the bytes of that checksum (or the file ends before), else the errno of its read.
-    Blocking; without the GIL. Raises TypeError or ValueError before anything is read.
+    ``places``, ``offsets``: int64, in bytes. ``sums``: uint64, the xxh3-64 that each block must have. Returns int32,
+    one a block: 0 when its checksum is right, -1 when it is not (or the file ends too early), else the errno of its
+    read.
+    Blocks, without the GIL. Raises TypeError or ValueError before anything is read.
     """
     cdef _Blocks blocks = _Blocks(memory, places, offsets, block_bytes, True)
     cdef _Buffers held = _Buffers(2)
@@ -113,8 +114,8 @@ def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums):
 def write_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes):
     """Writes ``memory[places[i]:][:block_bytes]`` to ``offsets[i]`` of the file, in order.
 
-    ``places``, ``offsets``: int64, in bytes. Returns 0, or the errno of the write that failed; what lies after it was
-    not written. Blocking; without the GIL. Raises TypeError or ValueError before anything is written.
+    ``places``, ``offsets``: int64, in bytes. Returns 0, or the errno of the first write that failed; blocks after it
+    were not written. Blocks, without the GIL. Raises TypeError or ValueError before anything is written.
     """
     cdef _Blocks blocks = _Blocks(memory, places, offsets, block_bytes, False)
     cdef Py_ssize_t first = 0, end, size

@@ -20,8 +20,8 @@ cdef const xxh3_variant *_best = &_variants[_variant_count - 1]
 def checksum(buffer):
     """The xxh3-64 (seed 0) of a C-contiguous buffer, as an int.
 
-    Read-only buffers are welcome. Raises TypeError for what is no buffer and ValueError for one that is not
-    C-contiguous. Thread-safe; hashes without the GIL. Equal to ``xxhash.xxh3_64_intdigest(buffer)``.
+    The buffer may be read-only. Raises TypeError when it is not a buffer and ValueError when it is not C-contiguous.
+    Thread-safe; hashes without the GIL. Equal to ``xxhash.xxh3_64_intdigest(buffer)``.
     """
     cdef _Buffers held = _Buffers(1)
     cdef Py_buffer *view = held.take(buffer, PyBUF_SIMPLE, "buffer")
@@ -35,8 +35,8 @@ def checksum_into(buffers, out):
     """Writes the xxh3-64 of ``buffers[i]`` to ``out[i]``.
 
     ``buffers``: a sequence of C-contiguous buffers of any sizes. ``out``: writable, contiguous, uint64, one word for
-    each buffer. Raises TypeError or ValueError, before anything is written, when one of them is not as described.
-    Thread-safe as long as nobody else writes to these buffers; all of them are hashed in one stretch without the GIL.
+    each buffer. Raises TypeError or ValueError, before anything is written, when an argument is not as described.
+    Thread-safe as long as no other thread writes to these buffers. Releases the GIL once, for all of them.
     """
     cdef list sources = list(buffers)
     cdef Py_ssize_t i, count = len(sources)
@@ -54,7 +54,8 @@ def checksum_blocks(base, Py_ssize_t block_bytes, out):
     """Writes the xxh3-64 of each block of ``base`` to ``out``.
 
     ``base``: one C-contiguous buffer of n * ``block_bytes`` bytes. ``out``: writable, contiguous, uint64, n words.
-    Raises TypeError or ValueError, before anything is written, when they do not fit. Thread-safe; without the GIL.
+    Raises TypeError or ValueError, before anything is written, when they do not fit. Thread-safe; hashes without the
+    GIL.
     """
     cdef _Buffers held = _Buffers(2)
     cdef Py_buffer *view = held.take(base, PyBUF_SIMPLE, "base")
@@ -70,7 +71,7 @@ def checksum_blocks(base, Py_ssize_t block_bytes, out):
 
 cdef Py_ssize_t _pack_tokens(uint32_t *dst, const char *src, Py_ssize_t stride, Py_ssize_t itemsize,
                              Py_ssize_t count) noexcept nogil:
-    """Narrows tokens to uint32; returns the position of the first that does not fit, or -1."""
+    """Narrows tokens to uint32. Returns the position of the first one that does not fit, or -1."""
     cdef Py_ssize_t i
     cdef uint64_t misfit = 0
     cdef int32_t narrow
@@ -102,21 +103,22 @@ cdef Py_ssize_t _pack_tokens(uint32_t *dst, const char *src, Py_ssize_t stride, 
 
 
 def prefix_keys(tokens, Py_ssize_t block_tokens, bytes seed not None=b"", parent=None):
-    """The chain of prefix keys of a token sequence: row i names block i and everything before it.
+    """Returns the chain of prefix keys of a token sequence: row i is the key of block i and all blocks before it.
 
     ``tokens``: 1-D int32 or int64 array of n tokens, any stride. Returns an (n // block_tokens, 16) uint8 array; a
-    trailing partial block is ignored (and not read). The layout, for other implementations (XXH3-128 with seed 0
-    throughout, canonical digest: 16 bytes, big-endian, high half first)::
+    trailing partial block is ignored (and not read). The layout, for other implementations (always XXH3-128 with seed
+    0, canonical digest: 16 bytes, big-endian, high half first)::
 
         key[-1] = xxh3_128(seed)                                            # the root; or ``parent``
         key[i]  = xxh3_128(key[i-1] + tokens of block i, each as 4 bytes little-endian unsigned)
 
     So int32 and int64 arrays of the same tokens give the same keys. ``parent``, the last key of an earlier call,
-    continues its chain: the keys of ``a + b`` are those of ``a`` followed by those of ``b`` with
-    ``parent=keys_of_a[-1]``, when ``len(a)`` is a multiple of ``block_tokens``; ``seed`` is then not used.
+    continues its chain: when ``len(a)`` is a multiple of ``block_tokens``, the keys of ``a + b`` are the keys of ``a``
+    followed by the keys of ``b`` with ``parent=keys_of_a[-1]``. ``seed`` is not used then.
 
     Raises TypeError when ``tokens`` is not such an array, ValueError when ``block_tokens`` < 1, when ``parent`` is not
-    exactly 16 bytes, or when a token is negative or >= 2**32 (naming the first). Thread-safe; without the GIL.
+    exactly 16 bytes, or when a token is negative or >= 2**32 (the message has the first one). Thread-safe; hashes
+    without the GIL.
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -140,7 +142,7 @@ def prefix_keys(tokens, Py_ssize_t block_tokens, bytes seed not None=b"", parent
     if count == 0:
         return keys
     cdef uint8_t *key = <uint8_t *>held.take(keys, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "keys").buf
-    cdef uint8_t on_stack[4096 + 16]  # what is hashed: the parent's key, then one block's tokens
+    cdef uint8_t on_stack[4096 + 16]  # the message to hash: the parent's key, then one block's tokens
     cdef uint8_t *message = on_stack
     if block_tokens > 1024:
         message = <uint8_t *>malloc(16 + 4 * block_tokens)
@@ -176,7 +178,7 @@ cdef const xxh3_variant *_variant(str name) except NULL:
 
 
 def _xxh3_variants():
-    """The names of the variants this CPU runs, slowest first; the last one is in use."""
+    """Returns the names of the variants that this CPU can run, slowest first; the last one is in use."""
     return [_variants[i].name.decode() for i in range(_variant_count)]
 
 

@@ -1,17 +1,17 @@
-# Weighted rendezvous hashing, and a batch's keys by their owner. What the numbers mean: kvstore/cluster/placement.py.
+# Weighted rendezvous hashing, and grouping of a batch's keys by owner. kvstore/cluster/placement.py has the formula.
 #
-# For a key every shard draws u in (0, 1), and its score is weight / -ln(u). Logarithms are what this would cost, and
-# hardly any is needed: as 1 - u <= -ln(u) <= (1 - u) / u, a shard's *floor* (1 - u) / weight bounds what it scores from
-# both sides, and mostly one shard alone can be the best.
+# For a key every shard draws u in (0, 1), and its score is weight / -ln(u). The logarithms would be most of the cost,
+# but few are needed: because 1 - u <= -ln(u) <= (1 - u) / u, a shard's *floor* (1 - u) / weight bounds its score from
+# both sides, and mostly only one shard can have the highest score.
 
 from libc.math cimport INFINITY, fabs, log
 
-cdef double _SLACK = 1.0 + 2.0 ** -40               # more than rounding does to a score and a floor
+cdef double _SLACK = 1.0 + 2.0 ** -40               # more than the rounding errors of a score and a floor
 cdef double _GREATEST_HANDICAP = 2.0 ** 960         # so that every floor is finite
 cdef double _GREATEST_FLOOR = 2.0 ** 1020
 
 
-# The shards of a placement, and what is worked out for one key at a time.
+# The shards of a placement, and scratch memory for one key at a time.
 cdef struct Shards:
     Py_ssize_t count
     const uint64_t *seeds
@@ -22,8 +22,8 @@ cdef struct Shards:
     double *handicaps       # the greatest weight / weight, in units of 2**-53
     double handicap         # the greatest of them
     uint64_t *draws
-    double *floors          # times the greatest weight, at most one handicap too low; INFINITY: on a node that is taken
-    double *apart           # as floors; INFINITY: in a zone that is taken, too
+    double *floors          # times the greatest weight, at most one handicap too low; INFINITY: its node is taken
+    double *apart           # like floors, but INFINITY also when its zone is taken
 
 
 cdef inline uint64_t _mix(uint64_t value) noexcept nogil:
@@ -34,12 +34,12 @@ cdef inline uint64_t _mix(uint64_t value) noexcept nogil:
 
 
 cdef inline double _cost(uint64_t drawn) noexcept nogil:
-    """-ln(u); 0 for the one draw of 2**53 whose u is rounded to 1."""
+    """Returns -ln(u); 0 for the one draw in 2**53 whose u is rounded to 1."""
     return fabs(log((<double><int64_t>(drawn >> 11) + 0.5) * 2.0 ** -53))
 
 
 cdef inline void _draw(const Shards *shards, uint64_t word) noexcept nogil:
-    """Every shard's draw and floor for a key."""
+    """Computes every shard's draw and floor for a key."""
     cdef uint64_t mixed = _mix(word)
     cdef Py_ssize_t i
     for i in range(shards.count):
@@ -48,7 +48,7 @@ cdef inline void _draw(const Shards *shards, uint64_t word) noexcept nogil:
 
 
 cdef inline double _lowest(const double *floors, Py_ssize_t count) noexcept nogil:
-    """Four at a time: each minimum would wait for the one before it."""
+    """Returns the lowest floor. Keeps four minima, because each comparison would wait for the one before it."""
     cdef double a = INFINITY, b = INFINITY, c = INFINITY, d = INFINITY
     cdef Py_ssize_t i = 0
     while i + 4 <= count:
@@ -64,7 +64,7 @@ cdef inline double _lowest(const double *floors, Py_ssize_t count) noexcept nogi
 
 
 cdef inline Py_ssize_t _winner(const Shards *shards, const double *floors) noexcept nogil:
-    """The shard of the highest score among those whose floor is finite; NONE if there is none."""
+    """Returns the shard with the highest score among those with a finite floor; NONE if there is none."""
     cdef Py_ssize_t i, best = NONE
     cdef double low = _lowest(floors, shards.count), limit = _GREATEST_FLOOR, score = 0.0, other
     low += shards.handicap
@@ -85,7 +85,7 @@ cdef inline Py_ssize_t _winner(const Shards *shards, const double *floors) noexc
 
 
 cdef bint _choose_replicas(const Shards *shards, int64_t *chosen, Py_ssize_t columns) noexcept nogil:
-    """Columns 1 .. columns - 1 of a key whose owner is in column 0. -> whether there were as many nodes."""
+    """Fills columns 1 .. columns - 1 of a key whose owner is in column 0. -> whether there were enough nodes."""
     cdef Py_ssize_t i, column
     cdef int64_t before
     if columns == 1:
@@ -107,14 +107,15 @@ cdef bint _choose_replicas(const Shards *shards, int64_t *chosen, Py_ssize_t col
 
 
 def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
-    """Who holds each key: `(n, columns)` numbers of shards, the owner in column 0, int64.
+    """Returns the shards that hold each key: their numbers, `(n, columns)` int64, the owner in column 0.
 
     ``keys``: `(n, key_bytes)` uint8 of any strides, key_bytes >= 8; the first 8 bytes place a key. One item a shard:
     ``seeds`` (uint64), ``weights`` (float64, > 0 and finite), ``ranks``, ``nodes``, ``zones`` (int64). Between equal
-    scores the lowest rank wins. The next column is the best-scored shard on a node and in a zone that no column before
-    it has, or on such a node when no zone is left. ``columns``: at most the number of different nodes.
+    scores the lowest rank wins. Each next column is the shard with the best score on a node and in a zone that none of
+    the columns before have; when no such zone is left, on another node. ``columns``: at most the number of nodes.
 
-    Raises ValueError for arrays that do not fit. Works without the GIL; thread-safe as long as nobody writes to them.
+    Raises ValueError for arrays that do not fit. Works without the GIL; thread-safe as long as no thread writes to the
+    arrays.
     """
     cdef _Buffers held = _Buffers(7)
     cdef Py_buffer *view = held.take(keys, PyBUF_STRIDES, "keys")
@@ -169,10 +170,10 @@ def rendezvous(keys, seeds, weights, ranks, nodes, zones, Py_ssize_t columns):
 
 
 def group_by_owner(owners, Py_ssize_t count):
-    """Positions by owner: `(order, bounds)`, both int64. Those of owner i are ``order[bounds[i] : bounds[i + 1]]``,
-    ascending.
+    """Groups positions by owner. Returns `(order, bounds)`, both int64.
 
-    ``owners``: 1-D int64, each 0 .. count - 1, else IndexError. A counting sort; thread-safe.
+    The positions of owner i are ``order[bounds[i] : bounds[i + 1]]``, ascending. ``owners``: 1-D int64, each
+    0 .. count - 1, else IndexError. A counting sort; thread-safe.
     """
     if count < 1:
         raise ValueError(f"count is {count}: expected at least 1 owner")

@@ -3,11 +3,11 @@
  * The hash has five input classes: 0, 1-16, 17-128, 129-240 and above 240 bytes. The short ones are straight-line
  * 64x64->128 multiplications against a 192-byte secret. The long one keeps eight 64-bit lanes: a stripe (64 bytes) is
  * accumulated into them, sixteen stripes make a block (1 KiB), after which the lanes are scrambled. Only that loop is
- * worth vector code, so only it has variants (scalar, SSE2, AVX2, AVX-512); the best one the CPU runs is chosen once,
- * at import, and no compiler flag depends on the building machine.
+ * worth vector code, so only it has variants (scalar, SSE2, AVX2, AVX-512). The best one that the CPU can run is chosen
+ * once, at import; no compiler flag depends on the machine that builds.
  *
- * What must hold: every variant returns the same value as every other and as the reference implementation, for every
- * length, seed and alignment. On stored data this is a format, so it can never change.
+ * What must hold: every variant returns the same value as all others and as the reference implementation, for every
+ * length, seed and alignment. The checksums are stored on disk, so the function can never change.
  *
  * Over 400 lines because a hash function is one idea; its constants and the vector code take half of them.
  */
@@ -270,8 +270,8 @@ static void xxh3_blocks_scalar(uint64_t *acc, const uint8_t *in, size_t n, const
 
 #ifdef XXH3_X86
 
-/* Keeps a value in its register: GCC would else load it a second time as an instruction's memory operand, which costs an
- * eighth of the speed (measured). */
+/* Keeps a value in its register. Otherwise GCC would load it a second time as an instruction's memory operand, which
+ * costs an eighth of the speed (measured). */
 #define XXH3_KEEP(v) __asm__("" : "+v"(v))
 
 /* One vector variant: registers of type V together hold the eight lanes. A template by macro because the target
@@ -328,7 +328,7 @@ XXH3_VECTOR_VARIANT(avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_store
                     _mm512_add_epi64, _mm512_mul_epu32, _mm512_srli_epi64, XXH3_SHUFFLE512, _mm512_set1_epi64)
 #endif
 
-/* Fills table with the variants this CPU runs, slowest first, and returns how many there are (1 to 4). */
+/* Fills table with the variants that this CPU can run, slowest first, and returns their number (1 to 4). */
 static int xxh3_variants(xxh3_variant table[4]) {
     int n = 0;
     xxh3_variant scalar = {"scalar", xxh3_stripes_scalar, xxh3_blocks_scalar};
@@ -369,7 +369,7 @@ static inline const uint8_t *xxh3_derive(uint8_t derived[XXH3_SECRET_BYTES], uin
     return derived;
 }
 
-/* What follows the whole blocks: the remaining stripes, then the last 64 bytes once more. */
+/* The bytes after the whole blocks: the remaining stripes, then the last 64 bytes once more. */
 static inline void xxh3_tail(uint64_t acc[8], const uint8_t *in, size_t len, const uint8_t *secret,
                              const xxh3_variant *v) {
     size_t done = (len - 1) / XXH3_BLOCK * XXH3_BLOCK;

@@ -46,11 +46,11 @@ class Engine:
         cache = np.empty((len(tokens) + BLOCK_TOKENS, 2, HEAD_SIZE), dtype=np.float32)  # by token: key and value
         rows = cache[: len(keys) * BLOCK_TOKENS].reshape(len(keys), -1).view(np.uint8)  # by block, as it is stored
 
-        cached = self.client.load_prefix(keys, rows) * BLOCK_TOKENS  # one round trip: what is there, into its place
+        cached = self.client.load_prefix(keys, rows) * BLOCK_TOKENS  # one round trip: leading blocks into their rows
         self.prefill(tokens, cache, cached)
         if cached < len(keys) * BLOCK_TOKENS:
             first = cached // BLOCK_TOKENS
-            self.client.set(keys[first:], rows[first:])  # what others need not compute again
+            self.client.set(keys[first:], rows[first:])  # so that other engines need not compute these blocks
         return self.attend(tokens[-1], cache[: len(tokens)])
 
     def prefill(self, tokens: npt.NDArray[np.int64], cache: Floats, start: int) -> None:

@@ -89,7 +89,7 @@ def engine_main(spec: dict[str, Any]) -> None:
             "token_ids": list(output.outputs[0].token_ids),
         }
         print(json.dumps(answer), file=answers, flush=True)
-    engine.llm_engine.engine_core.shutdown()  # sends what is not in the store yet
+    engine.llm_engine.engine_core.shutdown()  # also sends the blocks that are not in the store yet
 
 
 # ---- the demo ------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def make_model(size: str) -> Path:
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
     try:
         scratch.rename(folder)
-    except OSError:  # another demo was first
+    except OSError:  # another demo has made it meanwhile
         shutil.rmtree(scratch)
     return folder
 
@@ -188,7 +188,7 @@ def run_demo(prompt_tokens: int, model_size: str) -> dict[str, Any]:
                 "max_model_len": max(prompt_tokens, WARM_UP_TOKENS) + 2 * OUTPUT_TOKENS,
             }
             first = run_engine("first engine, empty store", spec, logs / "first.log")
-            # The second engine is warmed up by another prompt: its own, too, must not be in the store.
+            # Another prompt warms up the second engine: a warm-up prompt must not be in the store either.
             spec["prompts"] = [[token ^ 1 for token in warm_up], prompt]
             second = run_engine("second engine, after the restart", spec, logs / "second.log")
         finally:

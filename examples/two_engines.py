@@ -59,7 +59,7 @@ class EngineServer:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1"]
         command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
-        # What the processor and the model without a tokenizer need.
+        # Options that the CPU and a model without a tokenizer need.
         command += ["--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager"]
         command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(max_model_len)]
         command += ["--gpu-memory-utilization", "0.3"]

@@ -1,3 +1,3 @@
-"""kvstore: the KV cache of LLM inference as a service. The server, and what both sides of the wire share."""
+"""kvstore: the KV cache of LLM inference as a service. The server, and the code that server and clients share."""
 
 __version__ = "0.1.0"

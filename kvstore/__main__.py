@@ -1,4 +1,4 @@
-"""`python -m kvstore`: the server, as `kvstore-server`."""
+"""`python -m kvstore` runs the server, like `kvstore-server`."""
 
 from kvstore.node.cli import server_main
 

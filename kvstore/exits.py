@@ -1,4 +1,4 @@
-"""How both commands end: their exit statuses and their error line."""
+"""The exit statuses and the error line of both commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BAD_USAGE: Final = 2
 
 
 def print_error(message: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     print(f"error: {message}", file=sys.stderr)
 
 

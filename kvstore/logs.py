@@ -1,8 +1,8 @@
 """Log lines on standard error, one an event: `time level where message` for people, or a JSON object for machines.
 
 A line may carry fields beside its message: `log.info("...", extra=fields(uptime_s=3.2))`. In JSON they are keys of
-`fields`; text leaves them out, so the message has to tell what people need. Warnings of Python and exceptions that
-nobody caught become log lines as well, so that every line on standard error can be read by a machine.
+`fields`; text omits them, so the message must contain all that people need. Python's warnings and uncaught exceptions
+become log lines as well, so that machines can parse every line on standard error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("text", "json")
 _FIELDS: Final = "kvstore_fields"
 
+_BURST: Final = 20  # lines of a kind, which is a message before its values are filled in,
+_BURST_S: Final = 10.0  # in so many seconds: whoever can cause a line can cause a million
+
 log = logging.getLogger(__name__)
 
-_configured = ("warning", "", "text")  # level, where, form: as `configure` was called
+_configured = ("warning", "", "text")  # level, where, form: the arguments of the last `configure`
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """What `extra` of a logging call takes, for a line with these fields."""
+    """-> the argument `extra` of a logging call, for a line with these fields."""
     return {_FIELDS: values}
 
 
@@ -36,6 +39,7 @@ def configure(level: str, where: str, form: str = "text") -> None:
     global _configured  # noqa: PLW0603 - one log a process
     _configured = (level, where, form)
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_Bounded())
     handler.setFormatter(_JSONFormatter(where) if form == "json" else _text_formatter(where))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
@@ -44,9 +48,30 @@ def configure(level: str, where: str, form: str = "text") -> None:
 
 
 def of_child(name: str) -> tuple[str, str, str]:
-    """What `configure` takes in a child process, to log as this process does."""
+    """-> the arguments of `configure` for a child process that is to log like this one."""
     level, where, form = _configured
     return level, f"{where} {name}".strip(), form
+
+
+class _Bounded(logging.Filter):
+    """Lets `_BURST` lines of a kind through in `_BURST_S`. The next one that passes says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[str, list[float]] = {}  # when the burst began, lines since then
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.INFO:  # who asks for all of it gets all of it
+            return True
+        kind = str(record.msg)
+        began, lines = self._kinds.setdefault(kind, [record.created, 0])
+        if record.created - began > _BURST_S:
+            if lines > _BURST:
+                record.msg = f"{record.getMessage()} ({int(lines) - _BURST} more lines of this kind were left out)"
+                record.args = None
+            began, lines = record.created, 0
+        self._kinds[kind] = [began, lines + 1]
+        return lines < _BURST
 
 
 def _text_formatter(where: str) -> logging.Formatter:
@@ -56,7 +81,7 @@ def _text_formatter(where: str) -> logging.Formatter:
 
 
 class _JSONFormatter(logging.Formatter):
-    """One object a line: time, level, where, message, and where they are: fields, exception."""
+    """One JSON object a line: time, level, where, message and, if there are any, fields and exception."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them, for both sides."""
+"""Parsing and formatting of sizes in bytes, for the server and the clients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 _BINARY: Final = {"Ti": 1 << 40, "Gi": 1 << 30, "Mi": 1 << 20, "Ki": 1 << 10}
 _DECIMAL: Final = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
 _UNITS: Final = {"": 1, "b": 1} | {f"{unit}b".lower(): size for unit, size in (_BINARY | _DECIMAL).items()}
-# As Kubernetes writes them. Case counts: its `m` is a thousandth, and Docker's `m` is a MiB.
+# The notation of Kubernetes. It is case-sensitive: `m` is a thousandth in Kubernetes and a MiB in Docker.
 _KUBERNETES: Final = _BINARY | _DECIMAL
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4GiB``, ``512 MiB``, ``1.5GB``, ``512Mi``, ``500M`` or ``1048576``; ValueError otherwise.
+    """-> the bytes of ``4GiB``, ``512 MiB``, ``1.5GB``, ``512Mi``, ``500M`` or ``1048576``. Raises `ValueError`.
 
     ``KiB MiB GiB TiB`` and ``Ki Mi Gi Ti`` are powers of 1024, ``kB MB GB TB`` and ``k M G T`` powers of 1000.
     """
@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def spell_size(count: int) -> str:
-    """``4GiB``: the largest binary unit that gives `count` exactly, so that `parse_size` reads it back."""
+    """-> ``4GiB``: `count` in the largest binary unit that is exact, so that `parse_size` gives `count` again."""
     for unit, size in _BINARY.items():
         if count and count % size == 0:
             return f"{count // size}{unit}B"
@@ -33,7 +33,7 @@ def spell_size(count: int) -> str:
 
 
 def format_size(count: float) -> str:
-    """``4.0 GiB`` for people, rounded."""
+    """-> ``4.0 GiB``: `count` rounded, for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,8 +1,8 @@
-"""`kvstore bench`: what a running server gives this client, from where it stands, without harm to those who use it.
+"""`kvstore bench`: measures a running server as this client reaches it, without harm to the server's users.
 
 Its blocks are in a namespace of its own, have the lowest priority, and are removed at the end whatever happens. Before
-it sets the first one it looks whether they fit into memory and disk space that nobody uses: a server that is full would
-evict the blocks of others for them.
+it sets the first block, it checks that all of them fit into memory and disk space that is free: a full server would
+evict the blocks of other users for them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from kvstore.sizes import format_size
 from kvstore.store.namespaces import INDEX_OVERHEAD_BYTES, SLOT_BYTES
 from kvstore.wire import ShardInfo
+from kvstore.wire.status import segment_slots
 from kvstore_cli.progress import progress_bar
 from kvstore_cli.store_state import owners_of
 from kvstore_client.client import KVStoreClient
@@ -28,16 +29,17 @@ from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import KeyArray, Namespace
 
 KEY_BYTES: Final = 16
-PRIORITY: Final = 0  # the lowest: others' blocks stay longer
-TTL_S: Final = 600  # of each block: they go even if this process is killed; no round takes so long
+PRIORITY: Final = 0  # the lowest, so that other users' blocks stay longer
+TTL_S: Final = 600  # of each block, longer than any round: the blocks go even if this process is killed
 
 
 class NoRoom(Exception):
-    """The blocks would evict those of others."""
+    """The benchmark's blocks would evict blocks of other users."""
 
 
 class OperationReport(msgspec.Struct, frozen=True):
-    """One operation. GB = 1e9 bytes; 0 for operations that move no blocks. Latencies are of whole calls."""
+    """The numbers of one operation. GB = 1e9 bytes; 0 for operations that move no blocks. Latencies are of whole
+    calls."""
 
     operation: str
     gb_s: float
@@ -50,7 +52,7 @@ class OperationReport(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """What was measured, and with which shape."""
+    """The results, and the shape of the blocks and calls that were measured."""
 
     endpoints: Sequence[str]
     block_bytes: int
@@ -58,7 +60,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     batch: int
     rounds: int
     operations: Sequence[OperationReport]
-    removed_blocks: int  # at the end, of its own
+    removed_blocks: int  # of the benchmark's own, at the end
 
 
 class Bench:
@@ -87,10 +89,10 @@ class Bench:
         self._keys = np.frombuffer(os.urandom(KEY_BYTES * blocks), dtype=np.uint8).reshape(-1, KEY_BYTES)
 
     def run(self, evict: bool, shown: bool) -> BenchReport:
-        """Measure. `evict`: also where blocks of others give way; otherwise `NoRoom` is raised before anything is set.
-        `shown`: with a progress bar.
+        """Measure. `evict`: even if other users' blocks are evicted; otherwise `NoRoom` is raised before any block is
+        set. `shown`: with a progress bar.
 
-        Raises `KVStoreError` if the server does not keep what it was given, or returns other bytes.
+        Raises `KVStoreError` if the server does not keep the blocks, or returns other bytes.
         """
         with KVStoreClient(self._endpoints, self._namespace, timeout_s=self._timeout_s) as client:
             if not evict:
@@ -114,7 +116,7 @@ class Bench:
         listed = client.shards()
         shards = {shard.name: shard.info for shard in listed if shard.info is not None}
         if any(self._block_bytes > shard.segment_bytes for shard in shards.values()):
-            return  # the server refuses them, and says why
+            return  # the server will refuse the blocks and say why
         counts = Counter(owners_of(listed, self._keys))
         fitting = self._blocks
         for name, count in counts.items():
@@ -203,23 +205,23 @@ class Bench:
 
 def room_for(shard: ShardInfo, block_bytes: int) -> int:
     """How many new blocks of this size a shard can take without evicting any, in memory and on its disk."""
-    slots = shard.segment_bytes // block_bytes
+    slots = segment_slots(shard.segment_bytes, block_bytes)
     emptied = sum(some.segments for some in shard.namespaces if not (some.blocks or some.writing))
     free = shard.segments_free + emptied
-    # Small blocks need much index, which takes memory from blocks as well.
+    # Small blocks need a large index, which takes memory from the blocks.
     tiers = 1 if shard.disk is None else 2
     segment_index_bytes = slots * (KEY_BYTES + SLOT_BYTES) * tiers
     free_bytes = free * shard.segment_bytes + INDEX_OVERHEAD_BYTES - shard.index_bytes
     room = max(0, min(free, free_bytes // (shard.segment_bytes + segment_index_bytes))) * slots
     if shard.disk is not None and shard.disk.state != "off":
-        # One segment is left alone: blocks that were deleted give their place back only once they are written.
+        # One segment is left free: a deleted block gives its place back only once it has been written.
         room = min(room, max(0, shard.disk.segments_free - 1) * (shard.disk.segment_bytes // block_bytes))
     return room
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the body as Ctrl-C does, so that what comes after it is done."""
+    """SIGTERM ends the body as Ctrl-C does, so that its clean-up runs."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

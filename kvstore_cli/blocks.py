@@ -107,7 +107,7 @@ def set_(
 
 
 def _read_block(file: Path, block_bytes: int) -> bytes:
-    """What is in `file`, which is to have this size."""
+    """The content of `file`. Ends the command unless it has exactly `block_bytes` bytes."""
     try:
         if file == STANDARD_INPUT:
             name, block, size = "standard input", sys.stdin.buffer.read(block_bytes + 1), None

@@ -1,4 +1,4 @@
-"""`kvstore cluster` and `kvstore drain`: look at a cluster, and take a node out of it."""
+"""`kvstore cluster` and `kvstore drain`: commands that show a cluster and take a node out of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.etcd import Drain, EtcdDirectory
 
 ASK_S: Final = 0.25
-BEGINS_S: Final = 30.0  # a node that has not begun to drain by then will not
+BEGINS_S: Final = 30.0  # a node that has not begun to drain by then will not begin
 
 cluster_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Look at a cluster.")
 
@@ -154,7 +154,8 @@ def drain(
 
 
 def _await_drain(directory: EtcdDirectory, node: str, seconds: float, shown: bool) -> Drain:
-    """Show how far the node is until it is done."""
+    """Show the progress of a drain until it is done. -> its result. Ends the command if the node does not finish in
+    time or was restarted."""
     from kvstore_cli.progress import progress_bar
 
     ends_by = time.monotonic() + BEGINS_S

@@ -1,6 +1,6 @@
-"""A cluster as one of its clients sees it: the state of every node.
+"""The state of every node of a cluster, as one of its clients sees it.
 
-It asks every shard: for people and scripts, not for a data path.
+Each look asks every shard. It is meant for people and scripts, not for a data path.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvstore_client import KVStoreClient, ShardStatus
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node. Counters are sums over its shards that answer, since each started."""
+    """One node. Counters are sums over those of its shards that answer, since each of them started."""
 
     node: str
     zone: str  # empty: none
     state: str  # as registered; "listed" without a directory
     version: str
-    endpoint: str  # of its first shard
+    endpoint: str  # of the node's first shard
     shards: int
     shards_up: int
     connections: int
@@ -29,19 +29,19 @@ class NodeStatus(msgspec.Struct, frozen=True):
     memory_used_bytes: int
     memory_limit_bytes: int
     blocks: int
-    block_bytes: int  # of those blocks, in memory
+    block_bytes: int  # total size of `blocks`, in memory
     disk_blocks: int
     hits: int
     misses: int
     evicted: int
     bytes_in: int
     bytes_out: int
-    uptime_s: float  # of its youngest shard
-    draining: bool  # it is shutting down
+    uptime_s: float  # of the node's youngest shard
+    draining: bool  # whether a shard is shutting down
 
     @property
     def hit_rate(self) -> float | None:
-        """Of the blocks asked for, those that were there; None: none was asked for."""
+        """The share of the requested blocks that were found; None if no block was requested."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
@@ -53,13 +53,13 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     time: float  # unix seconds
     nodes: Sequence[NodeStatus]
     balance: float | None  # the fullest shard's bytes, as a multiple of the mean by weight; None: nothing is stored
-    hit_rate: float | None
-    directory: str  # why etcd or DNS cannot be asked for the members; empty: it can, or the nodes are a list
+    hit_rate: float | None  # of all nodes; None: no block was requested
+    directory: str  # why etcd or DNS cannot be asked for the members; empty if it can, or if the nodes are a list
     silent: Sequence[str]  # why shards do not answer
 
     @property
     def failure(self) -> CommandFailed | None:
-        """What is wrong with the cluster; None: every shard answers and the member list is up to date."""
+        """What is wrong with the cluster; None if every shard answers and the member list is up to date."""
         if self.directory:
             known = "the list of nodes may be out of date" if self.nodes else "no node is known"
             return CommandFailed("unreachable", f"{self.directory}; {known}")
@@ -75,7 +75,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 def cluster_status(client: KVStoreClient) -> ClusterStatus:
-    """Ask every shard. Shards that do not answer are counted as down, also without `fail_open`."""
+    """Ask every shard. Shards that do not answer count as down, even if the client is not `fail_open`."""
     shards = client.shards()
     by_node: dict[str, list[ShardStatus]] = {}
     for shard in shards:
@@ -123,7 +123,7 @@ def _node_status(shards: Sequence[ShardStatus]) -> NodeStatus:
 
 
 def _balance(shards: Sequence[ShardStatus]) -> float | None:
-    """Over the shards that blocks are set on."""
+    """The balance of the shards that blocks are set on: see `ClusterStatus.balance`."""
     stored, weights = [], []
     for shard in shards:
         if shard.info is not None and shard.takes_sets:

@@ -1,4 +1,4 @@
-"""What `kvstore cluster` shows to people."""
+"""The output of `kvstore cluster` for people."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvstore.sizes import format_size
+from kvstore_cli.output import printable
 
 if TYPE_CHECKING:
     from kvstore_cli.cluster_status import ClusterStatus, NodeStatus
     from kvstore_client import Location
 
 _COLUMNS: Final = ("node", "state", "zone", "up", "clients", "memory", "blocks", "on disk", "hits", "in / out")
-# Where not all columns fit. A node's id, its state and whether it is up are always shown.
+# The order in which columns are left out of a narrow terminal. A node's id, state and up are always shown.
 _LEFT_OUT_FIRST: Final = ("on disk", "in / out", "clients", "zone", "memory", "blocks", "hits")
 _ANY_WIDTH: Final = 10_000
 
 
 def print_status(status: ClusterStatus) -> None:
-    """A table of nodes, and what concerns all of them."""
+    """Print a table of nodes, and the numbers of the whole cluster."""
     console = Console()
     console.print(_status(status, None, console))
 
 
 def watch_status(look: Callable[[], ClusterStatus], interval_s: float) -> NoReturn:
-    """Look again and again. Rates and hit rates are those between two looks. Never returns.
+    """Look every `interval_s` and show the nodes. Rates and hit rates are those between two looks. Never returns.
 
-    If the output is not a terminal, one table follows the other.
+    If the output is not a terminal, the tables are printed one after the other.
     """
     console = Console()
     before = None
@@ -66,7 +68,7 @@ def _status(status: ClusterStatus, before: ClusterStatus | None, console: Consol
 
 
 def _nodes(rows: Sequence[Sequence[str]], console: Console) -> tuple[Table, list[str]]:
-    """A table, and the columns for which there is no room."""
+    """The table, and the names of the columns that have no room."""
     for count in range(len(_LEFT_OUT_FIRST) + 1):
         left_out: list[str] = [name for name in _COLUMNS if name in _LEFT_OUT_FIRST[:count]]
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
@@ -74,7 +76,9 @@ def _nodes(rows: Sequence[Sequence[str]], console: Console) -> tuple[Table, list
             if name not in left_out:
                 table.add_column(name, justify="left" if name == "node" else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(cell for name, cell in zip(_COLUMNS, row, strict=True) if name not in left_out))
+            table.add_row(
+                *(Text(printable(cell)) for name, cell in zip(_COLUMNS, row, strict=True) if name not in left_out)
+            )
         if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum <= console.width:
             break
     return table, left_out
@@ -83,7 +87,7 @@ def _nodes(rows: Sequence[Sequence[str]], console: Console) -> tuple[Table, list
 def _row(node: NodeStatus, old: NodeStatus | None, seconds: float) -> list[str]:
     if not node.shards_up:
         return [node.node, node.state, node.zone, f"0/{node.shards}", *["-"] * (len(_COLUMNS) - 4)]
-    # A shard that restarted counts from 0 again: then its counters are all since the look before.
+    # After a restart a shard counts from 0 again, so its counters hold only what came after the last look.
     if old is None or seconds <= 0 or node.uptime_s < seconds:
         hit_rate, moved = node.hit_rate, [format_size(node.bytes_in), format_size(node.bytes_out)]
     else:
@@ -114,7 +118,7 @@ def _number(value: float | None) -> str:
 
 
 def print_locations(locations: Sequence[Location]) -> None:
-    """A line for each shard, in the order in which they are asked."""
+    """Print a line for each shard, in the order of `locations`."""
     for found in locations:
         zone = f"zone {found.zone}, " if found.zone else ""
         block = {None: "", True: ", block present", False: ", block absent"}[found.present]

@@ -1,4 +1,4 @@
-"""What `kvstore info` shows to people: narrow tables, each of one subject, that fit 80 columns with full names."""
+"""The output of `kvstore info` for people: narrow tables, one for each subject, that fit 80 columns with full names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvstore.sizes import format_size
 from kvstore.wire import DiskInfo, NamespaceInfo, ShardInfo
+from kvstore_cli.output import printable
 from kvstore_cli.store_state import StoreState
 
-ID_DIGITS = 12  # of a namespace's id that are shown
+ID_DIGITS = 12  # how many digits of a namespace's id are shown
 
 
 def print_info(state: StoreState) -> None:
-    """Tables of the shards that answer, of their disk tiers if they have any, and of the namespaces."""
+    """Print tables of the shards that answer, of their disk tiers if they have any, and of the namespaces."""
     console = Console(highlight=False)
 
     def show(tables: Iterable[Table]) -> None:
@@ -42,7 +44,7 @@ def print_info(state: StoreState) -> None:
 
 
 def _table(title: str, name: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """The first column holds names and is folded where it is too long; the others stay on one line."""
+    """A table. Its first column holds names and is folded if they are too long; the others stay on one line."""
     table = Table(
         title=title,
         title_justify="left",
@@ -55,7 +57,7 @@ def _table(title: str, name: str, columns: Sequence[str], rows: Iterable[Sequenc
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
@@ -169,7 +171,7 @@ def _by_id(shards: Sequence[ShardInfo]) -> Iterable[Iterable[NamespaceInfo]]:
 
 
 class _Sums:
-    """One namespace over all shards."""
+    """The sums of one namespace over all shards."""
 
     def __init__(self, parts: Sequence[NamespaceInfo]) -> None:
         self.id = parts[0].id[:ID_DIGITS]

@@ -1,7 +1,8 @@
-"""`kvstore`: look at and use a running store. `kvstore_cli.output` has the exit statuses."""
+"""`kvstore`: the command line that shows and uses a running store. `kvstore_cli.output` defines the exit statuses."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Final, cast
@@ -17,7 +18,7 @@ from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 from kvstore_cli.purge import purge
 from kvstore_cli.verify import verify
 
-# The base of all usage errors, which Typer does not export.
+# The base class of all usage errors, which Typer does not export.
 _UsageError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 
@@ -138,11 +139,12 @@ app.command(epilog=example("kvstore drain node-1 --endpoint etcd://etcd-1:2379/p
 
 def main() -> None:
     """Entry point of `kvstore`."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy else starts a thread for every core
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command. -> its exit status. Prints what went wrong, for people and with --json for programs."""
+    """Run a command. -> its exit status. Prints the error, for people and with --json also for programs."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
         status = typer.main.get_command(app).main(list(arguments), prog_name="kvstore", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""What the commands of `kvstore` are given: options, their values, and a client made from them."""
+"""The options and arguments that commands of `kvstore` share, their parsing, and a client made from them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ KeysArgument = Annotated[list[str], typer.Argument(help="Keys in hexadecimal, 8 
 
 
 def endpoints_of(endpoint: list[str] | None) -> list[str]:
-    """The addresses given, that of the environment, or the default."""
+    """The addresses that were given, else the one in the environment, else the default."""
     return endpoint or [os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT]
 
 
 def parse_key(key: str) -> bytes:
-    """A key given in hexadecimal."""
+    """The key that hexadecimal digits stand for. Ends the command if it is invalid."""
     from kvstore.wire import MAX_KEY_BYTES, MIN_KEY_BYTES
 
     try:
@@ -63,7 +63,7 @@ def parse_key(key: str) -> bytes:
 
 
 def parse_namespace(given: str) -> Namespace:
-    """The value of --namespace: JSON, or @FILE."""
+    """The namespace given by --namespace: JSON, or @FILE. Ends the command if it is invalid."""
     import msgspec
 
     from kvstore_client import Namespace
@@ -83,7 +83,7 @@ def parse_namespace(given: str) -> Namespace:
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """What the store raises ends the command."""
+    """End the command when the client raises in the body, with the status that fits the error."""
     from kvstore_client import BlockSizeMismatch, ConnectionLost, KeySizeMismatch, KVStoreError, Timeout
 
     try:
@@ -100,11 +100,11 @@ def store_errors() -> Iterator[None]:
 def connected(
     endpoint: list[str] | None, namespace: Namespace | None, timeout: float, **options: Any
 ) -> Iterator[KVStoreClient]:
-    """A client of `endpoint`, with `options`; what goes wrong ends the command. `namespace` None: for commands that
-    look at no blocks."""
+    """A client of `endpoint`, with `options`. Any error of the client ends the command. `namespace` None: for commands
+    that look at no blocks."""
     from kvstore_client import KVStoreClient, KVStoreError, Namespace
 
-    # The command says what is wrong itself, once.
+    # The command itself prints the error, once, so the client's log is silenced.
     for name in ("kvstore", "kvstore_client"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     namespace = namespace or Namespace(model="kvstore-cli", dtype="uint8", block_tokens=1, block_bytes=1)

@@ -1,4 +1,4 @@
-"""What a command prints, and its exit status.
+"""The output and the exit status of commands.
 
 | status | kind | meaning |
 |---|---|---|
@@ -8,8 +8,8 @@
 | 3 | `not_found` | no block has this key |
 | 4 | `damaged` | `verify` found damage |
 
-Every failure prints one message on standard error. With --json, standard output is one JSON document in any case; when
-the status is not 0 it has `"error": {"kind": ..., "message": ...}`, beside what could be found out.
+Every failure prints one message on standard error. With --json, standard output is always one JSON document. If the
+status is not 0, the document has `"error": {"kind": ..., "message": ...}`, beside any results there are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HELP: Final = (
 
 
 class CommandFailed(Exception):
-    """The command ends with this message and the status of its `kind`. `kvstore_cli.main` prints it."""
+    """Ends the command with this message and the status of its `kind`. `kvstore_cli.main` prints it."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
@@ -59,21 +59,21 @@ class CommandFailed(Exception):
 
     @property
     def document(self) -> dict[str, Any]:
-        """What --json prints of it."""
+        """The failure as --json prints it."""
         return {"error": {"kind": self.kind, "message": self.message}}
 
     def print(self) -> None:
-        """For people, on standard error."""
+        """Print the message for people, on standard error."""
         print_error(self.message)
 
 
 def fail(kind: Kind, message: str) -> NoReturn:
-    """End the command."""
+    """End the command with a failure."""
     raise CommandFailed(kind, message)
 
 
 def print_json(document: object, failure: CommandFailed | None = None) -> None:
-    """One line. With `failure`, the document has its `error` as well."""
+    """Print a document as one line of JSON. With `failure`, the document also has its `error`."""
     import msgspec
 
     if failure is not None:
@@ -82,7 +82,8 @@ def print_json(document: object, failure: CommandFailed | None = None) -> None:
 
 
 def show(document: object, as_json: bool, people: Callable[[], object], failure: CommandFailed | None = None) -> None:
-    """Print `document` as JSON, or what `people()` prints. With `failure`, end the command with its status then."""
+    """Print `document` as JSON, or call `people()` to print it. With `failure`, then end the command with its
+    status."""
     if as_json:
         print_json(document, failure)
     else:
@@ -94,5 +95,10 @@ def show(document: object, as_json: bool, people: Callable[[], object], failure:
 
 
 def example(*lines: str) -> str:
-    """The end of a command's help: how it is used."""
+    """The end of a command's help: example calls."""
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def printable(text: str) -> str:
+    """A text that somebody else chose, such as a model's name, without what would control a terminal."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -21,8 +21,8 @@ from rich.progress import (
 def progress_bar(
     doing: str, shown: bool, unit: str = "blocks", stays: bool = False
 ) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar while the body runs. Gives what is to be called with how much is done, and of how much (None: not
-    known yet), in `unit`; "bytes" are shown as sizes. `stays`: the bar is left on the screen at the end."""
+    """Show a bar while the body runs. Yields a function `(done, total)` that updates the bar, in `unit`; total None:
+    not known yet. The unit "bytes" is shown as sizes. `stays`: leave the bar on the screen at the end."""
     amount: list[ProgressColumn]
     amount = [DownloadColumn(binary_units=True)] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)]
     bar = Progress(

@@ -1,4 +1,4 @@
-"""`kvstore purge`: a namespace, or the whole store, emptied. It says what will go, and asks, before it removes any."""
+"""`kvstore purge`: empties a namespace or the whole store. It says what it will remove, and asks, before it does so."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvstore_cli.options import (
     connected,
     parse_namespace,
 )
-from kvstore_cli.output import fail, show
+from kvstore_cli.output import fail, printable, show
 
 if TYPE_CHECKING:
     from kvstore.wire import NamespaceInfo, ShardInfo
 
-SHOWN: Final = 10  # namespaces that are named before the question
+SHOWN: Final = 10  # most namespaces that are named before the question
 
 
 def purge(
@@ -61,7 +61,7 @@ def purge(
 
 
 class _Content:
-    """What a namespace holds, on all shards."""
+    """The content of a namespace, summed over all shards."""
 
     def __init__(self, parts: Sequence[NamespaceInfo]) -> None:
         import msgspec
@@ -75,7 +75,7 @@ class _Content:
 
 
 def _contents(shards: Sequence[ShardInfo], wanted_id: str | None) -> list[_Content]:
-    """The namespaces that hold blocks; of `wanted_id` only, if it is given."""
+    """The namespaces that hold blocks; only the one with `wanted_id`, if that is given."""
     by_id: dict[str, list[NamespaceInfo]] = {}
     for shard in shards:
         for part in shard.namespaces:
@@ -85,7 +85,7 @@ def _contents(shards: Sequence[ShardInfo], wanted_id: str | None) -> list[_Conte
 
 
 def _ask(contents: Sequence[_Content], as_json: bool) -> None:
-    """Say what would be removed; end the command unless somebody at a terminal wants that."""
+    """Say what would be removed. Ends the command unless somebody at a terminal confirms."""
     from kvstore.sizes import format_size
 
     blocks, size = sum(content.blocks for content in contents), sum(content.bytes for content in contents)
@@ -96,7 +96,7 @@ def _ask(contents: Sequence[_Content], as_json: bool) -> None:
         fail("usage", f"this would remove {summary}: give --yes to do it; nothing was removed")
     print(f"This removes {summary}:")
     for content in contents[:SHOWN]:
-        print(f"  {content.id[:12]}  {content.model}  {format_size(content.bytes)} in memory")
+        print(f"  {content.id[:12]}  {printable(content.model)}  {format_size(content.bytes)} in memory")
     if len(contents) > SHOWN:
         print(f"  and {len(contents) - SHOWN} more")
     if not typer.confirm("Remove them?"):

@@ -1,4 +1,4 @@
-"""What `kvstore verify` and `kvstore bench` show to people."""
+"""The output of `kvstore verify` and `kvstore bench` for people."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import TYPE_CHECKING, Final
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvstore.sizes import format_size
+from kvstore_cli.output import printable
 
 if TYPE_CHECKING:
     from kvstore.disk.verify import VerifyReport
     from kvstore_cli.bench import BenchReport
     from kvstore_cli.scrub import ScrubReport
 
-MAX_SHOWN: Final = 20  # of what is damaged; --json has all
+MAX_SHOWN: Final = 20  # most damaged blocks, and segments, that are listed; --json lists all
 
 
 def print_verified(report: VerifyReport) -> None:
-    """What was found in a folder."""
+    """Print what `verify` found in a folder."""
     if report.damaged:
         table = Table(title="Damaged blocks", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
         for name in ("shard", "model", "key", "segment", "slot", "why"):
             table.add_column(name, overflow="fold")
         for block in report.damaged[:MAX_SHOWN]:
-            table.add_row(str(block.shard), block.model, block.key, str(block.segment), str(block.place), block.reason)
+            cells = (str(block.shard), block.model, block.key, str(block.segment), str(block.place), block.reason)
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         Console(highlight=False).print(table)
         if len(report.damaged) > MAX_SHOWN:
             print(f"... and {len(report.damaged) - MAX_SHOWN} more: --json names them all")
@@ -50,7 +53,7 @@ def print_verified(report: VerifyReport) -> None:
 
 
 def print_scrubbed(report: ScrubReport) -> None:
-    """What running shards found on their disks."""
+    """Print what running shards found on their disks."""
     for shard in report.shards:
         print(
             f"shard {shard.shard}: {shard.blocks} blocks ({format_size(shard.bytes)}) checked, {shard.damaged} damaged"
@@ -61,7 +64,7 @@ def print_scrubbed(report: ScrubReport) -> None:
 
 
 def print_bench(report: BenchReport) -> None:
-    """One row an operation."""
+    """Print a table with one row per operation."""
     table = Table(title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.title = (
         f"{report.blocks} blocks of {format_size(report.block_bytes)}, {report.batch} a call, "

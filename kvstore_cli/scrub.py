@@ -1,4 +1,4 @@
-"""Has the shards of a running store check their disk tiers: asks for a pass over all blocks and waits for its end."""
+"""Scrubs a running store: asks every shard for a check pass over all blocks on its disk, and waits for the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_client.client import KVStoreClient
 
 POLL_S: Final = 0.2
 
-Progress = Callable[[int, int], None]  # blocks done, blocks in all
+Progress = Callable[[int, int], None]  # blocks done, blocks in total
 
 
 class NoDiskTier(ValueError):
@@ -21,17 +21,17 @@ class NoDiskTier(ValueError):
 
 
 class ScrubbedShard(msgspec.Struct, frozen=True):
-    """What one shard's pass found. `failure`: why the pass did not finish; empty if it did."""
+    """The result of one shard's pass. `failure`: why the pass did not finish; empty if it did."""
 
     shard: str
-    blocks: int  # checked
+    blocks: int  # blocks checked
     bytes: int
-    damaged: int  # of them; the shard has dropped and logged them
+    damaged: int  # damaged blocks; the shard has dropped and logged them
     failure: str
 
 
 class ScrubReport(msgspec.Struct, frozen=True):
-    """What all passes found. `ok`: all complete, nothing damaged."""
+    """The results of all passes. `ok`: all passes finished and no block is damaged."""
 
     ok: bool
     shards: list[ScrubbedShard]
@@ -40,8 +40,8 @@ class ScrubReport(msgspec.Struct, frozen=True):
 def verify(client: KVStoreClient, progress: Progress) -> ScrubReport:
     """Have every shard check all of its blocks on disk, and wait. `client` must not be `fail_open`.
 
-    Blocks until all passes have ended; a tier that recovers is waited for first. Raises `NoDiskTier`, and
-    `KVStoreError` when a shard does not answer.
+    Blocks until all passes have ended. If a disk tier is still recovering, waits for that first. Raises `NoDiskTier`,
+    and `KVStoreError` if a shard does not answer.
     """
     before = _tiers(client)
     while any(shard.disk.state == "recovering" for shard in before.values() if shard.disk):

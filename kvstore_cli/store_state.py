@@ -1,4 +1,4 @@
-"""Every shard of a store asked for its state: who answers what, and who does not answer and why."""
+"""The state of a store: what each shard answers, and why other shards do not answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore_client.keys import KeyArray
 
 
 def owners_of(shards: Sequence[ShardStatus], keys: KeyArray) -> list[str]:
-    """The name of the shard that each block is set on first."""
+    """The names of the keys' owners, the shards that their blocks are set on first; empty if no shard takes sets."""
     owners = [shard for shard in shards if shard.takes_sets]
     if not owners:
         return []
@@ -36,14 +36,14 @@ class SilentShard(msgspec.Struct, frozen=True):
 
 
 class StoreState(msgspec.Struct, frozen=True):
-    """What `kvstore info` shows."""
+    """The state that `kvstore info` shows."""
 
-    shards: Sequence[ShardInfo]  # that answered
+    shards: Sequence[ShardInfo]  # those that answered
     silent: Sequence[SilentShard]
 
     @property
     def failure(self) -> CommandFailed | None:
-        """Why the state is not complete; None: it is."""
+        """Why the state is not complete; None if it is."""
         if not self.silent:
             return None
         total = len(self.shards) + len(self.silent)
@@ -52,7 +52,7 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 def store_state(client: KVStoreClient) -> StoreState:
-    """The state of all shards. `client` should be `fail_open`, so that it can be made while a node is down."""
+    """Ask all shards for their state. `client` should be `fail_open`, so that it can be made while a node is down."""
     shards = client.shards()
     return StoreState(
         [shard.info for shard in shards if shard.info is not None],

@@ -1,4 +1,4 @@
-"""`kvstore verify`: the blocks on disk checked, in the folder of a stopped server or by the shards of a running one."""
+"""`kvstore verify`: checks the blocks on disk, in the folder of a stopped server or by the shards of a running one."""
 
 from __future__ import annotations
 

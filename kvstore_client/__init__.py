@@ -1,4 +1,4 @@
-"""The kvstore client: `KVStoreClient`, `AsyncKVStoreClient`, and what they take and return."""
+"""The kvstore client: `KVStoreClient`, `AsyncKVStoreClient`, and the types that they take, return and raise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "AsyncKVStoreClient":  # asyncio is a third of the import time, and most users have no use for it
+    if name == "AsyncKVStoreClient":  # asyncio takes a third of the import time, and most users do not need it
         from kvstore_client.aio import AsyncKVStoreClient
 
         return AsyncKVStoreClient

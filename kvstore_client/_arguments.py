@@ -1,6 +1,6 @@
-"""Checks of what callers give. One style of error: the argument, the value given, what was expected.
+"""Checks of the arguments of public calls. Every error has one style: the argument, the given value, the expectation.
 
-`TypeError` for a value of another kind, `ValueError` for one outside its range.
+`TypeError` for a value of a wrong type, `ValueError` for a value outside its range.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _MAX_NUMBER: Final = (1 << 63) - 1
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """`value` as an int: an int, or what Python takes for one (`__index__`, as NumPy's integers have)."""
+    """`value` as an int. It may be an int or any type with `__index__`, such as NumPy's integers, but no bool."""
     expected = f"expected {least} to {most}" if most is not None else f"expected at least {least}"
     if isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: {expected}")

@@ -1,14 +1,15 @@
-"""`AsyncKVStoreClient`: the same calls for asyncio.
+"""`AsyncKVStoreClient`: the calls of `KVStoreClient` for asyncio.
 
-The core blocks in system calls that release the GIL, so each call runs on a thread of a pool of its own and the event
-loop never waits for the network. At most `concurrency` calls are in flight; further ones queue. A cancelled call's
-task ends at once; its request runs on, unseen, to its deadline at the latest, so memory given to a cancelled
-`get_into` or `set` must not be used again before `timeout_s` has passed.
+Each call runs on a thread of the client's own pool, in system calls that release the GIL, so the event loop never waits
+for the network. At most `concurrency` calls are in flight; further calls queue. If a call is cancelled, its task ends
+at once, but its request runs on until its deadline at the latest. So memory given to a cancelled `get_into` or `set`
+must not be used again before `timeout_s` has passed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ class AsyncKVStoreClient:
         fail_open: bool = False,
         checksum: bool = True,
         replicas: int = 1,
+        min_copies: int = 1,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -53,6 +55,7 @@ class AsyncKVStoreClient:
             fail_open=fail_open,
             checksum=checksum,
             replicas=replicas,
+            min_copies=min_copies,
         )
         self._client: KVStoreClient | None = None
         self._connecting = asyncio.Lock()
@@ -68,7 +71,7 @@ class AsyncKVStoreClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect, if that was not done yet; every call does so."""
+        """Connect, unless that was done already. Every other call does it too."""
         await self._connected()
 
     async def _connected(self) -> KVStoreClient:
@@ -83,7 +86,7 @@ class AsyncKVStoreClient:
         return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
 
     async def close(self) -> None:
-        """Disconnect and end the threads."""
+        """Disconnect and end the pool's threads."""
         if self._client is not None:
             await self._run(self._client.close)
         self._threads.shutdown(wait=False)
@@ -168,11 +171,24 @@ class AsyncKVStoreClient:
         """See `KVStoreClient.stream_get`."""
         client = await self._connected()
         blocks = client.stream_get(keys, timeout_s=timeout_s)
+        step: asyncio.Future[tuple[int, memoryview] | None] | None = None
+
+        def close_after(step: asyncio.Future[tuple[int, memoryview] | None]) -> None:
+            step.exception()  # nobody waits for it any more
+            with contextlib.suppress(RuntimeError):  # the client is closed, and the stream with it
+                self._threads.submit(blocks.close)
+
         try:
-            while (item := await self._run(next, blocks, None)) is not None:
+            while True:
+                step = asyncio.ensure_future(self._run(next, blocks, None))
+                if (item := await asyncio.shield(step)) is None:
+                    return
                 yield item
         finally:
-            await self._run(blocks.close)
+            if step is None or step.done():
+                await self._run(blocks.close)
+            else:  # cancelled: a thread is still in the generator, for `timeout_s` at most, and then closes it
+                step.add_done_callback(close_after)
 
     async def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """See `KVStoreClient.delete`."""

@@ -1,8 +1,8 @@
-"""`KVStoreClient`: blocks by key, from and to the caller's memory.
+"""`KVStoreClient`: stores and reads blocks by key, straight from and to the caller's memory.
 
-A call splits its batch over the shards, sends everything, waits once, and puts the answers in the caller's order.
+A call splits its batch over the shards, sends everything, waits once, and puts the answers into the caller's order.
 Copies of the data path: set = source -> kernel -> slot; get_into = slot -> kernel -> destination. `get` and
-`stream_get` receive into memory of the client's instead, which the caller reads in place.
+`stream_get` receive into the client's own memory instead, which the caller reads in place.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class KVStoreClient:
     """A connection to a store, for one namespace. Thread-safe; usable in a child after a fork.
 
     `endpoint`: ``HOST:PORT`` (or ``tcp://HOST:PORT``), a list of nodes, or a cluster,
-    ``etcd://HOST:PORT[,HOST:PORT]/NAME`` or ``dns://SERVICE:PORT``, whose nodes may come and go while it is in use;
-    left out or None, it is taken from the environment's ``KVSTORE_ENDPOINT``. `timeout_s`: no call takes longer; the
-    calls that move or look for many blocks can be given one of their own. `fail_open`: transport failures are misses
-    (and `SetResult.error`) instead of `ConnectionLost` and `Timeout`; mistakes in arguments and refusals are raised in
-    any case. `checksum`: verify what is read; a block that does not match is a miss and is deleted. `replicas`: nodes
-    that hold a copy of each block, 1 to 3, or as many as there are; the same for all clients of a namespace.
+    ``etcd://HOST:PORT[,HOST:PORT]/NAME`` or ``dns://SERVICE:PORT``, whose nodes may come and go while the client is in
+    use. If it is left out or None, it is taken from the environment's ``KVSTORE_ENDPOINT``. `timeout_s`: the deadline
+    of every call, in seconds; a call can be given one of its own. `fail_open`: transport failures count as misses (or
+    as `SetResult.error`) instead of raising `ConnectionLost` and `Timeout`; wrong arguments and refusals raise in any
+    case. `checksum`: verify the blocks that are read; a block that does not match its checksum is a miss and is
+    deleted. `replicas`: how many nodes hold a copy of each block, 1 to 3, or as many as there are; it must be the same
+    for all clients of a namespace. `min_copies`: a set with fewer copies of a block than this counts it as an error.
     """
 
     def __init__(
@@ -73,12 +74,14 @@ class KVStoreClient:
         fail_open: bool = False,
         checksum: bool = True,
         replicas: int = 1,
+        min_copies: int = 1,
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
         endpoints = parse_endpoints(endpoint)
         timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
         replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
+        min_copies = _arguments.whole_number("min_copies", min_copies, 1, replicas)
         self.namespace = namespace
         self.fail_open = fail_open
         self.replicas = replicas
@@ -86,7 +89,7 @@ class KVStoreClient:
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
-        self._writer = Writer(self._exchange, namespace.block_bytes, replicas, self._repairs, self._reader)
+        self._writer = Writer(self._exchange, namespace.block_bytes, replicas, min_copies, self._repairs, self._reader)
         self._shards = Shards(self._exchange)
         self._core.connect(fail_open)
         _clients.add(self)
@@ -105,18 +108,19 @@ class KVStoreClient:
         return self._core.stats
 
     def why_unanswered(self) -> KVStoreError:
-        """What went wrong with a shard last: for a log, when `stats.unanswered` has risen."""
+        """The error of a shard that is out of reach now, else a `Timeout`; to log when `stats.unanswered` has risen."""
         broken = [link.broken for link in self._core.links if link.broken is not None]
         return broken[-1] if broken else Timeout("not all shards answered in time")
 
     @property
     def epoch(self) -> int:
-        """Which view of a cluster this client has: higher is later. 0 without a cluster."""
+        """The number of this client's view of the cluster: a higher one is later. 0 without a cluster."""
         return self._core.view.epoch
 
     @property
     def directory_error(self) -> str:
-        """Why the directory of a cluster (etcd, DNS) cannot be asked now; empty: it can, or there is none."""
+        """Why the directory of the cluster (etcd, DNS) cannot be asked now, or names no node. Empty if all is well or
+        there is no directory."""
         return self._core.directory_lost
 
     def close(self) -> None:
@@ -136,15 +140,15 @@ class KVStoreClient:
         ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
-        """Store `blocks[i]` under `keys[i]`; what is there already is left alone unless `force`.
+        """Store `blocks[i]` under `keys[i]`. A block that exists already is left alone unless `force`.
 
-        `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. Keys of
-        one prefix chain go head first: the tail is evicted first. `deferred`: returns when one copy of each block is
-        stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a block is evicted
-        only when nothing of a lower priority can be. `ttl_s`: the blocks this call stores expire after so many seconds,
-        whatever the server's rule for the namespace says; None: by that rule. A copy that a server hands on to another
-        one, and one that a client repairs, live by the rule again. Raises `BlockSizeMismatch`, `ValueError`, and as the
-        class says.
+        `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. Give the
+        keys of one prefix chain head first: the tail is then evicted first. `deferred`: return when one copy of each
+        block is stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a block is
+        evicted only when no block of a lower priority can be. `ttl_s`: the blocks that this call stores expire after so
+        many seconds, whatever the server's rule for the namespace says; None: by that rule. The rule applies again to
+        copies that a server hands on to another one or that a client repairs. Raises `BlockSizeMismatch`, `ValueError`,
+        and the errors that the class names.
         """
         options = self._options(
             timeout_s,
@@ -168,22 +172,23 @@ class KVStoreClient:
     def contains(
         self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Which keys are present, one bool a key. `refresh` counts as a use; `pin_s`, 0 to 60, keeps the blocks found
-        from eviction for that long (as far as the server allows), so that a `get` that follows finds them."""
+        """Which keys are present: `(n,)` bool. `refresh`: count this as a use of the blocks. `pin_s`, 0 to 60: protect
+        the blocks found from eviction for that long (as far as the server allows), so that a later `get` finds
+        them."""
         return self._reader.contains(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
     def match_prefix(
         self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
     ) -> int:
-        """How many keys of the chain, from its head, are present without a gap. Options as of `contains`."""
+        """How many leading keys of the chain are present without a gap. Options as of `contains`."""
         return self._reader.match_prefix(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
     def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
-        """Receive the leading blocks of a chain straight into `out[0]`, `out[1]` … -> how many: the first that is
-        missing ends the run.
+        """Receive the leading blocks of a chain straight into `out[0]`, `out[1]` … -> how many: the first missing block
+        ends the run.
 
-        One round trip: what `match_prefix` and `get_into` do in two, with nothing evicted in between. `out` as in
-        `get_into`, with a row for each key. Rows behind the run may have been written to.
+        It takes one round trip where `match_prefix` and `get_into` take two, and no block can be evicted in between.
+        `out` as in `get_into`, with a row for each key. Rows behind the run may have been written to.
         """
         options = self._options(timeout_s, prefix=True)
         packed = pack_keys(keys)
@@ -198,7 +203,8 @@ class KVStoreClient:
         return length
 
     def get(self, keys: Keys, *, timeout_s: float | None = None) -> GetResult:
-        """All blocks at once, in memory of the client's: `blocks[i]` is a read-only memoryview, None on a miss."""
+        """All blocks at once, in memory that the client allocates: `blocks[i]` is a read-only memoryview, or None on a
+        miss."""
         options = self._options(timeout_s)
         packed = pack_keys(keys)
         block_bytes = self.namespace.block_bytes
@@ -217,11 +223,11 @@ class KVStoreClient:
     def get_into(
         self, keys: Keys, out: Any, slots: Iterable[int] | None = None, *, timeout_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Receive block i straight into `out[slots[i]]` (`out[i]` without slots). -> which blocks are there.
+        """Receive block i straight into `out[slots[i]]` (`out[i]` without slots). -> which blocks arrived: `(n,)` bool.
 
-        `out`: writable `(n, block_bytes)` memory, uint8-viewable: array, CPU tensor, buffer. A row whose block is
-        missing may have been written to. Raises `IndexError` for a slot outside `out`, `ValueError` for two equal
-        slots.
+        `out`: writable memory of `(rows, block_bytes)` bytes: an array, a CPU tensor or a buffer that can be viewed as
+        uint8. A row whose block is missing may have been written to. Raises `IndexError` for a slot outside `out`,
+        `ValueError` for two equal slots.
         """
         options = self._options(timeout_s)
         packed = pack_keys(keys)
@@ -241,9 +247,9 @@ class KVStoreClient:
     def stream_get(
         self, keys: Keys, *, timeout_s: float | None = None
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """Blocks as they arrive: `(index into keys, read-only memoryview)`, hits only, in any order.
+        """Yield the blocks that are found, as they arrive, in any order: `(index into keys, read-only memoryview)`.
 
-        A buffer stays valid as long as it is referenced. Each block may take `timeout_s`. Breaking off is fine.
+        A block stays valid as long as it is referenced. Each block may take `timeout_s`. The caller may stop early.
         """
         options = self._options(timeout_s)
         packed = pack_keys(keys)
@@ -267,57 +273,58 @@ class KVStoreClient:
         """Remove all blocks of this client's namespace, from memory and disk of every shard. -> how many there were;
         with `replicas` each copy counts.
 
-        Returns when they cannot come back, not even after a crash. Blocks that anybody sets meanwhile may be removed or
-        not. `all_namespaces`: empty the whole store instead, whoever uses it. A large disk tier takes seconds: give
-        a `timeout_s` that allows for it. Shards that do not answer are not emptied: an error, or with `fail_open` left
-        out of the count.
+        Returns when the blocks cannot come back, not even after a crash. Blocks that any client sets meanwhile may be
+        removed or not. `all_namespaces`: empty the whole store instead, whoever uses it. A large disk tier takes
+        seconds: give a `timeout_s` that allows for it. A shard that does not answer is not emptied; that raises, or
+        with `fail_open` the shard is left out of the count.
         """
         return self._shards.purge(all_namespaces, self._repairs, self._options(timeout_s))
 
     # ---- every shard -----------------------------------------------------------------------------------------
 
     def sync(self, *, timeout_s: float | None = None) -> None:
-        """Return when every deferred set of this client can be read."""
+        """Return when every deferred set of this client can be read. Raises if too many nodes fail for that."""
         self._shards.sync(self._options(timeout_s))
 
     def ping(self, *, timeout_s: float | None = None) -> float:
-        """Seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, also with `fail_open`."""
+        """-> seconds until all shards had answered. Raises `ConnectionLost` or `Timeout`, even with `fail_open`."""
         return self._shards.ping(self._options(timeout_s))
 
     def info(self, *, timeout_s: float | None = None) -> StoreInfo:
-        """The state of the store. A shard that does not answer is an error, or with `fail_open` left out; `shards`
-        names it with the reason."""
+        """The state of the store. A shard that does not answer raises, or with `fail_open` it is left out; `shards()`
+        lists it with the reason."""
         return self._shards.info(self.namespace, self._options(timeout_s))
 
     def scrub(self, *, timeout_s: float | None = None) -> dict[str, int]:
-        """Have every shard check its blocks on disk now; returns at once.
+        """Have every shard check its blocks on disk now; returns without waiting for the check.
 
-        -> by shard (its `name` in `info`), the `disk.scrub_passes` with which the check is complete; 0: the
-        shard has no disk tier that is on. Shards that do not answer are left out with `fail_open`.
+        -> by shard (its `name` in `info`), the value of `disk.scrub_passes` with which the check is complete; 0 if the
+        shard has no active disk tier. Shards that do not answer raise, or with `fail_open` they are left out.
         """
         return self._shards.scrub(self._options(timeout_s))
 
     def shards(self, *, timeout_s: float | None = None) -> list[ShardStatus]:
-        """Every shard this client knows, asked for its state. One that does not answer is listed with the reason, and
-        raises nothing; the list is empty while no node of a cluster is known (`directory_error` may say why)."""
+        """Ask every shard that this client knows for its state. A shard that does not answer is listed with the reason
+        and does not raise. The list is empty while no node of a cluster is known (`directory_error` may say why)."""
         return self._shards.statuses(self._options(timeout_s))
 
     def locate(
         self, key: bytes, *, replicas: int | None = None, ask: bool = True, timeout_s: float | None = None
     ) -> list[Location]:
-        """The shards that may have a key's block, in the order in which clients ask them, its owner first.
+        """The shards that may have a key's block, its owner first, then the other replicas, then old owners.
 
-        `replicas`: as if clients kept so many copies; None: as this one does. `ask`: find out who has the block.
-        Raises `ConnectionLost` when no shard is known, nothing for a shard that does not answer.
+        `replicas`: assume that clients keep so many copies; None: as many as this client keeps. `ask`: ask the shards
+        whether they have the block. Raises `ConnectionLost` if no shard is known; a shard that does not answer does not
+        raise.
         """
         if replicas is not None:
             replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
         return self._shards.locate(pack_keys([key]), replicas or self.replicas, ask, self._options(timeout_s))
 
-    # ---- how they work ---------------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------------------
 
     def _options(self, timeout_s: float | None, **chosen: Any) -> Options:
-        """What one call was given, completed by what the client was given."""
+        """The options of one call, completed by those of the client."""
         if timeout_s is None:
             timeout_s = self._core.timeout_s
         else:
@@ -336,8 +343,8 @@ class KVStoreClient:
         slots: Sequence[int] | None,
         options: Options,
     ) -> npt.NDArray[np.bool_]:
-        """Blocks into `rows[places[i]]`, those of repeated keys copied. `slots`: `places`, or None: one after the
-        other."""
+        """Read blocks into `rows[places[i]]`. The block of a repeated key is read once and copied. `slots`: the same as
+        `places`, or None if those are 0, 1, 2 …"""
         first, unique = first_occurrences(packed)
         present = self._get_into(packed, rows, slots, first, unique, options)
         if len(unique) < len(packed):

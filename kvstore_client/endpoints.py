@@ -1,6 +1,6 @@
-"""What clients are given to find a store: nodes by address, or the URL of a cluster. Parsed here and nowhere else.
+"""Parses the endpoint that a client is given: addresses of nodes, or the URL of a cluster.
 
-Pure; any thread.
+This is the only place that parses endpoints. No state; usable in any thread.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Final, NamedTuple
 
 from kvstore.cluster.url import is_cluster_url, parse_address, parse_cluster_url
 
-ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"  # of the environment: the endpoint when none is given
+ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"  # the environment variable that is used when no endpoint is given
 _SCHEME: Final = "tcp://"
 _EXPECTED: Final = "expected tcp://HOST:PORT or HOST:PORT, a list of those, etcd://HOST:PORT/NAME or dns://HOST:PORT"
 
 
 class Endpoints(NamedTuple):
-    """Either `nodes`, host and port of each, or `cluster`, the URL where nodes are listed."""
+    """Either `nodes`, the host and port of each node, or `cluster`, the URL of the directory that lists the nodes."""
 
     nodes: Sequence[tuple[str, int]]
     cluster: str = ""
 
 
 def parse_endpoints(endpoint: str | Sequence[str] | None) -> Endpoints:
-    """The nodes or the cluster that `endpoint` names; None: what the environment's `KVSTORE_ENDPOINT` says.
+    """The nodes or the cluster that `endpoint` names. None: use the environment's `KVSTORE_ENDPOINT`.
 
-    A node is ``HOST:PORT`` or ``tcp://HOST:PORT``, with an IPv6 address in brackets; several are a list, or one string
-    with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT...]/NAME`` or ``dns://SERVICE:PORT``. A ``/`` at the end is
-    ignored. Raises `TypeError` for what is no string, `ValueError` for a string that is no endpoint, a node that is
-    named twice, or nothing given at all.
+    A node is ``HOST:PORT`` or ``tcp://HOST:PORT``, with an IPv6 address in brackets. Several nodes are a list, or one
+    string with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT...]/NAME`` or ``dns://SERVICE:PORT``. A ``/`` at the
+    end is ignored. Raises `TypeError` for a value that is not a string, `ValueError` for an invalid endpoint, a node
+    that is named twice, or no endpoint at all.
     """
     given: object = endpoint
     if given is None:

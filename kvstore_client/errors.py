@@ -1,4 +1,4 @@
-"""Everything the client raises, in one tree."""
+"""The client's own exceptions, all derived from `KVStoreError`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockSizeMismatch(KVStoreError, ValueError):
 
 
 class KeySizeMismatch(KVStoreError, ValueError):
-    """A key's length is outside 8 to 64 bytes, or unlike the other keys of the batch or the namespace."""
+    """A key's length is outside 8 to 64 bytes, or differs from the other keys of the batch or the namespace."""
 
 
 class NotAuthorized(KVStoreError):

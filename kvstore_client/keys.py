@@ -1,4 +1,4 @@
-"""Names of blocks: the namespace they belong to, and their keys as the wire wants them."""
+"""The names of blocks: namespaces, prefix keys of tokens, and keys packed as the wire takes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Keys: TypeAlias = "Iterable[bytes] | npt.NDArray[np.uint8]"
 KeyArray: TypeAlias = "npt.NDArray[np.uint8]"
 TokenIds: TypeAlias = "Iterable[int] | npt.NDArray[np.integer[Any]]"
 
-# Bytes of one element, by the names that NumPy, torch and engines use.
+# Bytes of one element, for the names of dtypes that NumPy, torch and engines use.
 DTYPES: Final = {
     "float64": 8,
     "float32": 4,
@@ -47,14 +47,15 @@ _MAX_TOKEN: Final = (1 << 32) - 1
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must agree for two blocks' bytes to be interchangeable. Equal fields: the same namespace. Hashable.
+    """Everything that must agree for the bytes of two blocks to be interchangeable. Namespaces with equal fields are
+    the same namespace. Immutable and hashable.
 
-    Fields: `model`; `dtype`, one of `DTYPES`; `block_tokens`, tokens a block; `block_bytes`, the size of every block;
-    `layout`, how the bytes of a block are ordered; `rank` of `world`, where an engine splits a block over several
-    processes; `tenant`; `extra`, names and values of whatever else must agree (adapter, quantisation …).
+    Fields: `model`; `dtype`, one of `DTYPES`; `block_tokens`, tokens per block; `block_bytes`, the size of every block;
+    `layout`, how the bytes of a block are ordered; `rank` of `world`, if an engine splits a block over several
+    processes; `tenant`; `extra`, names and values of anything else that must agree (adapter, quantisation …).
 
-    `block_bytes` follows from the model's shape for most models: see `for_model`. Raises `TypeError` for a field of
-    another type and `ValueError` for one outside its range, naming the field.
+    For most models `block_bytes` follows from the model's shape: see `for_model`. Raises `TypeError` for a field of a
+    wrong type and `ValueError` for one outside its range, naming the field.
     """
 
     model: str
@@ -89,7 +90,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             isinstance(text, str) for pair in self.extra.items() for text in pair
         ):
             raise TypeError(f"Namespace.extra={self.extra!r}: expected a dict of strings to strings")
-        msgspec.structs.force_setattr(self, "extra", dict(self.extra))  # the caller may go on changing its own
+        msgspec.structs.force_setattr(self, "extra", dict(self.extra))  # the caller may change its own dict later
 
     def __hash__(self) -> int:
         return hash(self.canonical())
@@ -101,8 +102,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The namespace of a model whose layers all keep keys and values of one shape.
 
         `block_bytes` = `layers` * 2 * `block_tokens` * `kv_heads` * `head_size` * bytes of a `dtype` element: the
-        layout `(layers, 2, block_tokens, kv_heads, head_size)`. With tensor parallelism give what one rank holds:
-        its own `kv_heads`, and `rank` and `world`. `rest`: further fields of a `Namespace`.
+        layout `(layers, 2, block_tokens, kv_heads, head_size)`. With tensor parallelism, give the `kv_heads` that one
+        rank holds, and `rank` and `world`. `rest`: further fields of a `Namespace`.
         """
         if "block_bytes" in rest:
             raise TypeError("block_bytes: it is computed from the model's shape; Namespace(...) takes it as given")
@@ -146,10 +147,10 @@ def prefix_keys(
     """The chain of prefix keys of a token sequence: row i names block i and everything before it.
 
     `token_ids`: n tokens, each 0 to 2**32 - 1: a list, a 1-D array or CPU tensor of integers, or any iterable of ints.
-    -> `(n // block_tokens, 16)` uint8; a last block that is not full has no key. `seed` starts another chain for the
-    same tokens (a salt, an adapter). `parent`, the last key of an earlier call, continues that call's chain, and
-    `seed` is then not used: the keys of `a + b` are those of `a` and then those of `b` with `parent=keys_of_a[-1]`, if
-    `len(a)` is a multiple of `block_tokens`.
+    -> `(n // block_tokens, 16)` uint8; a last block that is not full has no key. Another `seed` (a salt, an adapter)
+    gives another chain for the same tokens. `parent`, the last key of an earlier call, continues that call's chain;
+    `seed` is then not used. So if `len(a)` is a multiple of `block_tokens`, the keys of `a + b` are the keys of `a`
+    and then the keys of `b` with `parent=keys_of_a[-1]`.
 
     The keys are the same on every machine. The layout, for other implementations (XXH3-128 with seed 0 throughout,
     canonical digest: 16 bytes, big-endian, high half first)::
@@ -166,7 +167,7 @@ def prefix_keys(
 
 def _token_array(token_ids: Any) -> npt.NDArray[np.integer[Any]]:
     """The tokens as `_cext.prefix_keys` takes them; int32 and int64 arrays without a copy."""
-    torch = sys.modules.get("torch")  # never imported here: a tensor exists only where torch is loaded
+    torch = sys.modules.get("torch")  # never imported here: tensors exist only if torch was imported already
     if torch is not None and isinstance(token_ids, torch.Tensor):
         if token_ids.device.type != "cpu":
             raise ValueError(f"token_ids: a tensor on {token_ids.device}: expected one in CPU memory")
@@ -185,16 +186,16 @@ def _token_array(token_ids: Any) -> npt.NDArray[np.integer[Any]]:
         raise TypeError(f"token_ids: {array.dtype} of shape {array.shape}: expected one row of integers")
     if array.dtype in (np.int32, np.int64):
         return array
-    if len(array) and int(array.max()) > _MAX_TOKEN:  # int64 may not hold it
+    if len(array) and int(array.max()) > _MAX_TOKEN:  # checked here, since int64 may not hold it
         raise ValueError(f"token_ids: {int(array.max())}: expected 0 to 2**32 - 1")
     return array.astype(np.int64)
 
 
 def pack_keys(keys: Keys) -> KeyArray:
-    """`keys` as one C-contiguous `(n, key_bytes)` uint8 array; no copy when it is one already.
+    """`keys` as one C-contiguous `(n, key_bytes)` uint8 array; not copied if it is one already.
 
-    Raises `KeySizeMismatch` for keys of unequal length or outside 8 to 64 bytes, `ValueError` for another array,
-    `TypeError` for anything but bytes.
+    Raises `KeySizeMismatch` for keys of unequal lengths or outside 8 to 64 bytes, `ValueError` for an array of another
+    dtype or shape, `TypeError` for keys that are not bytes.
     """
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2:

@@ -1,4 +1,4 @@
-"""What calls return."""
+"""The results of the client's calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from kvstore.wire import ShardInfo
 
 
 class SetResult(NamedTuple):
-    """What became of the blocks of a `set`.
+    """How many blocks of a `set` had which outcome.
 
-    `created` are new, `existed` were there (or being written by another client) and were left alone, `forced` were
-    replaced, `duplicated` came twice in the batch, `error` were not stored: no room, or the server out of reach; or, if
-    the set is not deferred, not on all replicas.
+    `created`: new. `existed`: there already (or being written by another client) and left alone. `forced`: replaced.
+    `duplicated`: repeated in the batch. `error`: not stored, because there was no room or the server was out of reach;
+    or, if the set is not deferred, not stored on all replicas; or with fewer copies than the client's `min_copies`.
+    `copies`: the least number of copies that any block of the call is known to have, 0 if one was not stored.
     """
 
     total: int
@@ -23,15 +24,16 @@ class SetResult(NamedTuple):
     forced: int
     duplicated: int
     error: int
+    copies: int = 0
 
 
 @dataclass(frozen=True)
 class GetResult:
     """`blocks[i]` is the block of key i as a read-only memoryview of `block_bytes` bytes, or None on a miss.
 
-    ``np.frombuffer(block, dtype=np.float16)`` makes an array of it without a copy, ``bytes(block)`` a copy. `duplicate`
-    keys were asked for before in the batch and share their first occurrence's block; `hit` and `miss` count them like
-    any other.
+    ``np.frombuffer(block, dtype=np.float16)`` makes an array of it without a copy; ``bytes(block)`` copies it.
+    `duplicate`: how many keys repeat an earlier key of the batch; they share its block, and `hit` and `miss` count them
+    like any other key.
     """
 
     total: int
@@ -43,12 +45,12 @@ class GetResult:
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """All shards that answered. Block counts are of this client's namespace, in memory."""
+    """The state of all shards that answered. Block counts are of this client's namespace, in memory."""
 
     block_bytes: int
-    total_blocks: int  # that the whole memory could hold
-    full_blocks: int  # that are there
-    free_blocks: int  # that still fit without evicting anything, of this namespace or of another
+    total_blocks: int  # blocks that the whole memory could hold
+    full_blocks: int  # blocks that are stored
+    free_blocks: int  # blocks that still fit without evicting a block of this or another namespace
     shards: Sequence[ShardInfo]
 
 
@@ -57,32 +59,32 @@ class ShardStatus:
     """One shard as this client sees it."""
 
     name: str
-    node: str  # its id in a cluster, else HOST:PORT
+    node: str  # the node's id in a cluster, else HOST:PORT
     zone: str  # empty: none
     state: str  # as registered: "joining", "serving" or "draining"; "listed" without a directory
     endpoint: str
-    weight: float  # bytes of block memory: its share of the keys
+    weight: float  # bytes of block memory, in proportion to which the shard owns keys
     takes_sets: bool  # whether blocks are set on it: not while it drains
-    info: ShardInfo | None  # None: it does not answer
-    error: str  # why it does not; empty: it does
+    info: ShardInfo | None  # None: the shard does not answer
+    error: str  # why it does not answer; empty if it does
 
 
 @dataclass(frozen=True)
 class Location:
     """A shard that may have a block."""
 
-    role: str  # "owner", "replica", or "old owner": where it was before a node joined, or began to drain
+    role: str  # "owner", "replica", or "old owner": it owned the block before a node joined or began to drain
     node: str
     zone: str  # empty: none
     state: str
     shard: str
     endpoint: str
-    present: bool | None  # None: it was not asked, or did not answer
+    present: bool | None  # None: the shard was not asked, or did not answer
 
 
 @dataclass
 class ClientStats:
-    """Counters of one client since it was made. Updated without a lock: exact enough to watch, not to bill."""
+    """Counters of one client since it was made. Updated without a lock: exact enough to monitor, not to bill."""
 
     hits: int = 0
     misses: int = 0
@@ -92,8 +94,8 @@ class ClientStats:
     checksum_errors: int = 0
     failures: int = 0  # connections that broke or could not be made
     reconnects: int = 0
-    unanswered: int = 0  # blocks asked for, or set, of which no shard told in time what it has, or took
-    found_elsewhere: int = 0  # blocks that another shard had than the one asked first
+    unanswered: int = 0  # blocks asked for or set about which no shard answered in time
+    found_elsewhere: int = 0  # blocks found at another shard than the one asked first
     failovers: int = 0  # blocks looked for elsewhere because a shard failed
-    repaired: int = 0  # blocks set where they were missing
-    repairs_dropped: int = 0  # too many at a time
+    repaired: int = 0  # blocks set on owners that lacked them
+    repairs_dropped: int = 0  # blocks not repaired because too many were waiting

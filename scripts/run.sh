@@ -9,6 +9,7 @@ venv=$(scripts/environment.sh "$1")
 shift
 
 export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+unset PYTHONDONTWRITEBYTECODE # compiling vLLM anew takes each process seconds
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 # the engine makes its own models and reports to nobody
 flock setup.py python setup.py -q build_ext --inplace >&2
 exec "$@"

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from kvstore_client import Namespace
 from tests.support import programs, scheduling
+from tests.support.clock import Clock
+from tests.support.disk import BLOCK
 from tests.support.harness import MakeNamespace, Server, StartServer, make_namespace
 
 _numbers = itertools.count()
@@ -49,6 +51,12 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         server.kill()
 
 
+@pytest.fixture
+def clock(tmp_path: Path) -> Clock:
+    """For servers that are started with `**clock.environment`: their time, which a test sets forward."""
+    return Clock(tmp_path / "clock")
+
+
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for a module. Tests use `server`."""
@@ -72,3 +80,15 @@ def new_namespace(request: pytest.FixtureRequest) -> MakeNamespace:
         return make_namespace(block_bytes, f"{request.node.name}-{next(_numbers)}", **fields)
 
     return make
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """For the disk tier of a server."""
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def namespace(new_namespace: MakeNamespace) -> Namespace:
+    """A namespace of its own for a test of the disk tier."""
+    return new_namespace(BLOCK)

@@ -69,7 +69,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What this benchmark has beyond what all have."""
+    """The options of this benchmark only."""
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help=".jsonl or .jsonl.gz")
     parser.add_argument("--nodes", type=_numbers, default=list(NODES), help=f"default: {','.join(map(str, NODES))}")
     parser.add_argument("--replicas", type=_numbers, default=list(REPLICAS), help="default: 1,2")
@@ -94,7 +94,7 @@ class Simulation:
         self._steady: dict[tuple[int, int, float, int], Outcome] = {}
 
     def balance(self) -> None:
-        """Without caches: placement alone."""
+        """Measure the balance of placement alone, without caches."""
         keys = UNIFORM_KEYS // 10 if self._benchmark.quick else UNIFORM_KEYS
         for count in sorted({*self._options.nodes, *RUN_SHARDS}):
             found = uniform(count, keys)
@@ -118,7 +118,7 @@ class Simulation:
                         bar.advance(task)
 
     def scenarios(self) -> None:
-        """Every scenario with every number of nodes and replicas."""
+        """Run every scenario with every number of nodes and replicas."""
         names = self._options.scenario or list(SCENARIOS)
         for nodes in self._options.nodes:
             for replicas in self._options.replicas:
@@ -126,7 +126,7 @@ class Simulation:
                     self._scenario(SCENARIO_GROUP, name, nodes, replicas, self._options.capacity)
 
     def sweeps(self) -> None:
-        """Grace periods, little memory, runs."""
+        """Run the sweeps: grace periods, small memories, runs."""
         small = [nodes for nodes in self._options.nodes if nodes < MANY]
         for nodes in small:
             for grace_s in GRACES_S:
@@ -178,7 +178,7 @@ class Simulation:
     def _change(
         self, changes: list[Change], nodes: int, replicas: int, capacity: float, run: int = 1, spares: int = 0
     ) -> tuple[dict[str, float], Outcome]:
-        """-> what it cost beside the same cluster without it, and what happened."""
+        """Run one scenario. -> its cost compared with the same cluster without the change, and its outcome."""
         where = (nodes, replicas, capacity, run)
         if where not in self._steady:
             self._steady[where] = self._replay([], *where, 0)
@@ -198,7 +198,7 @@ class Simulation:
             return replay(trace, cluster, changes, lambda done: bar.update(task, advance=done, refresh=True))
 
     def _keep(self, name: str, **parameters: Any) -> None:
-        """A case without times: what was found is in its parameters."""
+        """Keep a case without times: its parameters hold the findings."""
         case = Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters)
         self._benchmark.cases.append(case)
         self._benchmark.say(f"{name}: {_short(parameters)}")

@@ -1,7 +1,7 @@
-"""How evenly keys and reads lie on shards, how much moves when one joins, and what runs would do to it.
+"""How evenly keys and reads are spread over shards, how many keys move when a shard joins, and the effect of runs.
 
-In a *run* of R keys of a chain, all go where the run's first key goes. R = 1 is what the server's placement does.
-Blocks of the trace are of 512 tokens; `parts` cuts each into as many keys, as an engine with smaller blocks has.
+All R keys of a *run* of a chain go to the shard of the run's first key. R = 1 is the server's placement. Blocks of the
+trace have 512 tokens; `parts` cuts each into so many keys, as for an engine with smaller blocks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ UNIFORM_KEYS: Final = 1_000_000
 
 
 def shards(count: int) -> Placement:
-    """Equal ones, each on a node of its own."""
+    """Shards of equal weight, each on a node of its own."""
     return Placement([f"node-{number}/0" for number in range(count)], [1.0] * count)
 
 
 def max_to_mean(counts: npt.NDArray[np.int64]) -> float:
-    """How much more than its fair share the fullest has."""
+    """The fullest shard's load, as a multiple of its fair share."""
     return float(counts.max() / counts.mean())
 
 
 class Uniform(NamedTuple):
-    """Of keys that are asked for equally often."""
+    """The balance of keys that are asked for equally often."""
 
     max_to_mean: float
     moved_by_join: float
@@ -41,7 +41,7 @@ class Uniform(NamedTuple):
 
 
 def uniform(count: int, keys: int) -> Uniform:
-    """`count` shards and random keys."""
+    """The balance of random keys on `count` shards."""
     drawn = np.random.default_rng(count).integers(0, 256, (keys, 8), dtype=np.uint8)
     owners = shards(count).owners(drawn)
     moved = float((owners != shards(count + 1).owners(drawn)).mean())
@@ -49,7 +49,7 @@ def uniform(count: int, keys: int) -> Uniform:
 
 
 class OnTrace(NamedTuple):
-    """Of a trace. `reads`: each reference is one. `asked`: shards by prompt."""
+    """The balance of a trace. `reads`: each reference counts as a read. `asked`: how many shards each prompt asks."""
 
     keys: float
     reads: float
@@ -59,7 +59,7 @@ class OnTrace(NamedTuple):
 
 
 def on_trace(trace: Trace, count: int, run: int, parts: int) -> OnTrace:
-    """Keys and reads by shard, and shards by prompt."""
+    """The balance of a trace: keys and reads by shard, and shards asked by prompt."""
     first = _first_of_run(trace, run, parts)
     keys = _part_keys(trace.distinct * parts)
     owners = shards(count).owners(keys)[first].reshape(trace.distinct, parts)
@@ -76,17 +76,17 @@ def on_trace(trace: Trace, count: int, run: int, parts: int) -> OnTrace:
 
 
 def placing_keys(trace: Trace, run: int) -> Keys:
-    """By block: the key of its run's first block."""
+    """For each block the key of its run's first block."""
     return trace.keys[_first_of_run(trace, run, 1)]
 
 
 def _part_keys(count: int) -> Keys:
-    """As good as hashes."""
+    """Random keys for the parts of blocks, in place of hashes."""
     return np.random.default_rng(count).integers(0, 256, (count, 8), dtype=np.uint8)
 
 
 def _first_of_run(trace: Trace, run: int, parts: int) -> Numbers:
-    """By part (block * parts + part of it): the part that begins its run. A block's prefix is always the same."""
+    """For each part (block * parts + part), the part that begins its run. A block's prefix is always the same."""
     first: Numbers = np.empty(trace.distinct * parts, dtype=np.intp)
     seen = np.zeros(trace.distinct, dtype=np.bool_)
     for chain in trace.chains:

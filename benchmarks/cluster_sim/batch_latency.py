@@ -31,14 +31,14 @@ LOOKUPS: Final = ("contains", "match_prefix", "get_into")
 
 
 def run_blocks(run: int) -> Blocks:
-    """Blocks whose keys share eight bytes with those of their run."""
+    """Blocks whose keys share their first eight bytes with the other keys of their run."""
     blocks = Blocks(Batch(KEYS, KEYS), BLOCK_BYTES, seed=run)
     blocks.keys[:, :8] = blocks.keys[np.arange(KEYS) // run * run, :8]
     return blocks
 
 
 def _calling(name: str, calls: int, call: Callable[[], Any], expected: Any, blocks: Blocks) -> Operation:
-    """Its time is the median of its calls."""
+    """An operation of several calls; its time is the median of the calls."""
 
     def run() -> float:
         times = []
@@ -56,7 +56,7 @@ def _calling(name: str, calls: int, call: Callable[[], Any], expected: Any, bloc
 
 
 def operations(client: Any, all_blocks: Sequence[tuple[int, Blocks]], calls: int) -> list[Operation]:
-    """Every lookup for every run."""
+    """The operations: every kind of lookup with every run."""
     everything = np.ones(KEYS, dtype=np.bool_)
     found = []
     for run, blocks in all_blocks:

@@ -19,7 +19,7 @@ _POINTS_ALLOWED: Final = 2.0
 
 
 def _panels(path: Path, count: int, draw: Callable[[Sequence[Any]], None], height: float = 3.6) -> None:
-    """A figure of `count` panels side by side, and one legend: that of the first."""
+    """A figure of `count` panels side by side, with the legend of the first panel."""
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
@@ -32,7 +32,7 @@ def _panels(path: Path, count: int, draw: Callable[[Sequence[Any]], None], heigh
 
 
 def hit_rate(results: Results, path: Path) -> None:
-    """Around a change, for the number of nodes nearest to ten, a panel a number of replicas."""
+    """Hit rate around a change, for the number of nodes nearest to ten; a panel for each number of replicas."""
     cases = [case for case in results[BENCHMARK].group(SCENARIO_GROUP) if case.parameters["by_minute"]]
     nodes = min({case.parameters["nodes"] for case in cases}, key=lambda count: abs(count - 10))
     mine = [case for case in cases if case.parameters["nodes"] == nodes]
@@ -57,7 +57,7 @@ def hit_rate(results: Results, path: Path) -> None:
 
 
 def _lost(case: CaseResult, steady: CaseResult) -> tuple[list[int], list[float]]:
-    """By minute, points beside the cluster that nothing happened to, over the minutes that end with it."""
+    """By minute, the points of hit rate lost against the unchanged cluster, over the minutes that end with this one."""
     mine, theirs = case.parameters["by_minute"], steady.parameters["by_minute"]
     minutes = list(range(_WINDOW_MINUTES - 1, len(mine["hits"])))
     points = []
@@ -69,7 +69,7 @@ def _lost(case: CaseResult, steady: CaseResult) -> tuple[list[int], list[float]]
 
 
 def grace(results: Results, path: Path) -> None:
-    """What a join costs by grace period, a line a number of nodes."""
+    """The cost of a join by grace period; a line for each number of nodes."""
     cases = results[BENCHMARK].group(GRACE_GROUP)
 
     def draw(panels: Sequence[Any]) -> None:
@@ -96,7 +96,7 @@ def grace(results: Results, path: Path) -> None:
 
 
 def runs(results: Results, path: Path) -> None:
-    """Balance of reads, and shards asked, by run: blocks of the fewest tokens that were looked at."""
+    """Balance of reads and shards asked, by run, for the smallest blocks that were measured."""
     cases = results[BENCHMARK].group(RUN_GROUP)
     tokens = min(case.parameters["block_tokens"] for case in cases)
     mine = [case.parameters for case in cases if case.parameters["block_tokens"] == tokens]
@@ -124,7 +124,7 @@ def runs(results: Results, path: Path) -> None:
 
 
 def latency(results: Results, path: Path) -> None:
-    """Calls on real servers by run, a panel a call."""
+    """Latency of calls on real servers by run; a panel for each call."""
     cases = results[LATENCY].cases
     calls = cases[0].parameters["calls"]
 

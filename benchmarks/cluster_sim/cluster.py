@@ -1,9 +1,9 @@
-"""A cluster without sockets and bytes: the server's block index and policy on every node, the server's placement.
+"""A cluster without sockets and bytes: the server's placement, and its block index and policy on every node.
 
-A request of the trace is what an engine asks of the client: the whole chain is looked up, the leading run that is
-there is read, the rest is set. As in the client, a block is looked for at its owners in the *new* placement, then at
-those in the *old* one (see `kvstore.cluster.members`); where an owner did not have what a later one had, it is set.
-Every node is one shard; all have as much room. Nothing takes time but what a scenario says.
+A request of the trace does what an engine does through the client: it looks up the whole chain, reads the leading run
+that is there, and sets the rest. As in the client, a block is looked for at its owners in the *new* placement, then at
+its owners in the *old* one (see `kvstore.cluster.members`). A block found at a later candidate is set on the owners
+that lacked it. Every node is one shard; all have the same capacity. Only the steps of a scenario take time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.intp]
 
 
 class Cache:
-    """One node's blocks, with room for `capacity`."""
+    """The blocks of one node, with room for `capacity` blocks."""
 
     def __init__(self, capacity: int) -> None:
         self._index = BlockIndex(KEY_BYTES, capacity, POLICY)
@@ -37,15 +37,15 @@ class Cache:
         self._tick = 1
 
     def find(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Which are there; no use of them."""
+        """Which keys are there; does not count as a use."""
         return np.frombuffer(self._index.contains(keys.tobytes(), 0.0, False, 0), dtype=np.bool_)
 
     def use(self, keys: Keys) -> None:
-        """As a GET does."""
+        """Use the keys, as a GET does."""
         self._index.contains(keys.tobytes(), 0.0, True, self._ticks(len(keys)))
 
     def insert(self, keys: Keys) -> None:
-        """As a SET does."""
+        """Insert the keys, as a SET does."""
         index, packed = self._index, keys.tobytes()
         room = index.missing(packed) - index.free
         if room > 0:
@@ -67,7 +67,7 @@ class Cache:
 
 @dataclass
 class Node:
-    """`state`: as others see it; empty: it is not a member. `cache`: None while it does not answer."""
+    """One node. `state`: as others see it; empty if it is not a member. `cache`: None while it does not answer."""
 
     name: str
     zone: str
@@ -78,7 +78,7 @@ class Node:
 
 @dataclass
 class _Move:
-    """Blocks on their way to their owners, evenly over that time."""
+    """Blocks that are moved to their owners, evenly over a period of time."""
 
     keys: Keys
     begin_s: float
@@ -87,8 +87,8 @@ class _Move:
 
 
 class Cluster:
-    """`keys`: by block number. `placing`: the keys that placement is given instead, if others. `spares`: so many
-    further owners in the new placement are asked while a node joins or drains."""
+    """The nodes and the clients' view of them. `keys`: by block number. `placing`: other keys to use for placement, if
+    any. `spares`: so many further owners in the new placement are asked while a node joins or drains."""
 
     def __init__(
         self,
@@ -118,29 +118,29 @@ class Cluster:
     # ---- changes: each takes effect with the next `look_again` ------------------------------------------------------
 
     def add(self, state: State) -> int:
-        """A node more, empty. -> its number."""
+        """Add an empty node. -> its number."""
         number = len(self.nodes)
         self.nodes.append(Node(f"node-{number}/0", f"zone-{number % self._zones}", state, Cache(self._capacity)))
         return number
 
     def set_state(self, numbers: Sequence[int], state: State | None) -> None:
-        """None: no longer a member."""
+        """Set a node's state. None: it is no longer a member."""
         for number in numbers:
             self.nodes[number].state = state
 
     def kill(self, numbers: Sequence[int]) -> None:
-        """They answer no more, and their blocks are lost; others do not know yet."""
+        """Stop nodes without notice: they answer no more and lose their blocks; the others do not know yet."""
         for number in numbers:
             self.nodes[number].cache = None
 
     def restart(self, numbers: Sequence[int]) -> None:
-        """They come back with nothing, and join."""
+        """Bring nodes back empty, and let them join."""
         for number in numbers:
             self.nodes[number].cache = Cache(self._capacity)
         self.set_state(numbers, "joining")
 
     def drain(self, numbers: Sequence[int], now_s: float, duration_s: float) -> None:
-        """They say that they will leave, and move all blocks, the hottest first, evenly over that time."""
+        """Drain nodes: they announce that they leave, and move all blocks, the hottest first, evenly over that time."""
         self.set_state(numbers, "draining")
         for number in numbers:
             cache = self.nodes[number].cache
@@ -148,7 +148,7 @@ class Cluster:
                 self._moves.append(_Move(cache.hottest(), now_s, duration_s))
 
     def fill(self, numbers: Sequence[int], now_s: float, duration_s: float) -> None:
-        """All others copy to these nodes what is theirs in the new placement, the hottest first."""
+        """Let all other nodes copy to these nodes the blocks that these own in the new placement, the hottest first."""
         for number, node in enumerate(self.nodes):
             if node.state is not None and node.cache is not None and number not in numbers:
                 keys = node.cache.hottest()
@@ -156,7 +156,7 @@ class Cluster:
                 self._moves.append(_Move(keys[theirs], now_s, duration_s))
 
     def look_again(self) -> float:
-        """Everybody sees the members as they are now. -> the share of keys whose owner is another."""
+        """Update the view of all clients to the present members. -> the share of keys whose owner changed."""
         before = self._owners
         new = self._placed([number for number, node in enumerate(self.nodes) if node.state in _NEW], self._spares)
         self._readers = self._owners = new[:, : self.replicas]
@@ -184,7 +184,7 @@ class Cluster:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
-        """Moves what is moved by now."""
+        """Move the blocks that are due by now."""
         for move in self._moves:
             share = min(1.0, (now_s - move.begin_s) / move.duration_s)
             until = int(len(move.keys) * share)
@@ -196,7 +196,7 @@ class Cluster:
         self._moves = [move for move in self._moves if move.done < len(move.keys)]
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and set what was not there. -> the length of the leading run that was."""
+        """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
         keys, readers = self._keys[chain], self._readers[chain]
         column = self._look(keys, readers)
         missing = np.flatnonzero(column == NOBODY)
@@ -212,7 +212,7 @@ class Cluster:
         return run
 
     def _look(self, keys: Keys, readers: Numbers) -> Numbers:
-        """The column of `readers` that has each key, or `NOBODY`."""
+        """For each key the first column of `readers` that has it, or `NOBODY`."""
         column: Numbers = np.full(len(keys), NOBODY, dtype=np.intp)
         for number in range(readers.shape[1]):
             left = np.flatnonzero(column == NOBODY)
@@ -243,7 +243,7 @@ _OLD: Final = ("serving", "draining")
 
 
 def _by_node(numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
-    """Each number with its positions, ascending."""
+    """Each node's number with its positions, by ascending number."""
     if not len(numbers):
         return
     order = np.argsort(numbers, kind="stable")

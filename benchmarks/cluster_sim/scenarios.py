@@ -1,7 +1,7 @@
-"""What happens to a cluster while a trace is replayed: joins, leaves, crashes, restarts.
+"""Scenarios: changes of a cluster while a trace is replayed, such as joins, leaves, crashes and restarts.
 
-Every scenario begins its change at the same time of the trace, so that the minutes after it can be held against those
-of a cluster that nothing happens to.
+Every scenario begins its change at the same time of the trace, so that the minutes after it can be compared with the
+same minutes of an unchanged cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Action = Callable[[Cluster, float], object]
 
 @dataclass(frozen=True)
 class Change:
-    """At `at_s` of the trace, `act(cluster, at_s)`; then everybody looks at the members again, unless `unnoticed`."""
+    """A change: at `at_s` of the trace, `act(cluster, at_s)` is called; then all clients get the new view, unless
+    `unnoticed`."""
 
     at_s: float
     act: Action
@@ -38,7 +39,7 @@ class Change:
 
 @dataclass
 class Outcome:
-    """By minute of the trace. `moved`: by change of the view, the share of keys whose owner is another."""
+    """The results by minute of the trace. `moved`: for each change of view, the share of keys whose owner changed."""
 
     hits: list[int] = field(default_factory=list)
     references: list[int] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Outcome:
 def replay(
     trace: Trace, cluster: Cluster, changes: Sequence[Change], progress: Callable[[int], object] = lambda done: None
 ) -> Outcome:
-    """Every request in order, changes at their times. `progress`: told of requests done."""
+    """Replay every request in order, with changes at their times. `progress` is called with the requests done."""
     waiting = sorted(changes, key=lambda change: change.at_s)
     outcome = Outcome()
     for number, (chain, now_s) in enumerate(zip(trace.chains, trace.times_s, strict=True)):
@@ -85,8 +86,8 @@ def replay(
 
 
 def join(at_s: float, count: int = 1, grace_s: float = GRACE_S, fill_s: float = 0.0) -> list[Change]:
-    """Empty nodes join. As long as the grace period lasts, blocks are read from old owners, too; with `fill_s` the
-    old owners copy to the new ones what is theirs."""
+    """Empty nodes join. During the grace period, blocks are also read from their old owners; with `fill_s`, the old
+    owners copy blocks to the new owners."""
     added: list[int] = []
 
     def begin(cluster: Cluster, _: float) -> None:
@@ -101,7 +102,7 @@ def join(at_s: float, count: int = 1, grace_s: float = GRACE_S, fill_s: float = 
 
 
 def leave(at_s: float, numbers: Sequence[int], drain_s: float = DRAIN_S) -> list[Change]:
-    """Nodes leave, after moving their blocks if they have the time."""
+    """Nodes leave; if they have the time, they move their blocks before."""
 
     def end(cluster: Cluster, _: float) -> None:
         cluster.set_state(numbers, None)
@@ -123,7 +124,7 @@ def crash(at_s: float, numbers: Sequence[int]) -> list[Change]:
 def rolling_restart(
     at_s: float, nodes: int, grace_s: float = GRACE_S, fill_s: float = 0.0, pause_s: float = MINUTE_S
 ) -> list[Change]:
-    """All nodes in turn, one each `pause_s`, or a tenth of them: drained, stopped, back with nothing, joining."""
+    """Restart all nodes in turn, one (or a tenth of them) every `pause_s`: drained, stopped, brought back empty."""
     batches = min(BATCHES, nodes)
     changes = []
     for batch in range(batches):
@@ -143,7 +144,7 @@ def rolling_restart(
 
 @dataclass(frozen=True)
 class Scenario:
-    """`changes`: of a cluster of so many nodes in so many zones. `spares`: see `Cluster`."""
+    """A scenario. `changes`: the changes of a cluster with so many nodes in so many zones. `spares`: see `Cluster`."""
 
     changes: Callable[[float, int, int], list[Change]]
     spares: int = 0
@@ -186,14 +187,14 @@ SCENARIOS: Final[dict[str, Scenario]] = {
 
 
 class Drop(NamedTuple):
-    """How far the hit rate was below that of the same minutes without the change, at most; as shares."""
+    """The largest drop of the hit rate against the same minutes without the change; as shares."""
 
     minute: float
     five_minutes: float
 
 
 def drop(outcome: Outcome, steady: Outcome, at_s: float) -> Drop:
-    """Of the time from the change to the end of the trace."""
+    """The drop between the change and the end of the trace."""
     first = int(at_s // MINUTE_S)
     found = []
     for width in (1, 5):

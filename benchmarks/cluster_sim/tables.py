@@ -1,4 +1,4 @@
-"""What the terminal and the documents show of the cluster simulator, each a function of its results.
+"""The tables of the cluster simulator for the terminal and the documents, each a function of its results.
 
 `benchmarks.draw` fills its document from `CLUSTER_TABLES`.
 """
@@ -141,7 +141,7 @@ _MAKE: Final[dict[str, Callable[[Sequence[CaseResult]], Rows]]] = {
 
 
 def console_tables(cases: Sequence[Case]) -> list[Table]:
-    """All that was found, for the terminal."""
+    """All findings, for the terminal."""
     tables = []
     results = [CaseResult(case.to_json()) for case in cases]
     for group, make in _MAKE.items():
@@ -166,7 +166,7 @@ def _table(group: str) -> Callable[[Results], str]:
 
 
 def changes(results: Results) -> str:
-    """What changes cost, by size: worst minute / worst five minutes, in points of hit rate."""
+    """The cost of changes by size of the cluster: worst minute / worst five minutes, in points of hit rate."""
     cases = [case for case in results[BENCHMARK].group(SCENARIO_GROUP) if case.parameters["moved"]]
     sizes = sorted({case.parameters["nodes"] for case in cases})
     costs: dict[tuple[int, str], dict[int, str]] = {}
@@ -182,7 +182,7 @@ def changes(results: Results) -> str:
 
 
 def latency(results: Results) -> str:
-    """Calls on real servers, ms by run."""
+    """The latency of calls on real servers by run, in ms."""
     rows = []
     for case in results[LATENCY].cases:
         for call in case.parameters["calls"]:

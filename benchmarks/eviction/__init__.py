@@ -1,4 +1,4 @@
-"""What an eviction policy is worth: hit rate against capacity on traces of requests, beside the clairvoyant optimum.
+"""Compares eviction policies: hit rate against capacity on traces of requests, beside the clairvoyant optimum.
 
 `python -m benchmarks.eviction --trace FILE` replays a trace through a shard of the server, without its sockets
 (`simulator`), and through textbook policies (`baselines`); with `--endpoint`, through a live server too (`live`).

@@ -61,7 +61,7 @@ def _count(text: str) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What this benchmark has beyond what all have."""
+    """The options of this benchmark only."""
     parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE", help=".jsonl or .jsonl.gz")
     names = f"{ALL}, {', '.join(SYNTHETIC)}"
     parser.add_argument(
@@ -116,7 +116,7 @@ def _traces(benchmark: Benchmark) -> Iterator[Trace]:
 
 
 def _capacity(trace: Trace, share: float) -> int:
-    """In blocks."""
+    """A capacity in blocks."""
     return max(1, int(trace.distinct * share / 100))
 
 
@@ -193,7 +193,7 @@ def _time_policies(benchmark: Benchmark) -> None:
 
 
 def _keep(benchmark: Benchmark, name: str, **parameters: Any) -> None:
-    """A case without times: what was found is in its parameters."""
+    """Keep a case without times: its parameters hold the findings."""
     benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
 
 

@@ -28,7 +28,7 @@ class Arc:
         self._once, self._often, self._once_ghosts, self._often_ghosts = (OrderedDict[int, None]() for _ in range(4))
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain. -> the length of its leading run that was there."""
+        """Ask for a chain. -> how many of its leading blocks were there."""
         blocks = chain.tolist()
         run = next((i for i, b in enumerate(blocks) if b not in self._once and b not in self._often), len(blocks))
         for block in blocks[:run][::-1] + blocks[run:][::-1]:
@@ -73,7 +73,7 @@ class Arc:
             self._replace(False)
 
     def _replace(self, was_used_often: bool) -> None:
-        """One resident block becomes a ghost."""
+        """Evict one resident block, which becomes a ghost."""
         if len(self._once) + len(self._often) < self._capacity:
             return
         length = len(self._once)
@@ -97,7 +97,7 @@ class S3Fifo:
         self._ghosts = OrderedDict[int, None]()
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain. -> the length of its leading run that was there."""
+        """Ask for a chain. -> how many of its leading blocks were there."""
         blocks = chain.tolist()
         run = next((i for i, b in enumerate(blocks) if b not in self._small and b not in self._main), len(blocks))
         for block in blocks[:run][::-1] + blocks[run:][::-1]:
@@ -151,7 +151,7 @@ class Sieve:
         self._oldest = self._newest = self._hand = -1
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain. -> the length of its leading run that was there."""
+        """Ask for a chain. -> how many of its leading blocks were there."""
         blocks = chain.tolist()
         run = next((i for i, block in enumerate(blocks) if block not in self._marked), len(blocks))
         for block in blocks[:run][::-1] + blocks[run:][::-1]:
@@ -191,13 +191,13 @@ class Sieve:
 
 
 class Optimum:
-    """The most hits that are possible: what is needed last goes first (Belady), and it may be what just came (bypass).
+    """The most hits that are possible: evict the block that is needed last (Belady), even if it has just come (bypass).
 
-    A hit counts only when every block before it in the request hit too. The best for that is the best without it, when
-    of blocks needed next by the same request the one deeper in it goes first: as equal blocks are equal prefixes, a
-    block is never needed before its parent, so what is resident is always closed towards the head, and every resident
-    block asked for is part of a leading run. A request is one moment: the capacity holds between requests, and what is
-    kept after one may be any of what was resident and what it brought.
+    A hit counts only if every block before it in the request hit too. The policy that is best without this rule is also
+    best with it, if among blocks that the same request needs next the deeper one is evicted first. The reason: equal
+    blocks are equal prefixes, so a block is never needed before its parent. So the resident blocks always include the
+    parents of each of them, and every resident block asked for is part of a leading run. A request is one moment: the
+    capacity holds between requests, and any of the resident and the new blocks may be kept after one.
     """
 
     def __init__(self, trace: Trace, capacity: int) -> None:
@@ -208,7 +208,7 @@ class Optimum:
         self._latest: list[tuple[int, int, int]] = []  # heap of (-request, -position, block); may be out of date
 
     def request(self, chain: Chain) -> int:
-        """Ask for the trace's next chain. -> the length of its leading run that was there."""
+        """Ask for the trace's next chain. -> how many of its leading blocks were there."""
         resident = self._resident
         blocks = chain.tolist()
         run = next((i for i, block in enumerate(blocks) if block not in resident), len(blocks))

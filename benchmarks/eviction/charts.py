@@ -1,4 +1,4 @@
-"""Hit rate against capacity, a panel a trace: `benchmarks.draw` makes the charts from `EVICTION_CHARTS`."""
+"""Hit rate against capacity, a panel for each trace: `benchmarks.draw` makes the charts from `EVICTION_CHARTS`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLUMNS: Final = 3
 
 
 def draw(path: Path, cases: Sequence[CaseResult]) -> None:
-    """A panel a case; the optimum is the limit, textbook policies are dashed."""
+    """Draw a panel for each case. The optimum is the limit; textbook policies are dashed."""
     from matplotlib.figure import Figure
 
     columns = min(_COLUMNS, len(cases))
@@ -52,12 +52,12 @@ def _panel(axes: Any, case: CaseResult) -> None:
 
 
 def eviction(results: Results, path: Path) -> None:
-    """The first trace."""
+    """The chart of the first trace."""
     draw(path, results[BENCHMARK].group(TRACE_GROUP)[:1])
 
 
 def eviction_others(results: Results, path: Path) -> None:
-    """The other traces; the first again where it is the only one."""
+    """The chart of the other traces, or of the first if it is the only one."""
     cases = results[BENCHMARK].group(TRACE_GROUP)
     draw(path, cases[1:] or cases)
 

@@ -1,7 +1,8 @@
-"""What a policy costs: time a block to ask for, to touch and to insert, in an index that is full.
+"""The cost of a policy: the time per block to look up, touch and insert blocks in a full index.
 
-The index is the server's, so a touch is a look-up of its key and the policy's part, and an insert is an eviction, a
-look-up, and both ends of the block's writing. Blocks come in chains, places at random, as in a server.
+The index is the server's. So a touch includes the look-up of the key and the policy's work; an insert includes an
+eviction, a look-up, and the begin and end of writing the block. Blocks come in chains and their slots are random, as in
+a server.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TARGET_S: Final = 1e-6  # of a touch or an insert
 
 
 class FullIndex:
-    """An index without a free slot. An operation's time is that of one block."""
+    """An index without a free slot. The time of an operation is that of one block."""
 
     def __init__(self, policy: str, blocks: int) -> None:
         self._index = BlockIndex(KEY_BYTES, blocks, policy)
@@ -38,7 +39,7 @@ class FullIndex:
             self._insert(self._random.bytes(CHAIN * KEY_BYTES))
 
     def operations(self) -> list[Operation]:
-        """`moved` is left out: what counts is seconds."""
+        """The operations. They set no `moved`: only their seconds count."""
         return [
             Operation(ASK, self._ask, before=self._choose),
             Operation(TOUCH, self._touch, before=self._choose),
@@ -46,7 +47,7 @@ class FullIndex:
         ]
 
     def _choose(self) -> None:
-        """Neighbours are mostly of one chain."""
+        """Choose blocks; neighbours are mostly of one chain."""
         ready = self._index.ready_slots()
         starts = self._random.integers(0, len(ready) - CHAIN, CHAINS).tolist()
         self._chains = [self._index.keys_of(ready[start : start + CHAIN]) for start in starts]

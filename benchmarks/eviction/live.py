@@ -1,8 +1,8 @@
-"""The same trace against a running server, and what the simulator says of a cache of that size.
+"""Replays the trace against a running server, to compare it with the simulator at the same capacity.
 
-Blocks are made so large that the server's memory holds as many as wanted, in a namespace of its own that is empty
-again afterwards. Requests do not overlap, as in the simulator. A server with one shard and without a disk tier, and
-with nothing else in it: then both hit rates mean the same.
+The size of blocks is chosen so that the server's memory holds as many as wanted. They are in a namespace of its own,
+which is emptied afterwards. As in the simulator, requests do not overlap. For the two hit rates to be comparable, the
+server must have one shard, no disk tier and no other blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LiveError(Exception):
 
 @dataclass(frozen=True)
 class LiveResult:
-    """`capacity`: blocks the server had room for."""
+    """The result of a live replay. `capacity`: how many blocks the server had room for."""
 
     policy: str
     block_bytes: int
@@ -40,7 +40,7 @@ class LiveResult:
 
 
 class LiveCache:
-    """A server's namespace, asked as an engine asks it: look for the chain, get what is there, set the rest."""
+    """A server's namespace, used as an engine uses it: look up the chain, get the blocks found, set the rest."""
 
     def __init__(self, client: KVStoreClient, trace: Trace) -> None:
         self._client = client
@@ -50,7 +50,7 @@ class LiveCache:
         self._out = np.empty_like(self._blocks)
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and set what was not there. -> the length of the leading run that was."""
+        """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
         keys = self._keys[chain]
         run = self._client.match_prefix(keys)
         if run:
@@ -102,7 +102,7 @@ def _only_shard(endpoint: str) -> ShardInfo:
 
 
 def _block_bytes(shard: ShardInfo, wanted: int) -> int:
-    """The size of which the server's memory holds about `wanted` blocks."""
+    """The block size with which the server's memory holds about `wanted` blocks."""
     segments = shard.memory_limit_bytes // shard.segment_bytes
     block_bytes = shard.segment_bytes // max(1, round(wanted / segments))
     if not 1 <= block_bytes <= MAX_BLOCK_BYTES:

@@ -1,9 +1,9 @@
-"""The server's own cache, asked as clients ask it, without sockets and without bytes.
+"""The server's own cache, used as clients use it, without sockets and without bytes.
 
-`ServerCache` is a shard without its loop. A request of the trace is what an engine asks: MATCH_PREFIX of the
-whole chain, GET of the run that is there, SET of the rest. Each goes to the method to which the shard's connections
-give it once it is decoded, so every decision between the wire and the policy is the server's: what a GET touches and
-when, how room is made, in which order blocks become readable. Blocks have no content, as no policy looks at it.
+`ServerCache` is a shard without its loop. A request of the trace does what an engine does: MATCH_PREFIX of the whole
+chain, GET of the run that is there, SET of the rest. Each goes to the method that the shard's connections call with a
+decoded request. So every decision between the wire and the policy is the server's: which blocks a GET touches and when,
+how room is made, in which order blocks become readable. Blocks have no content, since no policy looks at it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvstore.shard.peer import Peer
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
+from kvstore.shard.turns import Line
 from kvstore.store.namespaces import Store
 from kvstore_client import Namespace
 
@@ -31,10 +32,10 @@ _DEADLINE_MS: Final = 600_000
 
 
 class Cache(Protocol):
-    """Blocks of which some are there."""
+    """A cache that can be asked for chains of blocks."""
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and store what was not there. -> the length of the leading run that was."""
+        """Ask for a chain, head first, and store the missing blocks. -> how many leading blocks were there."""
 
 
 class _Connection(Peer):
@@ -56,7 +57,7 @@ class _Connection(Peer):
 class ServerCache:
     """A shard with room for exactly `segments * slots_per_segment` blocks, all of one namespace.
 
-    `keys`: by block number. Close it: it has a mapping and a thread.
+    `keys`: by block number. It must be closed, since it has a memory mapping and a thread.
     """
 
     def __init__(self, policy: str, keys: Keys, slots_per_segment: int, segments: int = 1) -> None:
@@ -79,7 +80,7 @@ class ServerCache:
         self._store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
         self._answers = Answers(config, self._store, None, self._state)
         namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
-        self._peer = _Connection(self._state, socket.socket(), "simulated", set(), lambda peer: None)
+        self._peer = _Connection(self._state, socket.socket(), "simulated", 0, Line(), lambda peer: None)
         self._peer.namespace = namespace.canonical()
         self._keys = keys
 
@@ -93,7 +94,7 @@ class ServerCache:
         self._peer.sock.close()
 
     def request(self, chain: Chain) -> int:
-        """Ask for a chain, head first, and set what was not there. -> the length of the leading run that was."""
+        """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
         run = self._match(self._keys[chain].tobytes())
         if run:
             self._get(self._keys[chain[:run]].tobytes())
@@ -103,7 +104,7 @@ class ServerCache:
 
     @property
     def blocks(self) -> int:
-        """How many there are now."""
+        """How many blocks it holds now."""
         return sum(namespace.memory.index.ready for namespace in self._store)
 
     def _match(self, keys: bytes) -> int:
@@ -132,7 +133,8 @@ class ServerCache:
 
 
 def replay(trace: Trace, cache: Cache, progress: Callable[[int], object] = lambda done: None) -> float:
-    """The hit rate: leading runs that were there, as a share of all references. `progress`: told of requests done."""
+    """The hit rate: the blocks of leading runs that were there, as a share of all references. `progress` is called with
+    the requests done."""
     hits = 0
     for number, chain in enumerate(trace.chains):
         if len(chain):

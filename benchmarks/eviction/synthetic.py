@@ -1,8 +1,8 @@
-"""Traces that are made, one kind of traffic each, so that a policy is not judged by one recording.
+"""Synthetic traces, one for each kind of traffic, so that a policy is not judged by a single recording.
 
-The same name gives the same trace, on every machine: all chance comes from `random.Random` with the trace's own seed.
-Lengths are in blocks. A chain that ends with a block of its own is a prompt whose last block is not full: its
-continuation does not contain it.
+The same name gives the same trace on every machine: all randomness comes from `random.Random` with the trace's own
+seed. Lengths are in blocks. A chain whose last block occurs only once is a prompt whose last block is not full: its
+continuation does not contain that block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Request = list[int]
 
 
 class _Source:
-    """Chance, and blocks nobody has seen yet."""
+    """A source of random numbers, and of new blocks."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -29,7 +29,7 @@ class _Source:
         return list(itertools.islice(self._ids, count))
 
     def length(self, mean: float) -> int:
-        """At least 1, exponential beyond."""
+        """A random length: at least 1, exponentially distributed above."""
         return 1 + int(self.random.expovariate(1 / mean))
 
 
@@ -127,14 +127,14 @@ def documents(seed: int, count: int, library: int = 4000) -> Iterator[Request]:
 
 
 def new_only(seed: int, count: int) -> Iterator[Request]:
-    """Nothing ever comes back."""
+    """No block is ever asked for twice."""
     source = _Source(seed)
     for _ in range(count):
         yield source.new(source.random.randint(2, 40))
 
 
 def mixed(seed: int, *parts: Iterator[Request]) -> Iterator[Request]:
-    """The parts' requests, each part in its order, shuffled into each other."""
+    """The requests of all parts, interleaved at random; each part keeps its order."""
     requests = _apart(parts)
     order = [number for number, part in enumerate(requests) for _ in part]
     random.Random(seed).shuffle(order)
@@ -144,12 +144,12 @@ def mixed(seed: int, *parts: Iterator[Request]) -> Iterator[Request]:
 
 
 def in_turn(*parts: Iterator[Request]) -> Iterator[Request]:
-    """One part after the other: the traffic changes for good."""
+    """One part after the other: the traffic changes once and for all."""
     return itertools.chain.from_iterable(_apart(parts))
 
 
 def _apart(parts: Sequence[Iterator[Request]]) -> list[list[Request]]:
-    """The parts with block ids that differ between them."""
+    """The parts, renumbered so that no two have a block in common."""
     return [
         [[block * len(parts) + number for block in request] for request in part] for number, part in enumerate(parts)
     ]
@@ -180,5 +180,5 @@ SYNTHETIC: Final[dict[str, Callable[[], Iterator[Request]]]] = {
 
 
 def make_trace(name: str) -> Trace:
-    """One of `SYNTHETIC`."""
+    """The trace of this name in `SYNTHETIC`."""
     return Trace.of(name, SYNTHETIC[name]())

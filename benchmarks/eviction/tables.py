@@ -1,4 +1,4 @@
-"""What the terminal and the documents show of the eviction benchmark, each a function of its results.
+"""The tables of the eviction benchmark for the terminal and the documents, each a function of its results.
 
 `benchmarks.draw` fills its document from `EVICTION_TABLES`.
 """
@@ -32,13 +32,13 @@ ENVELOPE: Final = ("lru", S3FIFO, ARC)  # the default policy is held against the
 
 
 def envelope(case: CaseResult) -> list[float]:
-    """The best of `ENVELOPE` at each capacity, as far as they were replayed; empty if none was."""
+    """The best hit rate of the `ENVELOPE` policies at each capacity; empty if none of them was replayed."""
     rates = case.parameters["hit_rate"]
     return [max(column) for column in zip(*(rates[name] for name in ENVELOPE if name in rates), strict=True)]
 
 
 def _rows(case: CaseResult) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row a capacity, then the sum."""
+    """The headings, a row for each capacity, and the row of the sum."""
     about = case.parameters
     rates, best = about["hit_rate"], envelope(case)
     headings = ["capacity", "blocks", *rates]
@@ -81,7 +81,7 @@ def _title(case: CaseResult) -> str:
 
 
 def cost_lines(cases: list[Case]) -> list[str]:
-    """For the terminal: what each policy costs."""
+    """The cost of each policy, for the terminal."""
     lines = []
     for case in (CaseResult(case.to_json()) for case in cases if case.parameters["group"] == COST_GROUP):
         costs = ", ".join(f"{case.seconds(name).median * 1e9:.0f} ns {name}" for name in case.operations)
@@ -91,7 +91,7 @@ def cost_lines(cases: list[Case]) -> list[str]:
 
 
 def live_line(case: CaseResult) -> str:
-    """One live replay beside the simulator's."""
+    """One live replay compared with the simulator."""
     about = case.parameters
     apart = abs(about["live"] - about["simulated"])
     verdict = "agree" if apart <= AGREEMENT else f"DIFFER by more than {AGREEMENT * 100:g} point"
@@ -105,7 +105,7 @@ def live_line(case: CaseResult) -> str:
 
 
 def hit_rates(results: Results) -> str:
-    """A table a trace."""
+    """A table for each trace."""
     parts = []
     for case in results[BENCHMARK].group(TRACE_GROUP):
         headings, rows = _rows(case)
@@ -114,7 +114,7 @@ def hit_rates(results: Results) -> str:
 
 
 def cost(results: Results) -> str:
-    """ns a block."""
+    """The cost of each policy in ns per block."""
     cases = results[BENCHMARK].group(COST_GROUP)
     if not cases:
         return "Not measured yet."
@@ -127,7 +127,7 @@ def cost(results: Results) -> str:
 
 
 def live(results: Results) -> str:
-    """Live beside simulated."""
+    """Live hit rates beside simulated ones."""
     rows = [
         (
             case.name,

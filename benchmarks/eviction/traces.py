@@ -30,7 +30,7 @@ Keys = npt.NDArray[np.uint8]
 
 
 class TraceError(Exception):
-    """A file is no trace. The message names file, line and field, and what was expected."""
+    """A file is not a trace. The message names the file, line and field, and what was expected."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order. Blocks are numbered from 0 by first appearance."""
+    """The requests in order. Blocks are numbered from 0 in the order of their first appearance."""
 
     name: str
     chains: Sequence[Chain]
@@ -51,7 +51,7 @@ class Trace:
 
     @classmethod
     def of(cls, name: str, requests: Iterable[Sequence[int]], times_s: Sequence[float] = ()) -> Trace:
-        """A trace of chains of block ids."""
+        """Make a trace from chains of block ids."""
         numbers: dict[int, int] = {}
         chains = [
             np.array([numbers.setdefault(block, len(numbers)) for block in request], dtype=np.int32)
@@ -62,23 +62,23 @@ class Trace:
 
     @property
     def references(self) -> int:
-        """Blocks asked for, all requests together."""
+        """How many blocks all requests together ask for."""
         return sum(map(len, self.chains))
 
     @property
     def distinct(self) -> int:
-        """Different blocks."""
+        """The number of different blocks."""
         return len(self.keys)
 
     def first(self, requests: int | None) -> Trace:
-        """The trace's beginning; None: all of it."""
+        """The first requests of the trace; None: all of them."""
         chains = self.chains[:requests]
         last = max((int(chain.max()) for chain in chains if len(chain)), default=-1)
         return Trace(self.name, chains, self.keys[: last + 1], self.times_s[:requests])
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file. Raises `TraceError`."""
+    """Read a trace from a file. Raises `TraceError`."""
     lines = list(_lines(path))
     trace = Trace.of(path.name, (line.hash_ids for line in lines), [line.timestamp / 1000 for line in lines])
     if not trace.distinct:
@@ -104,7 +104,7 @@ def _lines(path: Path) -> Iterator[_Line]:
 
 
 def _plain(message: str) -> str:
-    """``hash_ids[3]: expected ...``, from how msgspec says it."""
+    """msgspec's message in the form ``hash_ids[3]: expected ...``."""
     what, _, where = message.partition(" - at ")
     what = what[:1].lower() + what[1:]
     field = where.strip("`").removeprefix("$").removeprefix(".")

@@ -1,4 +1,4 @@
-"""Blocks on disk: where their bytes should lie, and what the server's disk tier reaches beside plain pread and pwrite.
+"""Benchmarks of blocks on disk: ways to place their bytes, and the server's disk tier beside plain pread and pwrite.
 
 `python -m benchmarks.persistence_kv_cache.test_placement` compares placements within one process, without a server;
 `test_disk_tier` measures a real server. They share `files` (aligned memory, cold caches, space) and the harness of

@@ -44,17 +44,17 @@ def _placement(results: Results, path: Path, number: int) -> None:
 
 
 def placement(results: Results, path: Path) -> None:
-    """The first shape: blocks of the headline model."""
+    """The chart of placements with the first shape: blocks of the headline model."""
     _placement(results, path, 0)
 
 
 def placement_small(results: Results, path: Path) -> None:
-    """The last shape: small blocks."""
+    """The chart of placements with the last shape: small blocks."""
     _placement(results, path, -1)
 
 
 def disk_tier(results: Results, path: Path) -> None:
-    """Through the server, beside plain pread and pwrite."""
+    """The chart of the disk tier through the server, beside plain pread and pwrite."""
     cases = [case for part in (names.WRITE_PART, names.READ_PART) for case in results["test_disk_tier"].group(part)]
     rows = [(case, name) for case in cases for name in case.limits]
     series = "median, min … max"

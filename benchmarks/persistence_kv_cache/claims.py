@@ -1,4 +1,4 @@
-"""What the disk tier set out to reach."""
+"""The targets of the disk tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEST: Final = "test_disk_tier"
 
 
 def _share(part: str, shape: str, at_least: float) -> Callable[[Result], Finding]:
-    """Of every operation of a part with that shape: its share of its limit's throughput."""
+    """The share of its limit's throughput, for every operation of a part with that shape."""
 
     def find(result: Result) -> Finding:
         cases = [case for case in result.group(part) if case.parameters["shape"] == shape]

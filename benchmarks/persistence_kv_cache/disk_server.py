@@ -1,4 +1,4 @@
-"""A `kvstore-server` with a disk tier, started and stopped as often as a benchmark wants, and what it reports."""
+"""A `kvstore-server` with a disk tier, which a benchmark can start and stop as often as it wants, and its state."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _POLL_S: Final = 0.002
 
 @dataclass(frozen=True)
 class DiskState:
-    """The disk tiers of all shards together. `reads`: blocks read from disk since the start; `index_bytes`: of both
-    tiers' indexes in memory."""
+    """The sums of the disk tiers of all shards. `reads`: blocks read from disk since the start. `index_bytes`: memory
+    of the indexes of both tiers."""
 
     blocks: int
     dirty_blocks: int
@@ -37,7 +37,7 @@ class DiskState:
 
 
 def disk_state(client: KVStoreClient) -> DiskState:
-    """Asked now. Raises `RuntimeError` when a shard has no disk tier, or turned it off."""
+    """Ask the server for its state. Raises `RuntimeError` if a shard has no disk tier, or has turned it off."""
     shards = client.info().shards
     disks = [shard.disk for shard in shards if shard.disk is not None]
     if not disks or len(disks) < len(shards) or any(disk.state == "off" for disk in disks):
@@ -52,7 +52,7 @@ def disk_state(client: KVStoreClient) -> DiskState:
 
 
 def wait_for(what: str, condition: Callable[[], bool], pause_s: float = _POLL_S) -> None:
-    """Ask until it holds; `TimeoutError` after ten minutes."""
+    """Ask for the state until the condition holds. Raises `TimeoutError` after ten minutes."""
     deadline = time.monotonic() + SETTLE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -61,13 +61,13 @@ def wait_for(what: str, condition: Callable[[], bool], pause_s: float = _POLL_S)
 
 
 def wait_until_clean(client: KVStoreClient) -> None:
-    """Until everything that the server means to write is on disk."""
+    """Wait until all blocks that the server will write are on disk."""
     wait_for("write-behind", lambda: disk_state(client).dirty_blocks == 0)
 
 
 class Server:
-    """One server at a time on a free port; `disk` None: memory only. Not started by `__init__`. A context: whatever
-    happens, no process is left, and after an error its log is shown."""
+    """One server at a time, on a free port. `disk` None: memory only. `__init__` does not start it. Used as a
+    context, it never leaves a process, and after an error its log is shown."""
 
     def __init__(
         self, memory_bytes: int, disk: Path | None = None, disk_bytes: int = 0, arguments: Sequence[str] = ()
@@ -93,7 +93,7 @@ class Server:
         self._log.close()
 
     def start(self) -> float:
-        """-> seconds from the start of the process to its ready line. Raises `RuntimeError` with its log."""
+        """Start it. -> seconds from the start of the process to its ready line. Raises `RuntimeError` with its log."""
         begin = time.perf_counter()
         process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment()
@@ -113,7 +113,7 @@ class Server:
         return time.perf_counter() - begin
 
     def stop(self) -> None:
-        """Cleanly; killed when that takes too long."""
+        """Stop the server cleanly; kill it if that takes too long."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -127,10 +127,10 @@ class Server:
             process.stdout.close()
 
     def log(self) -> str:
-        """The end of what it wrote to stderr."""
+        """The end of the server's stderr."""
         self._log.seek(0)
         return self._log.read()[-4000:].decode(errors="replace")
 
     def connect(self, name: str, block_bytes: int) -> KVStoreClient:
-        """A client of the server as it runs now; a restarted one has another port."""
+        """A client of the running server. After a restart a new client is needed, since the port changes."""
         return connect(self.endpoint, name, block_bytes)

@@ -1,8 +1,8 @@
-"""What everything that measures a disk needs: aligned memory, whole preads and pwrites, cold page caches, space used.
+"""Helpers to measure a disk: aligned memory, whole preads and pwrites, cold page caches, used space.
 
-A cold read is one whose bytes are in no page cache of this kernel. `drop_caches` empties all of it, names and inodes
-too, and needs to be root; `fadvise` gives up the pages of the files named, and leaves directories where they are. What
-lies below the kernel (a virtual disk's host, a drive's own memory) neither can empty.
+A read is cold if its bytes are not in this kernel's page cache. `drop_caches` empties the whole cache, including names
+and inodes, and needs root. `fadvise` drops the pages of the given files only, and leaves directories cached. Neither
+can empty caches below the kernel (the host of a virtual disk, a drive's own memory).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _POOL: Final = ThreadPoolExecutor(8, "disk")
 
 
 def aligned_rows(count: int, row_bytes: int) -> Rows:
-    """`(count, row_bytes)` of zeros that begin at a page, as the arena's slots do."""
+    """Zeros of shape `(count, row_bytes)` that begin at a page, as the arena's slots do."""
     memory = mmap.mmap(-1, max(1, count * row_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, dtype=np.uint8, count=count * row_bytes).reshape(count, row_bytes)
 
 
 def write_row(descriptor: int, row: Rows, offset: int) -> None:
-    """All of it, in one call; `OSError` when the kernel took less."""
+    """Write the whole row in one call. Raises `OSError` if the kernel took less."""
     written = os.pwrite(descriptor, row, offset)
     if written != row.nbytes:
         raise OSError(f"pwrite at {offset}: {written} of {row.nbytes} bytes were written")
 
 
 def read_row(descriptor: int, row: Rows, offset: int) -> None:
-    """Fill `row`, in one call; `OSError` when the file ends before."""
+    """Fill `row` in one call. Raises `OSError` if the file ends before."""
     got = os.preadv(descriptor, [row], offset)
     if got != row.nbytes:
         raise OSError(f"pread at {offset}: {got} of {row.nbytes} bytes were read")
 
 
 def spread(threads: int, count: int, work: Callable[[int, int], object]) -> None:
-    """`work(first, last)` over `count` items, cut into one piece a thread."""
+    """Run `work(first, last)` over `count` items, cut into one piece for each thread."""
     if threads == 1:
         work(0, count)
         return
@@ -56,7 +56,7 @@ def spread(threads: int, count: int, work: Callable[[int, int], object]) -> None
 
 
 def preallocate(path: Path, size: int, direct: bool = False) -> int:
-    """Open a file of exactly that size whose blocks are its own; made if it is not there. The caller closes it."""
+    """Open a file of exactly that size whose disk blocks are allocated; create it if need be. The caller closes it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
     os.posix_fallocate(descriptor, 0, size)
     return descriptor
@@ -64,7 +64,7 @@ def preallocate(path: Path, size: int, direct: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Space:
-    """Of all files and directories below one: `allocated_bytes` is what the file system took for them."""
+    """The space of all files and directories below one. `allocated_bytes`: what the file system allocated for them."""
 
     files: int
     allocated_bytes: int
@@ -79,7 +79,7 @@ def _files(directory: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def space(directory: Path) -> Space:
-    """Looked up in the file system, now."""
+    """The space that a directory takes now, as the file system reports it."""
     files = allocated = 0
     for entry in _files(directory):
         files += entry.is_file(follow_symlinks=False)
@@ -88,7 +88,7 @@ def space(directory: Path) -> Space:
 
 
 def file_system(directory: Path) -> str:
-    """The type of the one that `directory` lies on, as /proc/mounts calls it."""
+    """The type of the file system that holds `directory`, as in /proc/mounts."""
     device = directory.stat().st_dev
     found = "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
@@ -102,7 +102,7 @@ def file_system(directory: Path) -> str:
 
 
 class PageCache:
-    """Empties it, in the way `--drop` says."""
+    """Empties the page cache, in the way that `--drop` names."""
 
     def __init__(self, how: str) -> None:
         permitted = os.access(_DROP_CACHES, os.W_OK)
@@ -113,7 +113,7 @@ class PageCache:
         self.how = how if how != "auto" else "drop_caches" if permitted else "fadvise"
 
     def drop(self, *directories: Path) -> None:
-        """Write back what is dirty, then forget it. What is mapped stays: close such files before."""
+        """Write back dirty pages, then drop them. Mapped pages stay, so close mapped files before."""
         os.sync()
         if self.how == "drop_caches":
             _DROP_CACHES.write_text("3\n")
@@ -129,7 +129,7 @@ class PageCache:
 
 
 def add_disk_options(parser: argparse.ArgumentParser) -> None:
-    """`--directory`, `--drop`."""
+    """Add the options `--directory` and `--drop`."""
     parser.add_argument(
         "--directory", type=Path, metavar="PATH", help="on the file system to be measured; default: the temporary one"
     )

@@ -1,4 +1,4 @@
-"""The names under which `test_disk_tier` leaves its results, and its targets."""
+"""The names of the results of `test_disk_tier`, and its targets."""
 
 from __future__ import annotations
 

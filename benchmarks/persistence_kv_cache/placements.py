@@ -1,7 +1,7 @@
-"""The candidates: where block bytes may lie on disk.
+"""The candidate placements: ways to keep block bytes on disk.
 
-A placement keeps blocks under 16-byte keys in a directory of its own. All promise the same: after `sync` the blocks
-and what is needed to find them again are on disk. The server's own checksums and recency are left out everywhere.
+A placement keeps blocks under 16-byte keys in a directory of its own. All give the same guarantee: after `sync`, the
+blocks and the data needed to find them again are on disk. No placement keeps the server's checksums and recency.
 
 * `LmdbValues`: the block is the value. Large values lie in runs of 4 KiB pages that must be contiguous. Entries like
   those of the segments' index lie beside the values, in a database of their own: to walk the keys of large values means
@@ -50,32 +50,32 @@ LEVELDB: Final = "leveldb"
 
 
 class Placement(Protocol):
-    """Blocks in a directory. `parallel_writes`: whether more than one thread can write."""
+    """Keeps blocks in a directory. `parallel_writes`: whether more than one thread can write."""
 
     parallel_writes: bool
 
     def open(self) -> None:
-        """Make it ready to use, from nothing or from what is there."""
+        """Make the placement ready for use, empty or with the blocks that are in its directory."""
 
     def close(self) -> None: ...
 
     def keys(self) -> set[bytes]:
-        """Of all blocks, from disk where they are not known already: what a server must do when it starts."""
+        """The keys of all blocks, read from disk unless they are known already, as a server must do when it starts."""
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Rows], threads: int) -> None:
-        """Add blocks that are not there."""
+        """Add blocks whose keys are new."""
 
     def read(self, keys: Sequence[bytes], rows: Rows, threads: int) -> None:
-        """Block i into rows[i]. Raises `KeyError` or `OSError` for one that is not there."""
+        """Read block i into rows[i]. Raises `KeyError` or `OSError` for a block that is not there."""
 
     def delete(self, keys: Sequence[bytes]) -> None: ...
 
     def sync(self) -> None:
-        """Return when everything is on disk."""
+        """Return when all written blocks are on disk."""
 
 
 class LmdbValues:
-    """A transaction a call; fsync only in `sync`."""
+    """One transaction per call; fsync only in `sync`."""
 
     parallel_writes = False  # LMDB has one writer
 
@@ -127,7 +127,7 @@ class LmdbValues:
 
 
 class FilePerBlock:
-    """Blocks are found by their names alone. `sync` is one syncfs, far cheaper than an fsync a file."""
+    """Blocks are found by their file names alone. `sync` is one syncfs, far cheaper than an fsync for each file."""
 
     parallel_writes = True
 
@@ -174,7 +174,7 @@ class FilePerBlock:
         spread(threads, len(keys), work)
 
     def read_file(self, descriptor: int, row: Rows) -> None:
-        """One block from its open file."""
+        """Read one block from its open file."""
         read_row(descriptor, row, 0)
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -191,7 +191,7 @@ class FilePerBlock:
 
 
 class MappedFiles(FilePerBlock):
-    """The same files, read by mapping each and copying from the map."""
+    """The same files, but a read maps each file and copies from the mapping."""
 
     def read_file(self, descriptor: int, row: Rows) -> None:
         with mmap.mmap(descriptor, row.nbytes, prot=mmap.PROT_READ) as view:
@@ -199,7 +199,7 @@ class MappedFiles(FilePerBlock):
 
 
 class Segments:
-    """Room for exactly `capacity` blocks. `indexed` False: places are known as long as this object lives."""
+    """Room for exactly `capacity` blocks. `indexed` False: the slots are known only while this object lives."""
 
     parallel_writes = True
 
@@ -291,7 +291,7 @@ class Segments:
 
 
 class LevelDb:
-    """Through plyvel, without compression: the blocks do not compress. A synchronous empty batch ends a write."""
+    """Uses plyvel without compression, since the blocks do not compress. A synchronous empty batch ends a write."""
 
     parallel_writes = False  # its writers queue for one log
 
@@ -350,12 +350,13 @@ PLACEMENTS: Final[dict[str, Callable[[Path, int, int], Placement]]] = {
 
 
 def _map_bytes(capacity: int, block_bytes: int) -> int:
-    """Enough for values that fill their pages badly and for what churn leaves behind: how much is taken is measured."""
+    """The size of LMDB's map: enough for values that fill their pages badly and for the gaps that churn leaves. The
+    space really used is measured."""
     return 8 * capacity * (block_bytes + ALIGNMENT) + (64 << 20)
 
 
 def unavailable(names: Iterable[str], block_bytes: int, directory: Path) -> dict[str, str]:
-    """Which of them cannot be measured with such blocks here, and why."""
+    """The placements that cannot be measured here with such blocks, and why."""
     reasons = {LEVELDB: missing_module("plyvel")}
     direct = _no_direct(block_bytes, directory)
     reasons |= {PLAIN_DIRECT: direct, SEGMENTS_DIRECT: direct}
@@ -376,6 +377,6 @@ def _no_direct(block_bytes: int, directory: Path) -> str:
 
 
 def empty(directory: Path) -> None:
-    """A new, empty directory in its place."""
+    """Replace a directory by a new, empty one."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Where the disk tier is measured, and its limit: plain files of the same blocks on the same file system."""
+"""The place where the disk tier is measured, and its limit: plain files of the same blocks on the same file system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPARE_BYTES: Final = 256 << 20
 
 
 class Disk:
-    """What all parts measure on: a directory, the page cache, a server's arguments."""
+    """The disk that all parts measure: a directory, the page cache, the server's arguments for it."""
 
     def __init__(self, benchmark: Benchmark, directory: Path) -> None:
         self.directory = directory
@@ -33,26 +33,26 @@ class Disk:
         self._arguments = shlex.split(benchmark.options.server_arguments)
 
     def order(self, count: int) -> npt.NDArray[np.intp]:
-        """In which blocks are written that will be read from the first to the last."""
+        """The order in which to write blocks that will be read from the first to the last."""
         return np.random.default_rng(2).permutation(count) if self._random_order else np.arange(count)
 
     def drop_cache(self) -> None:
-        """Everything in the directory is cold afterwards."""
+        """Make everything in the directory cold."""
         self._cache.drop(self.directory)
 
     def missing(self, block_bytes: int) -> dict[str, str]:
-        """Which plain file cannot be, and why."""
+        """The plain file that cannot be used here, and why."""
         return unavailable((PLAIN_DIRECT,), block_bytes, self.directory)
 
     def server(self, memory_bytes: int, blocks_bytes: int, name: str) -> Server:
-        """With a disk tier in a directory of that name that holds those blocks, and some."""
+        """A server whose disk tier has a directory of that name, and room for those blocks and some more."""
         path = self.directory / name
         path.mkdir()
         return Server(memory_bytes, path, blocks_bytes * 3 // 2 + _SPARE_BYTES, self._arguments)
 
 
 class PlainFile:
-    """One preallocated file, every block written once before the first round: pread and pwrite, nothing else."""
+    """One preallocated file, used by pread and pwrite only. Every block is written once before the first round."""
 
     def __init__(self, placement: Placement, blocks: Blocks, keys: list[bytes], order: npt.NDArray[np.intp]) -> None:
         self._placement = placement
@@ -66,7 +66,7 @@ class PlainFile:
         self._placement.close()
 
     def forget(self) -> None:
-        """All places are free, to be written again."""
+        """Free all places, so that they can be written again."""
         self._placement.delete(self._keys)
 
     def write(self, threads: int) -> None:
@@ -91,7 +91,7 @@ def aligned_blocks(batch: Batch, block_bytes: int) -> Blocks:
 
 @contextlib.contextmanager
 def plain_files(disk: Disk, blocks: Blocks) -> Iterator[dict[str, PlainFile]]:
-    """Buffered and O_DIRECT, the latter where it can be."""
+    """The plain files: buffered, and O_DIRECT where the file system supports it."""
     missing = disk.missing(blocks.block_bytes)
     keys = [key.tobytes() for key in blocks.keys]
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def plain_files(disk: Disk, blocks: Blocks) -> Iterator[dict[str, PlainFile]]:
 
 
 def plain_read(which: str, file: PlainFile, threads: int, blocks: Blocks, disk: Disk) -> Operation:
-    """pread of all blocks, in the order in which the server is asked for them."""
+    """The operation that reads all blocks with pread, in the order in which the server is asked for them."""
 
     def before() -> None:
         disk.drop_cache()

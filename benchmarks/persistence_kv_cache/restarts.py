@@ -1,4 +1,4 @@
-"""How soon a server that was stopped cleanly serves again, with many small blocks on its disk."""
+"""Measures how soon a server that was stopped cleanly serves again, with many small blocks on its disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME: Final = "restart"
 
 
 class SmallBlocks:
-    """`count` blocks that are made when they are needed: each holds its own number, and random bytes after it."""
+    """`count` blocks, made when they are needed. Each holds its own number, and random bytes after it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -31,13 +31,13 @@ class SmallBlocks:
         self._rows = random_rows(BATCH, BLOCK_BYTES)
 
     def rows(self, numbers: npt.NDArray[np.uint64]) -> Rows:
-        """At most `BATCH` of them, valid until the next call."""
+        """At most `BATCH` blocks, valid until the next call."""
         rows = self._rows[: len(numbers)]
         rows[:, :8] = numbers.astype("<u8").view(np.uint8).reshape(-1, 8)
         return rows
 
     def set(self, client: KVStoreClient) -> None:
-        """All, no faster than the disk takes them: what memory evicts before it is on disk is lost."""
+        """Set all blocks, no faster than the disk takes them: a block evicted before it is on disk is lost."""
         for start in range(0, self.count, BATCH):
             numbers = np.arange(start, min(start + BATCH, self.count), dtype=np.uint64)
             client.set(self.keys[start : start + BATCH], self.rows(numbers))
@@ -49,7 +49,7 @@ class SmallBlocks:
         return all(client.contains(self.keys[start : start + BATCH]).all() for start in steps)
 
     def verify_sample(self, client: KVStoreClient) -> None:
-        """Read some, and compare."""
+        """Read some blocks and compare their bytes."""
         numbers = np.linspace(0, self.count - 1, min(_SAMPLE, self.count)).astype(np.uint64)
         out = np.zeros((len(numbers), BLOCK_BYTES), dtype=np.uint8)
         found = client.get_into(self.keys[numbers], out)
@@ -63,7 +63,7 @@ class SmallBlocks:
 def measure_restart(
     benchmark: Benchmark, make_server: Callable[[int, int, str], Server], drop_cache: Callable[[], None], count: int
 ) -> None:
-    """Two restarts a round, one until ready, one until all blocks are readable; and a new server as the floor."""
+    """Measure two restarts per round: until ready, and until all blocks are readable; and a new server as the floor."""
     blocks = SmallBlocks(count)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(make_server(MEMORY_BYTES, count * BLOCK_BYTES, _NAME))

@@ -1,4 +1,4 @@
-"""Which blocks are measured: `--models`, `--block-bytes` and `--blocks`."""
+"""The options that choose the measured blocks: `--models`, `--block-bytes` and `--blocks`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALL_BLOCKS: Final = 512  # at most
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """The three."""
+    """Add these three options."""
     parser.add_argument(
         "--models",
         nargs="+",
@@ -35,7 +35,7 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_shapes(benchmark: Benchmark) -> dict[str, tuple[Batch, int]]:
-    """Name: how many blocks, and the bytes of one."""
+    """The chosen shapes: name -> how many blocks, and the bytes of one."""
     options = benchmark.options
     models = list(MODELS) if "all" in options.models else options.models
     sizes = options.block_bytes

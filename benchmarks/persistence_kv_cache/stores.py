@@ -1,9 +1,9 @@
-"""A placement under measurement: what it must hold, and the operations on it that take turns.
+"""A placement under measurement: the blocks it must hold, and the operations on it that take turns.
 
-Of every placement there are two stores. *Fresh* has room for just its blocks and is made anew for every write.
-*Churned* is 95 % full and stays: a third of its blocks, chosen at random, is replaced by others, a call of them at a
-time, as eviction does, several times before the first round and once a round. Block number k holds row k modulo the
-number of rows, under a key of its own, so a block returned in another's place is noticed.
+Every placement has two stores. The *fresh* one has room for just its blocks and is made again for every write. The
+*churned* one is 95 % full and stays. A third of its blocks, chosen at random, is replaced by others, those of one call
+at a time, as eviction does: several times before the first round and once in each round. Block number k holds row k
+modulo the number of rows, under a key of its own, so that a block returned in place of another is noticed.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ def operation_name(placement: str, measure: str) -> str:
 
 
 def limit_of(placement: str) -> str:
-    """Which plain file it is measured by: the one that does I/O in the same way; empty for these themselves."""
+    """The plain file that is the limit of a placement: the one with the same way of I/O. Empty for plain files."""
     if placement in (PLAIN, PLAIN_DIRECT):
         return ""
     return PLAIN_DIRECT if placement == SEGMENTS_DIRECT else PLAIN
 
 
 def block_key(number: int) -> bytes:
-    """Spread evenly, as prefix hashes are."""
+    """The key of a block number; keys are spread evenly, as prefix hashes are."""
     return xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
 
 
 class Shape:
-    """The blocks, and room for what is read: one for all placements. Rows are page-aligned, for O_DIRECT."""
+    """The blocks and the memory to read into, shared by all placements. Rows are page-aligned, for O_DIRECT."""
 
     def __init__(self, batch: Batch, block_bytes: int) -> None:
         self.batch = batch
@@ -78,16 +78,16 @@ class Shape:
 
     @property
     def total_bytes(self) -> int:
-        """Of all blocks."""
+        """The bytes of all blocks."""
         return self.batch.blocks * self.block_bytes
 
     def row_of(self, number: int) -> Rows:
-        """What block `number` holds."""
+        """The row that block `number` holds."""
         row: Rows = self.source[number % self.batch.blocks]
         return row
 
     def naive(self) -> Operation:
-        """The same blocks in the same random order, from memory to memory, in a loop of NumPy copies."""
+        """Copies the same blocks in the same random order, from memory to memory, in a loop of NumPy copies."""
 
         def copy() -> None:
             for position, number in enumerate(self.order):
@@ -98,7 +98,7 @@ class Shape:
         )
 
     def clear(self) -> None:
-        """Forget what was read."""
+        """Clear the memory of earlier reads."""
         self.out.fill(0)
 
     def verify(self, who: str, numbers: Sequence[int] | npt.NDArray[np.int64]) -> None:
@@ -123,7 +123,7 @@ class Store:
         self.renew()
 
     def renew(self) -> None:
-        """Empty, and open."""
+        """Empty the store and open it."""
         self.close()
         empty(self.directory)
         self.placement = self._make()
@@ -149,7 +149,7 @@ class Store:
         return elapsed
 
     def replace_third(self) -> None:
-        """Evict a third, chosen at random, and write as many others, call by call."""
+        """Evict a third of the blocks, chosen at random, and write as many others, call by call."""
         count = len(self.numbers) // 3
         victims = self._random.permutation(len(self.numbers))[:count]
         per_call = self._shape.batch.per_call
@@ -164,21 +164,21 @@ class Store:
         self.placement.sync()
 
     def read_all(self, keys: Sequence[bytes], threads: int) -> None:
-        """Into the shape's `out`, call by call."""
+        """Read all blocks into the shape's `out`, call by call."""
         for start, end in self._shape.batch.calls():
             self.placement.read(keys[start:end], self._shape.out[start:end], threads)
 
     def in_random_order(self) -> npt.NDArray[np.int64]:
-        """The numbers it holds, always in the same random order of their places."""
+        """The numbers of its blocks, always in the same random order of their places."""
         return self.numbers[self._shape.order]
 
     def used(self) -> Space:
-        """On disk, everything synced."""
+        """The space on disk after a sync."""
         return space(self.directory)
 
 
 class Measured:
-    """One placement's operations. `before_sync_s`: by operation, of every write, the part before its `sync`."""
+    """The operations of one placement. `before_sync_s`: by operation, the seconds of every write before its `sync`."""
 
     def __init__(self, name: str, directory: Path, shape: Shape, cache: PageCache) -> None:
         self.name = name
@@ -199,7 +199,7 @@ class Measured:
             self.churned.replace_third()
 
     def operations(self) -> list[Operation]:
-        """All that make sense for the placement; what writes stands before what reads it."""
+        """All operations that make sense for the placement; each write comes before the reads of its blocks."""
         only_read = self.name == MAPPED  # written as the files are that it maps
         writers = (1, THREADS) if self.fresh.placement.parallel_writes and not only_read else (1,)
         operations = [self._write(threads) for threads in writers]
@@ -270,7 +270,7 @@ class Measured:
 
 
 def restart(store: Store, cache: PageCache) -> Operation:
-    """Open and know all keys, nothing cached."""
+    """Open a store with cold caches until all its keys are known."""
     found: set[bytes] = set()
 
     def before() -> None:

@@ -1,4 +1,4 @@
-"""What the documents and the terminal show of these benchmarks, each a function of the results.
+"""The tables of these benchmarks for the documents and the terminal, each a function of the results.
 
 `benchmarks.draw` fills its document from `PERSISTENCE_TABLES`.
 """
@@ -44,7 +44,7 @@ MOVES: Final = (
 
 
 def measured_placements(case: CaseResult) -> list[str]:
-    """In the order of the candidates."""
+    """The placements that were measured, in the order of the candidates."""
     return [name for name in PLACEMENTS if name in case.parameters["space"]]
 
 
@@ -52,7 +52,7 @@ def measured_placements(case: CaseResult) -> list[str]:
 
 
 def _placement_rows(case: CaseResult) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row a placement: GB/s and, in brackets, the share of its plain file in the same rounds."""
+    """Headings and a row for each placement: GB/s and, in brackets, the share of its plain file in the same rounds."""
     headings = [
         "GB/s (of plain)",
         *MOVES,
@@ -81,7 +81,7 @@ def _rate_cell(case: CaseResult, operation: str) -> str:
 
 
 def _sync_part(case: CaseResult, placement: str) -> str:
-    """How much of the time of its writes was the final fsync, the median."""
+    """The median share of the time of its writes that the final fsync took."""
     operation = operation_name(placement, WRITE)
     whole = case.data["seconds"][operation]
     before = case.parameters["before_sync_s"][operation]
@@ -90,7 +90,7 @@ def _sync_part(case: CaseResult, placement: str) -> str:
 
 
 def placement_console_table(case: Case) -> Table:
-    """The same rows for the terminal, turned: a column a placement."""
+    """The same rows for the terminal, transposed: a column for each placement."""
     headings, rows = _placement_rows(CaseResult(case.to_json()))
     table = Table(headings[0], *(row[0] for row in rows), title=case.name, title_justify="left")
     for number, heading in enumerate(headings[1:], 1):
@@ -99,7 +99,7 @@ def placement_console_table(case: Case) -> Table:
 
 
 def placement(results: Results) -> str:
-    """One table a shape, turned so that it fits a page, and what the figures rest on."""
+    """One table for each shape, transposed so that it fits a page, and the conditions of the figures."""
     result = results["test_placement"]
     parts = []
     for case in result.group(PLACEMENT_GROUP):
@@ -132,7 +132,7 @@ def placement_restart(results: Results) -> str:
 
 
 def disk_tier(results: Results) -> str:
-    """Rates through the server beside plain reads and writes, and the share of each."""
+    """Rates through the server beside plain reads and writes, and the share that they reach."""
     result = results["test_disk_tier"]
     rows = []
     for part, target in ((names.WRITE_PART, names.WRITE_TARGET), (names.READ_PART, names.READ_TARGET)):
@@ -157,7 +157,7 @@ def disk_tier(results: Results) -> str:
 
 
 def _from_disk(case: CaseResult, operation: str) -> str:
-    """The smallest share of blocks of any round that the server read from disk."""
+    """The smallest share of blocks that the server read from disk, over all rounds."""
     shares = case.parameters.get("from_disk", {}).get(operation)
     return f"{min(shares):.0%}" if shares else ""
 
@@ -195,7 +195,7 @@ def disk_tier_restart(results: Results) -> str:
 
 
 def target_lines(cases: Sequence[Case]) -> list[str]:
-    """For the terminal: what `test_disk_tier` reached beside each target."""
+    """The figures of `test_disk_tier` beside each target, for the terminal."""
     lines = []
     for case in (CaseResult(case.to_json()) for case in cases):
         part = case.parameters["group"]

@@ -58,7 +58,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_write(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) -> None:
-    """Until on disk."""
+    """Measure sets until the blocks are on disk."""
     acknowledged_s: list[float] = []
     count = blocks.batch.blocks
     with contextlib.ExitStack() as stack:
@@ -102,19 +102,20 @@ def measure_write(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) -
 
 
 def all_written(client: KVStoreClient, count: int) -> bool:
-    """Whether the disk tier holds that many blocks, and is owed none."""
+    """Whether the disk tier holds that many blocks and has none left to write."""
     state = disk_state(client)
     return state.dirty_blocks == 0 and state.blocks == count
 
 
 def read_memory_bytes(blocks: Blocks) -> int:
-    """Of the server whose blocks are read from disk: two calls of the eight, so that a call always fits."""
+    """The memory of the server whose blocks are read from disk: that of two of the eight calls, so that a call always
+    fits."""
     return max(READ_MEMORY_BYTES, 2 * blocks.batch.per_call * blocks.block_bytes)
 
 
 class ColdReader:
-    """A server whose blocks are on disk and not in memory whenever `prepare` returns. `from_disk`: of every read
-    operation, by name, the shares of blocks that the server says it read from disk."""
+    """A server whose blocks are on disk and not in memory whenever `prepare` returns. `from_disk`: by read operation,
+    the shares of blocks that the server reports as read from disk."""
 
     def __init__(self, benchmark: Benchmark, disk: Disk, server: Server, name: str, blocks: Blocks) -> None:
         self._by_restart = benchmark.options.not_in_memory == "restart"
@@ -137,7 +138,7 @@ class ColdReader:
         self.client.close()
 
     def prepare(self) -> None:
-        """Blocks out of memory, page cache empty."""
+        """Bring the blocks out of memory and empty the page cache."""
         if self._by_restart:
             self._restart()
         else:
@@ -154,8 +155,8 @@ class ColdReader:
         wait_for("recovery", lambda: bool(self.client.contains(self._blocks.keys).all()))
 
     def _fill_memory(self) -> None:
-        """Set other blocks, twice as much as memory holds, and delete them: their segments are not the blocks' any
-        more."""
+        """Set twice as many other blocks as memory holds, and delete them: their segments then hold none of the blocks
+        to read."""
         keys = random_keys(self._filler, seed=77)
         rows = random_rows(min(64, self._filler), self._blocks.block_bytes, seed=78)
         for start in range(0, self._filler, len(rows)):
@@ -166,7 +167,7 @@ class ColdReader:
         wait_until_clean(self.client)
 
     def operation(self, which: str, call: Callable[[int, int], object], limit: str) -> Operation:
-        """A read of all blocks."""
+        """The operation that reads all blocks."""
         shares = self.from_disk.setdefault(which, [])
 
         def after() -> None:
@@ -187,7 +188,7 @@ class ColdReader:
 
 
 def measure_read(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) -> None:
-    """From disk, cold."""
+    """Measure cold reads from disk."""
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(plain_files(disk, blocks))
         memory = read_memory_bytes(blocks)
@@ -215,9 +216,9 @@ def measure_read(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) ->
 
 
 def measure_hybrid(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) -> None:
-    """Blocks in memory, with and without a disk tier. What an operation leaves to be written is written before the next
-    one begins; a set competes with its own write-behind. Memory is a few times what is set: beyond half of it, who sets
-    is held back to the speed of the disk, which the part `write` measures."""
+    """Measure blocks in memory, with and without a disk tier. All blocks that an operation leaves dirty are written
+    before the next one begins; a set competes with its own write-behind. Memory is a few times the size of the blocks
+    that are set: beyond half of it, clients that set are slowed to the speed of the disk, which `write` measures."""
     memory = blocks.total_bytes * 5
     operations = []
     with contextlib.ExitStack() as stack:
@@ -243,7 +244,7 @@ def measure_hybrid(benchmark: Benchmark, disk: Disk, name: str, blocks: Blocks) 
 
 
 def in_turn(*steps: Callable[[], object]) -> None:
-    """One after the other."""
+    """Run these steps one after the other."""
     for step in steps:
         step()
 
@@ -258,7 +259,7 @@ def measure(
     references: list[str] | tuple[str, ...],
     **parameters: object,
 ) -> None:
-    """One case, named for its part and shape."""
+    """Measure one case, named after its part and shape."""
     benchmark.measure(
         f"{part}, {name}",
         operations,
@@ -266,9 +267,7 @@ def measure(
         unavailable=disk.missing(blocks.block_bytes),
         group=part,
         shape=name,
-        block_bytes=blocks.block_bytes,
-        blocks=blocks.batch.blocks,
-        blocks_per_call=blocks.batch.per_call,
+        **blocks.batch.described(blocks.block_bytes),
         **parameters,
     )
 

@@ -44,7 +44,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(benchmark: Benchmark, name: str, shape: Shape, directory: Path, cache: PageCache) -> None:
-    """All placements with blocks of one shape."""
+    """Measure all placements with blocks of one shape."""
     missing = unavailable(benchmark.options.placements, shape.block_bytes, directory)
     names = [placement for placement in benchmark.options.placements if placement not in missing]
     before_sync_s: dict[str, list[float]] = {}
@@ -70,9 +70,7 @@ def measure(benchmark: Benchmark, name: str, shape: Shape, directory: Path, cach
             references=(NAIVE,),
             unavailable=missing,
             group=PLACEMENT_GROUP,
-            block_bytes=shape.block_bytes,
-            blocks=shape.batch.blocks,
-            blocks_per_call=shape.batch.per_call,
+            **shape.batch.described(shape.block_bytes),
             before_sync_s=before_sync_s,
             space=placements,
         )
@@ -89,7 +87,7 @@ def measure(benchmark: Benchmark, name: str, shape: Shape, directory: Path, cach
 
 
 def measure_restart(benchmark: Benchmark, shape: Shape, directory: Path, cache: PageCache) -> None:
-    """Many small blocks, written once, then found again."""
+    """Measure restarts with many small blocks, written once and then found again."""
     names = [name for name in (LMDB, FILES, SEGMENTS) if name in benchmark.options.placements]
     if not names:
         return

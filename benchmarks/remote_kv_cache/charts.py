@@ -1,8 +1,8 @@
-"""The charts of these benchmarks without engines."""
+"""The charts of the benchmarks without engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,7 @@ from benchmarks.remote_kv_cache.test_clients import COUNTS
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING, MEMCPY
 from benchmarks.remote_kv_cache.test_small_blocks import SIZES
 from benchmarks.remote_kv_cache.transfers import PLAIN_GET, PLAIN_SET
-from benchmarks.results_reader import Results, Spread
+from benchmarks.results_reader import CaseResult, Results, Spread
 
 
 def server(results: Results, path: Path) -> None:
@@ -48,30 +48,24 @@ def server_models(results: Results, path: Path) -> None:
 
 def memory_io(results: Results, path: Path) -> None:
     """Copies against one memcpy."""
-    cases = results["test_memory_io"].cases
-    names = [name for name in cases[0].operations if name in cases[0].limits]
-    draw(
-        path,
-        "512 blocks within memory",
-        "time, as a multiple of one memcpy in the same round",
-        names,
-        {case.name: [case.to_limit(name) for name in names] for case in cases},
-        "one memcpy",
-        1.0,
-    )
+    _to_limit(path, "512 blocks within memory", results["test_memory_io"].cases, "one memcpy")
 
 
 def zmq_transfer(results: Results, path: Path) -> None:
     """Transports against the plain socket."""
-    cases = results["test_zmq_transfer"].cases
+    _to_limit(path, "512 blocks through ZeroMQ's library", results["test_zmq_transfer"].cases, "the plain socket")
+
+
+def _to_limit(path: Path, title: str, cases: Sequence[CaseResult], limit: str) -> None:
+    """Every operation that has a limit, against that limit."""
     names = [name for name in cases[0].operations if name in cases[0].limits]
     draw(
         path,
-        "512 blocks through ZeroMQ's library",
-        "time, as a multiple of the plain socket in the same round",
+        title,
+        f"time, as a multiple of {limit} in the same round",
         names,
         {case.name: [case.to_limit(name) for name in names] for case in cases},
-        "plain socket",
+        limit.removeprefix("the "),
         1.0,
     )
 

@@ -1,4 +1,4 @@
-"""What set, get, lookup, placement and engines set out to reach."""
+"""The targets of set, get, lookup, placement and engines."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _demo(result: Result) -> Finding:
 
 
 def _right(result: Result) -> bool:
-    """Whether every answer of a benchmark of engines was."""
+    """Whether every answer of a benchmark of engines was right."""
     checks = result.parameters["checks"]
     return not checks["answers_wrong"] and bool(checks["cached_as_expected"])
 
@@ -186,7 +186,7 @@ def _first_token(at_most: float) -> Callable[[Result], Finding]:
 
 
 def _only(result: Result, group: str) -> CaseResult:
-    """The case of a part that has one. Raises `KeyError` when that part was left out."""
+    """The one case of a part. Raises `KeyError` if that part was left out."""
     cases = result.group(group)
     if not cases:
         raise KeyError(group)

@@ -1,9 +1,9 @@
-"""The ways to move 512 blocks within memory, one thread each where not said otherwise.
+"""The ways to move 512 blocks within memory, on one thread each unless said otherwise.
 
-The pool holds blocks in random order of use; the rows are where they are packed. Seen as `(blocks, block_bytes)` the
-memory is laid out block-wise, seen as `(layers, blocks, layer_bytes)` layer by layer: the same bytes, so all ways move
-as much. What reads by block id (`rows[i] = pool[ids[i]]`) is compared with its NumPy rows, and so is what writes by it
-(`rows[ids[i]] = pool[i]`).
+The pool holds blocks in random order of use; the rows hold them packed. Viewed as `(blocks, block_bytes)` the memory is
+laid out block by block, viewed as `(layers, blocks, layer_bytes)` layer by layer. Both are the same bytes, so all ways
+move as many. Operations that read by block id (`rows[i] = pool[ids[i]]`) are compared with NumPy's rows, and so are
+operations that write by it (`rows[ids[i]] = pool[i]`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Copies:
         return self.operation("fancy index", copy, self.read_by_id)
 
     def index_copy(self) -> list[Operation]:
-        """torch's `index_copy_` of 16-bit elements, on one thread; nothing where torch is missing."""
+        """torch's `index_copy_` of 16-bit elements, on one thread; nothing if torch is missing."""
         if missing_module("torch"):
             return []
         import torch
@@ -157,7 +157,7 @@ class Copies:
         return [self.operation("index_copy_", copy, self.written_by_id)]
 
     def swaps(self) -> list[Operation]:
-        """Between this memory, page-locked, and a CUDA device; nothing where there is none."""
+        """Copies between this memory, page-locked, and a CUDA device; nothing if there is no device."""
         if no_cuda():
             return []
         import torch
@@ -185,7 +185,7 @@ class Copies:
 
 
 def no_cuda() -> str:
-    """Why blocks cannot be swapped; empty when they can."""
+    """Why blocks cannot be swapped; empty if they can."""
     if missing_module("torch"):
         return "torch is not installed"
     import torch

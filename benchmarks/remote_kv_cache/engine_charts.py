@@ -1,4 +1,4 @@
-"""The charts of the benchmarks with real engines, as those of charts.py."""
+"""The charts of the benchmarks with real engines, in the style of charts.py."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def draw_lines(
     band: tuple[str, float, float] | None = None,
     log: bool = False,
 ) -> None:
-    """A line a series with the spread of its rounds. band: its label, and between which values it lies. log: both axes,
-    the horizontal one in powers of two."""
+    """Draw a line for each series, with the spread of its rounds. band: the label and the two limits of a band. log:
+    both axes are logarithmic, the horizontal one in powers of two."""
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
@@ -54,7 +54,7 @@ def draw_lines(
 
 
 def transfer_out(results: Results, path: Path) -> None:
-    """What sending costs, by tokens a step."""
+    """The cost of sending, by tokens per step."""
     cases = results["test_transfer_out"].group(BATCH_SIZES)
     if not cases:
         return
@@ -88,7 +88,7 @@ def transfer_in(results: Results, path: Path) -> None:
 
 
 def long_prefill(results: Results, path: Path) -> None:
-    """Prompts a second by number of output tokens, a line a tier."""
+    """Prompts a second by number of output tokens, a line for each tier."""
     cases = results["test_long_prefill"].group(ROWS)
     if not cases:
         return

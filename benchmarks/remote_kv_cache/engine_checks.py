@@ -1,10 +1,11 @@
-"""Whether answers are right: an engine with a cache must say what one without would have said.
+"""Checks answers: an engine with a cache must give the tokens that an engine without a cache would give.
 
 Token ids are compared with those of an engine without the connector. They need not be equal: in bfloat16 the logits of
 the likeliest tokens are so coarse (2^-4 at 8 … 16) that some are the same number, and the last bit of a sum depends on
-how many tokens a step computes together, also in an engine that has no cache at all. So where they differ, the engine
-without judges: given the tokens before it, is each one within `TIE` of the likeliest? Measured: ties are 0 … 0.125
-apart, and a random token in the place of the right one 6 at the median of the small model, never less than 0.7.
+how many tokens a step computes together, even in an engine without any cache. So where tokens differ, the engine
+without the connector judges: given the tokens before it, is each one within `TIE` of the likeliest? Measured: ties are
+0 … 0.125 apart, and a random token in the place of the right one 6 at the median of the small model, never less than
+0.7.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SHOWN: Final = 20
 
 
 class Checks:
-    """What was found right and wrong, of all answers of a benchmark."""
+    """The right and wrong answers of a benchmark, counted."""
 
     def __init__(self) -> None:
         self.equal = 0
@@ -38,7 +39,7 @@ class Checks:
         expected: Sequence[Answer],
         reference: Engine,
     ) -> None:
-        """expected: the answers of `reference`, which has no connector."""
+        """Check tokens. expected: the answers of `reference`, the engine without connector."""
         for number, (prompt, answer, right) in enumerate(zip(prompts, answers, expected, strict=True)):
             if answer.token_ids == right.token_ids:
                 self.equal += 1
@@ -52,19 +53,19 @@ class Checks:
                 self.wrong.append(f"{what}, prompt {number}: {answer.token_ids}, expected {right.token_ids}")
 
     def cached(self, what: str, answers: Sequence[Answer], least: int, most: int) -> None:
-        """So many tokens of every prompt came from a cache."""
+        """Check that so many tokens of every prompt came from a cache."""
         counts = [answer.cached_tokens for answer in answers]
         if min(counts) < least or max(counts) > most:
             self.cached_wrong.append(f"{what}: cached tokens {counts}, expected {least} … {most}")
 
     def that(self, holds: bool, otherwise: str) -> None:
-        """Of the way a row came about: it is what it says."""
+        """Check a fact about the conditions of a row."""
         if not holds:
             self.cached_wrong.append(otherwise)
 
     @property
     def failures(self) -> list[str]:
-        """For people, not all of them if there are many."""
+        """The failures as text for people; not all of them if there are many."""
         found = [f"WRONG TOKENS: {text}" for text in self.wrong] + [f"not as expected: {t}" for t in self.cached_wrong]
         return found[:_SHOWN]
 
@@ -86,7 +87,7 @@ class Checks:
 
 
 def conclude(benchmark: Benchmark, checks: Checks, **parameters: Any) -> int:
-    """Say what was right, write the JSON -> the exit status: 1 when something was wrong."""
+    """Print the result of the checks and write the JSON. -> the exit status: 1 if a check failed."""
     benchmark.say(checks.summary)
     for failure in checks.failures:
         benchmark.say(failure)

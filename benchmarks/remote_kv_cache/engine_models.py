@@ -1,9 +1,9 @@
-"""The models that real engines run here: Qwen2 with random weights, made from a config, for nothing can be downloaded.
+"""The models that real engines run here: Qwen2 with random weights, made from a config, since nothing is downloaded.
 
-*tiny* starts in seconds, for workloads of many prompts; *mid* computes slowly enough that a hit is worth something,
-for times to the first token. Their weights are spread wide (`initializer_range`), so that the output depends on every
-token of the prompt: with the usual spread such a model repeats one token whatever it was told, and could not tell a
-right cache from a wrong one.
+*tiny* starts in seconds; it is for workloads of many prompts. *mid* computes slowly enough that a hit saves time; it is
+for times to the first token. Their weights have a wide spread (`initializer_range`), so that the output depends on
+every token of the prompt. With the usual spread such a model repeats one token whatever the prompt is, and its output
+would not show a wrong cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST: Final = 65536
 
 @dataclass(frozen=True)
 class EngineModel:
-    """A Qwen2's shape. All weights and the KV cache are bfloat16."""
+    """The shape of a Qwen2. All weights and the KV cache are bfloat16."""
 
     name: str
     hidden_size: int
@@ -35,17 +35,18 @@ class EngineModel:
 
     @property
     def token_bytes(self) -> int:
-        """KV cache of one token."""
+        """The bytes of one token's KV cache."""
         head_size = self.hidden_size // self.num_attention_heads
         return self.num_hidden_layers * 2 * self.num_key_value_heads * head_size * 2
 
     @property
     def block_bytes(self) -> int:
-        """KV cache of `BLOCK_TOKENS` tokens."""
+        """The bytes of `BLOCK_TOKENS` tokens' KV cache."""
         return self.token_bytes * BLOCK_TOKENS
 
     def prompts(self, seed: int, count: int, tokens: int, shared_tokens: int = 0) -> list[list[int]]:
-        """`count` prompts with their first `shared_tokens` in common, and with nothing of another seed's."""
+        """`count` prompts that have their first `shared_tokens` in common. Prompts of different seeds have nothing in
+        common."""
         chooser = random.Random(seed)
         shared = [chooser.randrange(self.vocab_size) for _ in range(shared_tokens)]
         return [
@@ -53,7 +54,7 @@ class EngineModel:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """For results: what was run."""
+        """The model's shape, for the results."""
         return {**asdict(self), "block_tokens": BLOCK_TOKENS, "block_bytes": self.block_bytes}
 
 
@@ -67,23 +68,23 @@ ENGINE_MODELS: Final = {
 
 
 def add_engine_model_option(parser: ArgumentParser, option: str, default: str) -> None:
-    """`option`: the name of one of `ENGINE_MODELS`."""
+    """Add `option`, which takes the name of one of `ENGINE_MODELS`."""
     sizes = "; ".join(f"{model.name}: {model.token_bytes} bytes of KV a token" for model in ENGINE_MODELS.values())
     parser.add_argument(option, choices=sorted(ENGINE_MODELS), help=f"default: {default}; --quick: tiny ({sizes})")
 
 
 def full_blocks(tokens: int) -> int:
-    """Blocks that are full once so many tokens are computed."""
+    """How many blocks are full once so many tokens are computed."""
     return tokens // BLOCK_TOKENS
 
 
 def cacheable_tokens(tokens: int) -> int:
-    """Tokens of a prompt that can come from a cache: whole blocks, and never the last token."""
+    """How many tokens of a prompt can come from a cache: whole blocks, and never the last token."""
     return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def save_model(model: EngineModel) -> Path:
-    """The model's folder, made once with weights from a fixed seed and kept for the next time."""
+    """The model's folder. It is made once, with weights from a fixed seed, and kept for later runs."""
     cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
     folder = Path(cache).expanduser() / "models" / f"benchmark-{model.name}-1"
     if (folder / "config.json").exists():

@@ -1,8 +1,8 @@
-"""One vLLM engine in a process of its own: `run` is the whole life of that process.
+"""One vLLM engine in a process of its own: `run` is the main function of that process.
 
-The other end of the pipe gets "ready", then sends an `Order` and gets a `Run`, or a `Doubt` and gets a list of
-numbers; None ends the engine. What the engine says goes to its log. The clock runs in here, around the engine's own
-call, so that the pipe is not timed.
+The process first sends "ready" through the pipe. For each `Order` that it receives it sends a `Run`, for each `Doubt` a
+list of numbers; None ends the engine. The engine's output goes to its log. The time is taken in this process, around
+the engine's own call, so that the pipe is not timed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PRELOAD: Final = [
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is made of. `connector`: its options, None for an engine without; `arguments`: of `vllm.LLM`."""
+    """The settings of an engine. `connector`: its options, None for an engine without it. `arguments`: those of
+    `vllm.LLM`."""
 
     model: Path
     connector: dict[str, Any] | None
@@ -48,8 +49,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Doubt:
-    """How far is each token of this continuation from the one that the engine holds most likely there, by the
-    difference of their log probabilities?"""
+    """Asks how far each token of this continuation is from the token that the engine considers most likely there, as
+    the difference of their log probabilities."""
 
     prompt: list[int]
     continuation: list[int]
@@ -57,7 +58,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine made of one prompt."""
+    """An engine's answer to one prompt."""
 
     token_ids: list[int]
     cached_tokens: int
@@ -66,8 +67,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """Answers in the order of the prompts. `begin`: on the clock of `time.perf_counter`, which all processes share;
-    `seconds`: from there until the last answer."""
+    """The answers, in the order of the prompts. `begin`: on the clock of `time.perf_counter`, which all processes
+    share. `seconds`: from then until the last answer."""
 
     begin: float
     seconds: float

@@ -1,4 +1,4 @@
-"""The tables of the benchmarks with real engines, as those of tables.py."""
+"""The tables of the benchmarks with real engines, in the style of tables.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def transfer_in(results: Results) -> str:
 
 
 def long_prefill(results: Results) -> str:
-    """Prompts a second by number of output tokens, one table a mode."""
+    """Prompts a second by number of output tokens, one table for each mode."""
     result = results["test_long_prefill"]
     parts = []
     for mode in MODES.values():
@@ -62,7 +62,7 @@ def long_prefill(results: Results) -> str:
 
 
 def first_token(results: Results) -> str:
-    """Seconds, and shares of computing."""
+    """Seconds to the first token, and their share of the time of computing it."""
     cases = results["test_long_prefill"].group(FIRST_TOKEN)
     if not cases:
         return "Not measured yet."
@@ -80,14 +80,14 @@ def _qps(case: CaseResult, operation: str) -> str:
 
 
 def _scale(case: CaseResult) -> str:
-    """How large the workload was, beside the reference's."""
+    """The size of the workload beside that of the reference."""
     given = case.parameters
     said = f"{given['prompts']} prompts of {given['prompt_tokens']} tokens, {given['model']['name']} model"
     return said
 
 
 def _checked(result: Result) -> str:
-    """What was found of the answers, a sentence under the table."""
+    """The results of the checks of answers, as a sentence under the table."""
     checks = result.parameters["checks"]
     said = f"{checks['answers_equal']} answers equal to those without the connector"
     if checks["answers_tied"]:

@@ -1,9 +1,8 @@
-"""Real vLLM engines that are measured, and when the store holds what they sent.
+"""Real vLLM engines that are measured, and a watch on when the store holds the blocks they sent.
 
-An engine is a process of its own, forked from one that has imported vLLM and nothing else; between orders it waits
-and takes no part of the machine, so that two can live at the same time and take turns. Its scheduler, model and
-connector share that process (no separate engine core), and the model computes on all cores: what the connector does in
-the background competes with it.
+An engine is a process of its own, forked from one that has only imported vLLM. Between orders it waits and uses no CPU,
+so that two engines can live at the same time and take turns. Its scheduler, model and connector share that process (no
+separate engine core), and the model computes on all cores. So the connector's background work competes with the model.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _QUIET_S: Final = 0.3
 
 
 def add_cpu_bytes_option(parser: argparse.ArgumentParser, default: int | None = None) -> None:
-    """`--cpu-bytes`: the connector's option of that name."""
+    """Add `--cpu-bytes`, the connector's option of that name."""
     said = "twice what the prompts need" if default is None else default
     parser.add_argument("--cpu-bytes", type=int, default=default, help=f"of the CPU tier; 0: none; default: {said}")
 
 
 def compute_threads() -> int:
-    """Of each engine's model: all cores, unless OMP_NUM_THREADS says otherwise."""
+    """The number of threads of each engine's model: all cores, unless OMP_NUM_THREADS is set."""
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 
@@ -53,7 +52,8 @@ class Engine:
     """A vLLM engine. It starts at once; the first order, or `wait_ready`, waits until it serves."""
 
     def __init__(self, model: EngineModel, connector: dict[str, Any] | None, **arguments: Any) -> None:
-        """connector: its options; None for an engine without. arguments: of `vllm.LLM`, beside the ones below."""
+        """connector: its options; None for an engine without it. arguments: further ones of `vllm.LLM`, beside those
+        below."""
         # Read when torch and transformers are imported, which is before an engine's own settings are made.
         os.environ["OMP_NUM_THREADS"] = str(compute_threads())
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -75,13 +75,13 @@ class Engine:
         self._ready = False
 
     def wait_ready(self) -> None:
-        """Raises RuntimeError with the end of its log when it does not come to serve."""
+        """Wait until the engine serves. Raises RuntimeError with the end of its log if it fails to start."""
         if not self._ready:
             self._receive(_START_S)
             self._ready = True
 
     def generate(self, prompts: Sequence[list[int]], output_tokens: int) -> Run:
-        """Give it all prompts at once and wait for their answers."""
+        """Give the engine all prompts at once and wait for the answers."""
         self.wait_ready()
         self._pipe.send(Order(list(prompts), output_tokens))
         run = self._receive(_ANSWER_S)
@@ -95,7 +95,7 @@ class Engine:
         return list(self._receive(_ANSWER_S))
 
     def stop(self) -> None:
-        """End it, by force if it does not."""
+        """End the engine, by force if it does not end by itself."""
         if self._pipe.closed:
             return
         with contextlib.suppress(BrokenPipeError):  # it ended already
@@ -127,26 +127,26 @@ class Engine:
 
 
 class Store:
-    """What the server says of its blocks: asked for while sends are awaited, and not while an engine computes."""
+    """The server's counts of its blocks. They are asked for while sends are awaited, not while an engine computes."""
 
     def __init__(self, endpoint: str) -> None:
         nobody = Namespace(model="nobody", dtype="uint8", block_tokens=1, block_bytes=1)
         self._client = KVStoreClient(endpoint, nobody)
 
     def created(self) -> int:
-        """Blocks that ever came to be readable. Raises RuntimeError when some were evicted since."""
+        """How many blocks have ever become readable. Raises RuntimeError if some were evicted since."""
         namespaces = self._namespaces()
         if evicted := sum(namespace.evicted for namespace in namespaces):
             raise RuntimeError(f"the server evicted {evicted} blocks: it is too small for this benchmark")
         return sum(namespace.created for namespace in namespaces)
 
     def read(self) -> int:
-        """Blocks that were ever given to a reader."""
+        """How many blocks have ever been sent to a reader."""
         return sum(namespace.hits for namespace in self._namespaces())
 
     def wait_created(self, blocks: int) -> float:
-        """Until so many were created -> when, on the clock of `time.perf_counter`. Raises RuntimeError when they are
-        not after a minute."""
+        """Wait until so many blocks were created. -> when, on the clock of `time.perf_counter`. Raises RuntimeError
+        after a minute."""
         deadline = time.monotonic() + _STORED_S
         while (created := self.created()) < blocks:
             if time.monotonic() > deadline:
@@ -155,7 +155,8 @@ class Store:
         return time.perf_counter()
 
     def settle(self, blocks: int = 0) -> int:
-        """Until at least so many were created and no more come (those of generated tokens, say) -> `created`."""
+        """Wait until at least so many blocks were created and no more come (such as those of generated tokens).
+        -> `created`."""
         self.wait_created(blocks)
         before, now = -1, self.created()
         while now != before:

@@ -1,10 +1,10 @@
-"""The time to the first token of one long prompt: computed, and from each tier that may have it.
+"""The time to the first token of one long prompt: computed, and loaded from each tier that may have it.
 
-An engine without the connector computes the prompt, and answers it once more from its own cache, which is the limit of
-what any tier can reach. A second engine computes it and fills the store. A third, started after that, has nothing but
-the store, where it finds the prompt; asked again, it finds it in its CPU tier, since its own prefix cache is off. It
-has been warmed up by a short prompt that is not in the store: the first load it ever makes is the one that is measured.
-The time is that of the engine's own request metrics.
+An engine without the connector computes the prompt, and answers it once more from its own cache, which is the limit for
+any tier. A second engine computes the prompt and fills the store. A third engine, started after that, finds the prompt
+in the store. Asked again, it finds it in its CPU tier, since its own prefix cache is off. It was warmed up by a short
+prompt that is not in the store, so the load that is measured is its first. The times are those of the engine's own
+request metrics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARM_UP_TOKENS: Final = 200
 
 
 class _Asking:
-    """One prompt after the other, and what is checked of each answer."""
+    """Asks engines one prompt after the other and checks each answer."""
 
     def __init__(self, store: Store, plain: Engine, checks: Checks, step: Callable[[str], object]) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -43,7 +43,8 @@ class _Asking:
         self._right: list[Answer] = []
 
     def ask(self, name: str, engine: Engine, prompt: list[int], from_cache: int = 0, from_store: int = 0) -> None:
-        """from_cache: tokens; from_store: blocks of them. What COMPUTED answers is what all others must."""
+        """from_cache: tokens expected from a cache; from_store: how many blocks of them from the store. All answers
+        must equal that of COMPUTED."""
         read_before = self._store.read()
         answers = engine.generate([prompt], _OUTPUT_TOKENS).answers
         if name == COMPUTED:
@@ -65,8 +66,9 @@ def measure_first_token(
     checks: Checks,
     step: Callable[[str], object],
 ) -> Case:
-    """A round takes another prompt and another third engine. cpu_bytes: of the CPU tier, None for twice the prompt, 0
-    for none, which is then not measured. step: told what has been measured, at most `STEPS` times a round."""
+    """Each round takes a new prompt and a new third engine. cpu_bytes: the size of the CPU tier; None: twice the
+    prompt; 0: no CPU tier, which is then not measured. step: called with what has been measured, at most `STEPS` times
+    a round."""
     blocks = full_blocks(prompt_tokens)
     cached = cacheable_tokens(prompt_tokens)
     room = (blocks + full_blocks(_WARM_UP_TOKENS) + 2) * model.block_bytes

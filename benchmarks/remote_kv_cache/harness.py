@@ -1,8 +1,9 @@
-"""Rounds, options and results: what every benchmark here does in the same way.
+"""The common parts of every benchmark here: rounds, options and results.
 
-Operations take turns: a round runs each once, in an order shuffled anew for every round (from a fixed seed), so that
-neither drift of the machine nor a neighbour's leftovers favour one of them. The first round is not counted; it runs
-in the order given, so what reads must stand after what writes. `before` and `after` of an operation are not timed.
+Operations take turns: a round runs each of them once, in an order shuffled anew for every round (from a fixed seed), so
+that neither drift of the machine nor leftovers of the operation before favour one of them. The first round is not
+counted. It runs in the given order, so an operation that reads must stand after the one that writes. `before` and
+`after` of an operation are not timed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ QUICK_ROUNDS: Final = 2
 
 
 def nothing() -> None:
-    """What is done before and after an operation that needs nothing."""
+    """The default of `before` and `after`: does nothing."""
 
 
 def _no_options(_: argparse.ArgumentParser) -> None:
@@ -40,8 +41,8 @@ def _no_options(_: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed. `run` returns None, or the seconds it took where it measures itself. `limit`: the name of the
-    operation that is its physical limit. `after` raises when the bytes that were moved are wrong."""
+    """An operation that is timed. `run` returns None, or the seconds it took if it takes the time itself. `limit`: the
+    name of the operation that is its physical limit. `after` raises when the bytes that were moved are wrong."""
 
     name: str
     run: Callable[[], float | None]
@@ -52,7 +53,7 @@ class Operation:
 
 
 class Benchmark:
-    """One run of one benchmark: its options, its cases, and where they go."""
+    """One run of one benchmark: its options, its cases, and the file that they are written to."""
 
     def __init__(
         self,
@@ -117,8 +118,7 @@ class Benchmark:
         return result
 
     def progress(self) -> Progress:
-        """A bar that is drawn when it is told to, between operations: a drawing thread would take its share of two
-        cores."""
+        """A progress bar that is drawn only between operations: a drawing thread would take its share of two cores."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self._stderr, transient=True, auto_refresh=False)
 
@@ -127,7 +127,7 @@ class Benchmark:
         console().print(matrix_table(title, self.cases, reference))
 
     def say(self, text: str) -> None:
-        """A line for people, not part of the result."""
+        """Print a line for people; it is not part of the result."""
         self._stderr.print(text)
 
     def finish(self, **parameters: Any) -> None:
@@ -152,7 +152,7 @@ class Benchmark:
         self.options.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
     def _command(self) -> str:
-        """How to run this again; where the JSON went is not part of it."""
+        """The command that runs this again, without the path of the JSON."""
         words = iter(sys.argv[1:])
         kept = []
         for word in words:
@@ -186,10 +186,10 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_models(options: argparse.Namespace) -> list[Model]:
-    """What `--model` says."""
+    """The models that `--model` names."""
     return list(MODELS.values()) if options.model == "all" else [MODELS[options.model]]
 
 
 def missing_module(module: str) -> str:
-    """Why an optional package cannot be used; empty when it can."""
+    """Why an optional package cannot be used; empty if it can."""
     return "" if importlib.util.find_spec(module) else f"{module} is not installed"

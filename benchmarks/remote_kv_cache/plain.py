@@ -1,8 +1,8 @@
 """The plain socket: `sendall` on one side, `recv_into` on the other, one thread each, in two processes.
 
-It is the physical limit of one TCP connection and what every transfer here is divided by. The peer keeps rows of its
-own, so that what was sent there can be fetched back: nothing else stands between the two kernels' copies. A request
-is `_HEAD`: what to do, and two counts.
+It is the physical limit of one TCP connection, and every transfer here is compared with it. The peer keeps rows of its
+own, so that bytes sent there can be fetched back; it makes no copies beyond those of the kernels. A request is `_HEAD`:
+a command and two counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SEND, _RECEIVE, _ANSWER = 1, 2, 3
 
 
 def receive(sock: socket.socket, view: memoryview) -> None:
-    """Fill `view`. Raises `ConnectionError` when the other side closes."""
+    """Fill `view`. Raises `ConnectionError` if the other side closes."""
     while view:
         got = sock.recv_into(view)
         if not got:
@@ -95,7 +95,7 @@ def _converse(sock: socket.socket, rows: Rows) -> None:
 
 @contextmanager
 def plain_peer(count: int, row_bytes: int) -> Iterator[int]:
-    """A process that holds `count` rows and serves one `PlainSocket` after the other; gives its port."""
+    """A process that holds `count` rows and serves one `PlainSocket` after the other. -> its port."""
     with serving_process(_serve, count, row_bytes, what="the plain socket's peer") as port:
         yield port
 

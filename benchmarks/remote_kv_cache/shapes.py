@@ -1,4 +1,4 @@
-"""What is moved: the KV blocks of five models, 8192 tokens in 8 calls, and rows of bytes that look like them."""
+"""The blocks that are moved: those of five models, 8192 tokens in 8 calls, and rows of bytes that look like them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Model:
 
     @property
     def layer_bytes(self) -> int:
-        """Keys and values of one block in one layer."""
+        """The bytes of keys and values of one block in one layer."""
         return 2 * BLOCK_TOKENS * self.kv_heads * self.head_size * ELEMENT_BYTES
 
     @property
     def block_bytes(self) -> int:
-        """One block, all layers."""
+        """The bytes of one block, all layers."""
         return self.layers * self.layer_bytes
 
 
@@ -57,9 +57,13 @@ class Batch:
     per_call: int
 
     def calls(self) -> Iterator[tuple[int, int]]:
-        """First and last (exclusive) block of every call."""
+        """The first and last (exclusive) block of every call."""
         for start in range(0, self.blocks, self.per_call):
             yield start, min(start + self.per_call, self.blocks)
+
+    def described(self, block_bytes: int) -> dict[str, int]:
+        """What a result says of it, for blocks of this size."""
+        return {"block_bytes": block_bytes, "blocks": self.blocks, "blocks_per_call": self.per_call}
 
 
 FULL: Final = Batch(512, 64)
@@ -67,7 +71,7 @@ QUICK: Final = Batch(32, 8)
 
 
 def random_rows(count: int, row_bytes: int, seed: int = 0) -> Rows:
-    """`(count, row_bytes)` of bytes that neither repeat nor compress; the same seed gives the same bytes."""
+    """Rows of shape `(count, row_bytes)` that neither repeat nor compress. The same seed gives the same bytes."""
     words = -(-count * row_bytes // 8)
     data = np.random.Generator(np.random.SFC64(seed)).integers(0, 1 << 64, words, dtype=np.uint64)
     return data.view(np.uint8)[: count * row_bytes].reshape(count, row_bytes)
@@ -79,5 +83,5 @@ def random_keys(count: int, seed: int = 1) -> Rows:
 
 
 def size_text(count: int) -> str:
-    """``64 KiB`` where that is exact, else ``917504 B``."""
+    """A size as text: ``64 KiB`` if that is exact, else ``917504 B``."""
     return f"{count >> 10} KiB" if count % 1024 == 0 and count < 1 << 19 else f"{count} B"

@@ -40,7 +40,8 @@ _STOP_S: Final = 10.0
 
 
 def _work(pipe: Connection, endpoint: str, plain_port: int, count: int, seed: int) -> None:
-    """A client process: does what it is told, `(step, name, when to start)`, and says when it began and ended."""
+    """A client process: runs each step it is sent, `(step, name, when to start)`, and replies when it began and
+    ended."""
     blocks = Blocks(Batch(count, PER_CALL), HEADLINE.block_bytes, seed)
     with connect(endpoint, "clients", HEADLINE.block_bytes) as client:
         plain = PlainSocket(plain_port)
@@ -70,7 +71,7 @@ class Clients:
         self._pipes = pipes
 
     def do(self, step: str, name: str, count: int) -> float:
-        """A step of an operation in the first `count` processes at once. -> seconds, first start to last end."""
+        """Run a step of an operation in the first `count` processes at once. -> seconds, first start to last end."""
         start = time.perf_counter() + _LEAD_S
         for pipe in self._pipes[:count]:
             pipe.send((step, name, start))
@@ -79,7 +80,7 @@ class Clients:
 
 
 def answer(pipe: Connection) -> tuple[float, float]:
-    """What a client process says next. Raises when it failed."""
+    """The next reply of a client process. Raises if it failed."""
     if not pipe.poll(_ANSWER_S):
         raise TimeoutError(f"a client process did not answer within {_ANSWER_S:g} s")
     begin, end = pipe.recv()
@@ -113,7 +114,7 @@ def client_processes(endpoint: str, ports: list[int], blocks: int) -> Iterator[C
 
 
 def operation_of(clients: Clients, name: str, count: int, moved: int) -> Operation:
-    """`name` in `count` processes at once."""
+    """The operation `name` in `count` processes at once."""
 
     def step(what: str) -> Callable[[], float]:
         return partial(clients.do, what, name, count)

@@ -28,7 +28,7 @@ MEMCPY: Final = "memcpy of the tokens"
 
 
 def chain(tokens: npt.NDArray[Any], block_tokens: int, digest: Callable[[bytes], bytes]) -> bytes:
-    """The last key of a chain, a call a block: each key is the digest of its parent's and its own tokens."""
+    """The last key of a chain, made with one call per block: a key is the digest of its parent's key and its tokens."""
     data = memoryview(tokens).cast("B")
     size = block_tokens * tokens.itemsize
     key = b""
@@ -42,7 +42,7 @@ def _sha256(data: bytes) -> bytes:
 
 
 def measure_hashing(benchmark: Benchmark, tokens: npt.NDArray[Any], block_tokens: int) -> Case:
-    """One dtype and block size."""
+    """Measure one dtype and block size."""
     copy = np.zeros_like(tokens)
 
     def operation(name: str, call: Callable[[], object], limit: str = MEMCPY) -> Operation:
@@ -86,9 +86,7 @@ def main() -> None:
             copies.block_operations(),
             references=(NAIVE, NAIVE_WRITE),
             group="copying",
-            block_bytes=model.block_bytes,
-            blocks=benchmark.batch.blocks,
-            blocks_per_call=benchmark.batch.per_call,
+            **benchmark.batch.described(model.block_bytes),
         )
     benchmark.finish()
 

@@ -45,7 +45,7 @@ _DEFAULT_STAGING_BYTES: Final = 512 << 20  # the connector's
 
 @dataclass(frozen=True)
 class Mode:
-    """How the engine caches, and who answers a prompt that it had before: `tier`."""
+    """How the engine caches. `tier`: the tier that answers a prompt that the engine has had before."""
 
     name: str
     tier: str
@@ -77,7 +77,7 @@ MODES: Final = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The prompts: of each round and number of output tokens others."""
+    """The prompts, different ones for each round and number of output tokens."""
 
     model: EngineModel
     prompt_tokens: int
@@ -91,18 +91,19 @@ class Workload:
 
     @property
     def batch_bytes(self) -> int:
-        """KV cache of the prompts given at once, and of what continues them."""
+        """The KV cache of the prompts given at once and of their continuations, in bytes."""
         return _PROMPTS * (full_blocks(self.prompt_tokens + max(self.outputs)) + 1) * self.model.block_bytes
 
     def prompts(self, number: int, output_tokens: int) -> list[list[int]]:
         return self.model.prompts(number * 1000 + output_tokens, _PROMPTS, self.prompt_tokens)
 
     def warm_up(self) -> list[list[int]]:
-        """The same for all engines, so that the restarted one's come from the store."""
+        """The prompts that warm up an engine: the same for all engines, so that a restarted one loads them from the
+        store."""
         return self.model.prompts(-1, _PROMPTS, 4 * BLOCK_TOKENS)
 
     def engine(self, connector: dict[str, object] | None, prefix_cache: bool) -> Engine:
-        """Starting."""
+        """Start an engine."""
         return Engine(
             self.model,
             connector,
@@ -113,10 +114,11 @@ class Workload:
 
 
 class Rows:
-    """Rounds of one mode after the other, checked against an engine without the connector."""
+    """The rounds of one mode after the other, with answers checked against an engine without the connector."""
 
     def __init__(self, workload: Workload, plain: Engine, cpu_bytes: int, step: Callable[[str], object]) -> None:
-        """plain: without the connector and with its prefix cache off. step: told what has been measured."""
+        """plain: the engine without the connector and without prefix cache. step: called with what has been
+        measured."""
         self._workload = workload
         self._plain = plain
         self._cpu_bytes = cpu_bytes
@@ -129,7 +131,7 @@ class Rows:
             step(f"{WITHOUT}, {batch[1]} tokens of output")
 
     def measure(self, mode: Mode) -> list[Case]:
-        """A case for each number of output tokens."""
+        """Measure a case for each number of output tokens."""
         workload = self._workload
         seconds = {batch: [self._right[batch].seconds] for batch in workload.batches}
         with kvstore_server(workload.batch_bytes * (len(workload.batches) + 1)) as endpoint, Store(endpoint) as store:
@@ -170,7 +172,8 @@ class Rows:
         return cases
 
     def _row(self, mode: Mode, row: str, batch: tuple[int, int], engine: Engine, store: Store) -> float:
-        """Give the prompts, wait until the store is quiet again, look whether all was as the row's name says."""
+        """Give the prompts, wait until the store is quiet again, and check that the prompts came from where the row's
+        name says."""
         tokens = self._workload.prompt_tokens
         prompts = self._workload.prompts(*batch)
         before, read_before = store.settle(), store.read()
@@ -188,7 +191,7 @@ class Rows:
 
 
 def show(cases: Sequence[Case]) -> None:
-    """One table a mode, a column for each number of output tokens."""
+    """Print one table for each mode, with a column for each number of output tokens."""
     for mode in MODES.values():
         chosen = [case for case in cases if case.parameters["mode"] == mode.name]
         if not chosen:

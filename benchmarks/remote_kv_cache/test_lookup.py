@@ -43,7 +43,7 @@ class Lookup:
         self._times: dict[str, list[float]] = {}
 
     def add(self, name: str, call: Callable[[], Any], expected: Any = None, limit: str = "") -> None:
-        """A call that must give `expected`."""
+        """Add a call that must return `expected`."""
         times = self._times[name] = []
 
         def run() -> float:
@@ -60,20 +60,20 @@ class Lookup:
         self.operations.append(Operation(name, run, limit=limit))
 
     def p99(self, rounds: int) -> dict[str, float]:
-        """Seconds, over all calls of the rounds that count."""
+        """The p99 in seconds, over all calls of the rounds that count."""
         counted = rounds * self._calls
         return {name: float(f"{np.percentile(times[-counted:], 99):.6g}") for name, times in self._times.items()}
 
 
 def add_round_trip(lookup: Lookup, plain: PlainSocket, keys: int, answer_bytes: int) -> str:
-    """The limit of asking for that many keys. -> its name."""
+    """Add the limit of asking for that many keys. -> its name."""
     name = f"plain round trip {keys * KEY_BYTES} B / {answer_bytes} B"
     lookup.add(name, lambda: plain.ask(keys * KEY_BYTES, answer_bytes))
     return name
 
 
 def add_kvstore(lookup: Lookup, client: KVStoreClient, plain: PlainSocket, blocks: Blocks) -> None:
-    """The calls that are measured, each after its limit."""
+    """Add the calls that are measured, each after its limit."""
     for count in (1, 64, 512):
         limit = add_round_trip(lookup, plain, count, count)
         keys = blocks.keys[:count]
@@ -85,7 +85,7 @@ def add_kvstore(lookup: Lookup, client: KVStoreClient, plain: PlainSocket, block
 
 
 def add_redis(lookup: Lookup, redis: Redis, blocks: Blocks) -> None:
-    """EXISTS of 512 keys that are there."""
+    """Add EXISTS of 512 keys that are there."""
     names = [key.tobytes() for key in blocks.keys[:512]]
     redis.mset(dict(zip(names, [memoryview(row) for row in blocks.source], strict=False)))
 

@@ -24,7 +24,7 @@ from benchmarks.remote_kv_cache.transfers import (
 
 
 def measure(benchmark: Benchmark, model: Model) -> None:
-    """One model, with servers of its own."""
+    """Measure one model, with servers of its own."""
     benchmark.say(f"{model.name}: making {benchmark.batch.blocks} blocks of {model.block_bytes} bytes")
     blocks = Blocks(benchmark.batch, model.block_bytes)
     with contextlib.ExitStack() as stack:
@@ -40,9 +40,7 @@ def measure(benchmark: Benchmark, model: Model) -> None:
             operations,
             references=(MEMCPY,),
             unavailable={"redis": redis_missing()} if redis is None else {},
-            block_bytes=model.block_bytes,
-            blocks=blocks.batch.blocks,
-            blocks_per_call=blocks.batch.per_call,
+            **blocks.batch.described(model.block_bytes),
         )
 
 

@@ -55,7 +55,7 @@ def _names() -> list[str]:
 
 
 def measure_placement(benchmark: Benchmark) -> None:
-    """Keys a second."""
+    """Measure placement: keys a second."""
     keys = random_keys(QUICK_KEYS if benchmark.quick else KEYS, 1)
     names = _names()
     nodes = [name.partition("/")[0] for name in names]
@@ -77,7 +77,7 @@ def measure_placement(benchmark: Benchmark) -> None:
 
 
 def measure_split(benchmark: Benchmark) -> None:
-    """CPU seconds of one batch: the median of many."""
+    """Measure the CPU seconds of one batch: the median of many."""
     core = Core("tcp://127.0.0.1:1", b"", 1.0, 1)  # never connected: it numbers the requests
     places = []
     for name in _names():
@@ -114,7 +114,7 @@ def measure_split(benchmark: Benchmark) -> None:
 
 
 def measure_two_shards(benchmark: Benchmark) -> None:
-    """The same bytes, whichever way."""
+    """Measure one shard and two shards with the same bytes."""
     operations = []
     with contextlib.ExitStack() as stack:
         for count in (1, 2):

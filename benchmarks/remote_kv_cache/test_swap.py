@@ -31,7 +31,7 @@ class Swaps:
     """The KV cache of one model on one device, a pool, and the operations between them."""
 
     def __init__(self, model: Model, batch: Batch, blocks: Rows, device: str) -> None:
-        """``blocks``: what the blocks hold, `(blocks, block_bytes)`; the layers of a block one after the other."""
+        """``blocks``: the blocks' content, `(blocks, block_bytes)`; the layers of a block one after the other."""
         import torch
 
         from kvstore_client.vllm.connector.layout import BlockLayout
@@ -51,7 +51,7 @@ class Swaps:
         self._bytes = self.cache.view(torch.uint8).view(model.layers, batch.blocks, model.layer_bytes)
 
     def out(self, name: str, limit: str) -> Operation:
-        """Block ids[i] to slot slots[i]. Calls are made one after the other, and then waited for."""
+        """Copy block ids[i] to slot slots[i]. All calls are made, and then waited for."""
 
         def swap(start: int, end: int) -> Copy:
             return self._layout.swap_out(self._ids[start:end], self.pool, self._slots[start:end])
@@ -63,7 +63,7 @@ class Swaps:
         return Operation(name, self._each(swap), self._blocks.nbytes, limit, before=self.fill_cache, after=verify)
 
     def into(self, name: str, limit: str) -> Operation:
-        """Slot slots[i] to block ids[i]."""
+        """Copy slot slots[i] to block ids[i]."""
 
         def fill_pool() -> None:
             self.pool[self._slots] = self._blocks[self._ids]
@@ -82,7 +82,7 @@ class Swaps:
         return Operation(name, self._each(swap), self._blocks.nbytes, limit, before=fill_pool, after=verify)
 
     def fill_cache(self) -> None:
-        """Put the blocks where they belong, and nothing into the pool."""
+        """Put the blocks into the cache, and clear the pool."""
         import torch
 
         self._bytes.copy_(torch.from_numpy(self._by_layer()))
@@ -90,7 +90,7 @@ class Swaps:
         self._settle()
 
     def memcpy(self) -> Operation:
-        """As many bytes, as they lie."""
+        """The operation that copies the same bytes in memory order: the limit."""
         source = self._bytes.numpy().reshape(self.pool.shape)
 
         def run() -> None:
@@ -104,7 +104,7 @@ class Swaps:
         return Operation(ONE_MEMCPY, run, self._blocks.nbytes, before=self.fill_cache, after=verify)
 
     def pinned_copies(self) -> list[Operation]:
-        """All bytes in one asynchronous copy, each way."""
+        """The operations that copy all bytes in one asynchronous copy, one for each direction."""
         import torch
 
         rows: Any = torch.from_numpy(self.pool).view(-1)
@@ -123,7 +123,7 @@ class Swaps:
         ]
 
     def _settle(self) -> None:
-        """Wait for what the device has still to do."""
+        """Wait until the device is idle."""
         if self.cache.is_cuda:
             import torch
 
@@ -160,9 +160,7 @@ def main() -> None:
             model.name,
             operations,
             unavailable=dict.fromkeys((CUDA_OUT, CUDA_IN), no_device) if no_device else {},
-            block_bytes=model.block_bytes,
-            blocks=benchmark.batch.blocks,
-            blocks_per_call=benchmark.batch.per_call,
+            **benchmark.batch.described(model.block_bytes),
         )
     benchmark.finish()
 

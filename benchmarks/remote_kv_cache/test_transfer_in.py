@@ -42,10 +42,10 @@ _WARM_UP: Final = 8  # prompts, of an uncounted run
 
 
 class Engines:
-    """The three of them on one server, and what they took, for all hit rates."""
+    """The three engines on one server, and their seconds, for all hit rates."""
 
     def __init__(self, stack: ExitStack, model: EngineModel, prompts: int, rounds: int, cpu_bytes: int) -> None:
-        """They end with the stack."""
+        """The engines end when the stack is closed."""
         self.model = model
         self.checks = Checks()
         prompt_bytes = (full_blocks(_PROMPT_TOKENS + _OUTPUT_TOKENS) + 1) * model.block_bytes
@@ -64,7 +64,7 @@ class Engines:
             engine.wait_ready()
 
     def take_turns(self, seed: int, prompts: int, rate: int) -> dict[str, float]:
-        """Prompts that nobody has seen, at this hit rate -> seconds of each run."""
+        """Run new prompts at this hit rate on the engines in turn. -> seconds of each run."""
         model, checks = self.model, self.checks
         shared_tokens = _PROMPT_TOKENS * rate // 100
         questions = model.prompts(seed, prompts, _PROMPT_TOKENS, shared_tokens)

@@ -42,7 +42,7 @@ _SEQUENCES: Final = 32  # at most in a step: an engine refuses more than it has 
 
 @dataclass(frozen=True)
 class Setting:
-    """Two engines and what they are given. `arguments`: of both engines."""
+    """Two engines and their prompts. `arguments`: those of both engines."""
 
     group: str
     name: str
@@ -54,7 +54,7 @@ class Setting:
 
 
 def settings(options: argparse.Namespace, quick: bool, rounds: int) -> list[Setting]:
-    """What the options ask for, the eight times two of the reference first."""
+    """The settings that the options ask for, the eight times two of the reference first."""
     model = ENGINE_MODELS[options.model or "tiny"]
     tokens = _PROMPT_TOKENS // (options.scale or (32 if quick else 8))
     found = [

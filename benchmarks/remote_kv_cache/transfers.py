@@ -29,7 +29,7 @@ Call = Callable[[int, int], object]
 
 
 class Blocks:
-    """`batch.blocks` blocks of `block_bytes`: `source`, `out` and `keys`."""
+    """`batch.blocks` blocks of `block_bytes` bytes: `source` to send, `out` to read into, and `keys`."""
 
     def __init__(self, batch: Batch, block_bytes: int, seed: int = 0) -> None:
         self.batch = batch
@@ -40,15 +40,15 @@ class Blocks:
 
     @property
     def total_bytes(self) -> int:
-        """Of all blocks together."""
+        """The bytes of all blocks together."""
         return self.batch.blocks * self.block_bytes
 
     def clear(self) -> None:
-        """Forget what was read."""
+        """Clear the memory of earlier reads."""
         self.out.fill(0)
 
     def verify(self) -> None:
-        """Raise unless everything was read right."""
+        """Raise unless all bytes that were read are right."""
         for number, (row, expected) in enumerate(zip(self.out, self.source, strict=True)):
             if not np.array_equal(row, expected):
                 raise AssertionError(f"block {number}: other bytes were read than were written")
@@ -99,12 +99,12 @@ class Blocks:
 
 
 def namespace(model: str, block_bytes: int) -> Namespace:
-    """Where a benchmark keeps its blocks."""
+    """The namespace of a benchmark's blocks."""
     return Namespace(model=model, dtype="bfloat16", block_tokens=BLOCK_TOKENS, block_bytes=block_bytes)
 
 
 def connect(endpoint: str, model: str, block_bytes: int) -> KVStoreClient:
-    """A client with the defaults of the library, but for a deadline that a slow machine meets."""
+    """A client with the library's defaults, except for a longer deadline, which a slow machine meets."""
     return KVStoreClient(endpoint, namespace(model, block_bytes), timeout_s=TIMEOUT_S)
 
 
@@ -119,7 +119,7 @@ def memcpy_operation(blocks: Blocks) -> Operation:
 
 
 def plain_operations(plain: PlainSocket, blocks: Blocks) -> list[Operation]:
-    """The physical limits. What `set` left with the peer is what `get` brings back."""
+    """The physical limits. `get` fetches the bytes that `set` has sent to the peer."""
 
     def send(start: int, end: int) -> None:
         plain.set(blocks.source, start, end)
@@ -156,7 +156,7 @@ def set_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) 
 
 
 def get_into_operation(client: KVStoreClient, blocks: Blocks, name: str, limit: str) -> Operation:
-    """`get_into` the rows the blocks belong in."""
+    """`get_into` the rows to which the blocks belong."""
 
     def call(start: int, end: int) -> None:
         client.get_into(blocks.keys[start:end], blocks.out[start:end])

@@ -1,9 +1,9 @@
-# The distinct keys of one batch: an open-addressing table of positions, so that a key given twice is noticed.
+# The distinct keys of one batch: an open-addressing table of positions, to find keys that occur twice.
 
 
 cdef struct Batch:
-    int32_t *heads      # one allocation, of which hashes is the second part
-    uint32_t *hashes    # of each key; the caller fills it in
+    int32_t *heads      # one allocation; its second part is hashes
+    uint32_t *hashes    # one a key; the caller fills it in
     uint32_t mask
 
 

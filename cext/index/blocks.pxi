@@ -1,17 +1,18 @@
-# The blocks of one index: their records, the way to them, and the steps of a block's life.
+# The blocks of one index: their records, the look-up by key, and the state changes of a block.
 #
-# A slot is FREE, then WRITING (reserved for a key), then READY (committed), and FREE again; or GONE in between, as long
-# as somebody reads what was removed. What callers ask for is made of these steps in looking_up.pxi, writing.pxi,
-# removing.pxi, by_slot.pxi and segments.pxi.
+# A slot is FREE, then WRITING (reserved for a key), then READY (committed), then FREE again; or GONE before that, as
+# long as a reader still holds a removed block. The methods of the index are composed of these state changes in
+# looking_up.pxi, writing.pxi, removing.pxi, by_slot.pxi and segments.pxi.
 #
-# What must hold. A key has at most one table entry: its READY slot, or its WRITING slot, whose `older` then names the
-# READY slot it will replace (NONE: nothing). The policy knows the READY slots and no others. GONE slots have refs > 0
-# and are known to neither. An expired block is READY until someone comes by: a look-up, an eviction, or the sweep.
+# What must hold. A key has at most one table entry: its READY slot, or its WRITING slot; then `older` of the WRITING
+# slot is the READY slot that it will replace (NONE: none). The policy has the READY slots and no others. GONE slots
+# have refs > 0, and are neither in the table nor in the policy. An expired block stays READY until a look-up, an
+# eviction or the sweep finds it.
 
 
 @cython.final
 cdef class Blocks:
-    """The state of an index, and steps that trust their caller: slots exist, keys are of the right length."""
+    """The state of an index. The methods do not check their arguments: slots must exist, keys have the right length."""
 
     cdef Space space
     cdef Table table
@@ -20,10 +21,10 @@ cdef class Blocks:
     cdef Py_ssize_t ready, writing, gone    # slots by state
     cdef Py_ssize_t segments, slots         # attached
     cdef Py_ssize_t lowest_detached         # no segment below it is detached
-    cdef Py_ssize_t expiring                # READY blocks that will expire
-    cdef Py_ssize_t hand                    # of the sweep for what has expired
-    cdef bint keep_lapsed                   # whether the keys of blocks that expired are kept
-    cdef unsigned char *lapsed              # those keys
+    cdef Py_ssize_t expiring                # READY blocks with an expiry time
+    cdef Py_ssize_t hand                    # the slot at which the sweep for expired blocks goes on
+    cdef bint keep_lapsed                   # whether the keys of expired blocks are kept
+    cdef unsigned char *lapsed              # the keys of expired blocks
     cdef Py_ssize_t lapsed_count, lapsed_capacity
 
     def __cinit__(self, Py_ssize_t key_bytes, Py_ssize_t slots_per_segment, Policy policy):
@@ -50,7 +51,7 @@ cdef class Blocks:
     # -- time, records ---------------------------------------------------------------------------------------
 
     cdef inline uint32_t advance(self, double now) noexcept nogil:
-        """Takes note of the time; it never goes back."""
+        """Moves the index's clock forward to ``now``; it never goes back. Returns ``now`` in eighths of a second."""
         cdef uint32_t time = eighths_down(now)
         self.space.clock = max(self.space.clock, time)
         return time
@@ -65,7 +66,7 @@ cdef class Blocks:
         )
 
     cdef object complaint(self, int32_t slot, str expected):
-        """The exception for a slot number that is refused."""
+        """Returns the exception for a slot that is not in the expected state."""
         if not self.exists(slot):
             return ValueError(f"slot {slot} is in no attached segment of {self.space.slots_per_segment} slots")
         return ValueError(f"slot {slot} is {STATE_NAMES[self.record(slot).state]}, expected {expected}")
@@ -73,7 +74,7 @@ cdef class Blocks:
     # -- looking up ------------------------------------------------------------------------------------------
 
     cdef Entry *look_up(self, const unsigned char *key, uint32_t hash) noexcept nogil:
-        """The entry of a key, or NULL; a block found expired is dropped first."""
+        """Returns the entry of a key, or NULL. A block that has expired is dropped first."""
         cdef Entry *entry = table_find(&self.table, &self.space, key, hash)
         cdef Record *record
         if entry == NULL:
@@ -88,8 +89,8 @@ cdef class Blocks:
         return entry
 
     cdef void find(self, const unsigned char *keys, Py_ssize_t n, int32_t *slots) noexcept nogil:
-        """The slot of each key, or NONE. Requests memory for many keys at once: a cold index is all latency."""
-        cdef uint32_t[64] hashes  # a ring of two groups
+        """Finds the slot of each key, or NONE. Prefetches for many keys at once: a cold index costs mainly latency."""
+        cdef uint32_t[64] hashes  # a ring of two groups of LOOKAHEAD
         cdef uint32_t at
         cdef Py_ssize_t base = -LOOKAHEAD, i, key_bytes = self.table.key_bytes
         cdef Entry *entries = self.table.entries
@@ -110,7 +111,7 @@ cdef class Blocks:
             base += LOOKAHEAD
 
     cdef inline int32_t readable(self, int32_t slot) noexcept nogil:
-        """The READY slot behind a table entry's slot: itself, what it is to replace, or NONE."""
+        """Returns the READY slot of a table entry's slot: the slot itself, the one that it will replace, or NONE."""
         cdef Record *record
         if slot == NONE:
             return NONE
@@ -120,7 +121,7 @@ cdef class Blocks:
     # -- use -------------------------------------------------------------------------------------------------
 
     cdef void touch(self, const int32_t *slots, Py_ssize_t n, Py_ssize_t batch, uint64_t tick) noexcept nogil:
-        """The first n of a batch were used, the head last; negative entries are skipped."""
+        """The first n blocks of a batch were used: sets their ticks, the head's the highest. Skips negative slots."""
         cdef Py_ssize_t i
         cdef Record *record
         for i in range(n - 1, -1, -1):
@@ -131,7 +132,7 @@ cdef class Blocks:
         self.policy.touched(slots, n)
 
     cdef inline void pin(self, int32_t slot, uint32_t until) noexcept nogil:
-        """Keeps a block from being evicted until then. A pin only ever grows."""
+        """Keeps a block from being evicted until ``until``. Never shortens a pin."""
         cdef Record *record = self.record(slot)
         cdef Segment *segment = &self.space.segment[segment_of(&self.space, slot)]
         record.pin_until = max(record.pin_until, until)
@@ -142,7 +143,7 @@ cdef class Blocks:
     cdef void fill(
         self, int32_t slot, uint8_t state, const unsigned char *key, uint32_t hash, uint8_t priority
     ) noexcept nogil:
-        """Begins a block in a slot."""
+        """Initialises the record of a slot for a new block."""
         cdef Record *record = self.record(slot)
         memset(record, 0, sizeof(Record))
         record.state = state
@@ -156,7 +157,7 @@ cdef class Blocks:
         free_put(&self.unused, slot)
 
     cdef bint retire(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
-        """Takes a READY slot, no longer named by the table, out of use; true when that frees it."""
+        """Takes a READY slot that is no longer in the table out of use. True when that frees the slot."""
         self.policy.removed(slot, record, evicted)
         self.ready -= 1
         self.expiring -= record.expires != 0
@@ -168,7 +169,7 @@ cdef class Blocks:
         return False
 
     cdef bint forget(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
-        """Deletes a READY block; a write that was to replace it goes on. True when that frees its slot."""
+        """Deletes a READY block. A write that is to replace it goes on. True when that frees its slot."""
         cdef Entry *entry = table_find_slot(&self.table, &self.space, slot, record.hash)
         if entry.slot == slot:
             table_remove(&self.table, entry)
@@ -177,7 +178,7 @@ cdef class Blocks:
         return self.retire(slot, record, evicted)
 
     cdef void lapse(self, int32_t slot, Record *record) noexcept nogil:
-        """Drops a block that has expired, and keeps its key if that is wanted and there is memory for it."""
+        """Drops an expired block. Keeps its key if `keep_lapsed` is set and there is memory for it."""
         cdef Py_ssize_t key_bytes = self.table.key_bytes, capacity = max(<Py_ssize_t>64, 2 * self.lapsed_capacity)
         cdef void *memory
         if self.keep_lapsed and self.lapsed_count == self.lapsed_capacity:

@@ -1,11 +1,11 @@
-# What is asked of an index by key: what is there, with its use and its pins, and readers' references.
+# Look-ups by key, with touching and pinning of the found blocks, and the references of readers.
 
 
 cdef inline void use(
     Blocks blocks, int32_t *slots, Py_ssize_t n, Py_ssize_t batch, double now, bint refresh, uint64_t tick,
     double pin_until,
 ) noexcept nogil:
-    """Pins and touches the first n slots of a batch, in one pass over their records: as `Blocks.pin` and `touch`."""
+    """Pins and touches the first n slots of a batch like `Blocks.pin` and `touch`, in one pass over their records."""
     cdef uint32_t until = eighths_up(pin_until) if pin_until > now else 0
     cdef Py_ssize_t i
     cdef int32_t slot
@@ -63,7 +63,7 @@ cdef Py_ssize_t leading_run(
             raise MemoryError(f"no memory to look {n} keys up")
         blocks.advance(now)
         while i == base and base < n:
-            count = min(n - base, base + LOOKAHEAD)  # doubling: a miss costs at most as much again
+            count = min(n - base, base + LOOKAHEAD)  # doubling: the look-ups behind a miss at most double the cost
             blocks.find(key + base * blocks.table.key_bytes, count, slots + base)
             base += count
             while i < base and slots[i] != NONE:
@@ -97,7 +97,7 @@ cdef Py_ssize_t count_missing(Blocks blocks, keys) except -1:
 
 
 cdef int32_t slot_of(Blocks blocks, key, str name, Py_ssize_t least) except -2:
-    """The slot the table has for one key; NONE also for no key, of which ``least`` tells whether it will do."""
+    """Returns the slot of one key in the table, or NONE. ``least`` 0: ``key`` may be empty, which gives NONE."""
     cdef Py_buffer view
     cdef Py_ssize_t n = open_keys(key, blocks.table.key_bytes, &view)
     cdef int32_t slot = NONE

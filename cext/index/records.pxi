@@ -1,9 +1,8 @@
-# What an index is made of: a record a slot, in segments.
+# The records of an index: one a slot, in segments.
 #
-# A record (48 bytes, then the key) holds all there is to say about a slot, so that at 16-byte keys a hit costs one
-# cache line; records are allocated a segment at a time and given back with it. Times in records are eighths of a
-# second of the monotonic clock: ends are rounded up, the present down, so that nothing ends early, and what ends at
-# a time has ended at that time.
+# A record (48 bytes, then the key) has the whole state of a slot, so that with 16-byte keys a hit costs one cache line.
+# Records are allocated and freed by segment. Times in records are eighths of a second of the monotonic clock. End times
+# are rounded up and the present time is rounded down, so that nothing ends early; at its end time a thing has ended.
 
 cdef extern from *:
     """
@@ -18,7 +17,7 @@ cdef extern from *:
         v0 += v3; v3 = KV_ROTL(v3, 21); v3 ^= v0; \\
         v2 += v1; v1 = KV_ROTL(v1, 17); v1 ^= v2; v2 = KV_ROTL(v2, 32)
 
-    /* SipHash-1-3 (Aumasson and Bernstein, 2012): a keyed hash whose collisions cannot be found from outside. */
+    /* SipHash-1-3 (Aumasson and Bernstein, 2012): a keyed hash; without the key nobody can construct collisions. */
     static inline uint32_t kv_siphash(const unsigned char *key, size_t size, uint64_t k0, uint64_t k1) {
         uint64_t v0 = k0 ^ 0x736f6d6570736575ULL, v1 = k1 ^ 0x646f72616e646f6dULL;
         uint64_t v2 = k0 ^ 0x6c7967656e657261ULL, v3 = k1 ^ 0x7465646279746573ULL;
@@ -36,7 +35,7 @@ cdef extern from *:
         return (uint32_t)(v0 ^ v1 ^ v2 ^ v3);
     }
 
-    /* n / d for 32-bit n and d > 1, with magic = 2**64 / d + 1 (Lemire, 2019): a multiplication, no division. */
+    /* n / d for 32-bit n and d > 1, with magic = 2**64 / d + 1 (Lemire, 2019): multiplies instead of dividing. */
     static inline uint32_t kv_divide(uint32_t n, uint64_t magic) {
         return (uint32_t)(((unsigned __int128)magic * n) >> 64);
     }
@@ -55,19 +54,19 @@ cdef enum:
     WRITING = 1
     READY = 2
     GONE = 3
-    CHOSEN = 4  # a WRITING slot inside one commit or abort, so that a slot named twice is noticed
+    CHOSEN = 4  # a WRITING slot during a commit or abort, to detect slots that occur twice
 
     NONE = -1
     EXISTED = -1
     DUPLICATE = -2
     NO_SPACE = -3
-    FOUND = -4  # FOUND - slot: inside reserve, a key whose READY slot is yet to be touched
+    FOUND = -4  # FOUND - slot: during reserve, a key whose READY slot is still to be touched
 
     PRIORITIES = 4
-    LOOKAHEAD = 32  # keys whose cache lines are requested together
+    LOOKAHEAD = 32  # keys whose cache lines are prefetched together
     MAX_SLOTS = 0x7FFFFFC0
 
-    CHECKSUM = 0  # the fields of a record that can be asked for by slot
+    CHECKSUM = 0  # the fields of a record that `column_of` can read
     TICK = 1
     EXPIRES = 2
     PRIORITY = 3
@@ -79,21 +78,21 @@ cdef tuple STATE_NAMES = ("free", "writing", "ready", "gone", "named twice")
 
 cdef struct Record:
     uint64_t checksum
-    uint64_t tick       # when it was last used
+    uint64_t tick       # of its last use
     uint32_t pin_until  # eighths of a second; 0: never pinned
     uint32_t expires    # eighths of a second; 0: never
     int32_t refs
-    int32_t newer       # READY: the policy's list
-    int32_t older       # READY: the policy's list; WRITING: the READY slot it is to replace
+    int32_t newer       # READY: a link of the policy's list
+    int32_t older       # READY: a link of the policy's list; WRITING: the READY slot that it will replace
     uint32_t hash
-    uint32_t rank       # blocks below it in the batch that last touched it: tick - rank names that batch
+    uint32_t rank       # how many blocks followed it in the batch that last touched it; tick - rank names the batch
     uint8_t state
-    uint8_t priority    # 0 to PRIORITIES - 1; the higher stay longer
+    uint8_t priority    # 0 to PRIORITIES - 1; blocks of a higher priority stay longer
 
 
 cdef struct Segment:
-    char *records           # NULL when detached; behind them the policy's `slot_bytes` of each slot
-    uint32_t latest_pin     # no pin in it ends later: what makes counting pins cheap
+    char *records           # NULL: detached; the policy's `slot_bytes` of each slot follow the records
+    uint32_t latest_pin     # no pin in the segment ends later; makes counting pins cheap
 
 
 cdef struct Space:
@@ -103,7 +102,7 @@ cdef struct Space:
     Py_ssize_t slots_per_segment
     Py_ssize_t stride       # bytes from record to record
     uint64_t magic          # divides by slots_per_segment
-    uint32_t clock          # the latest time the index was told
+    uint32_t clock          # the latest time that a call was given
 
 
 cdef inline unsigned char *record_key(Record *record) noexcept nogil:
@@ -111,7 +110,7 @@ cdef inline unsigned char *record_key(Record *record) noexcept nogil:
 
 
 cdef inline uint32_t segment_of(Space *space, int32_t slot) noexcept nogil:
-    """The ordinal of a slot's segment."""
+    """Returns the ordinal of a slot's segment."""
     return <uint32_t>slot if space.magic == 0 else kv_divide(<uint32_t>slot, space.magic)
 
 
@@ -132,11 +131,11 @@ cdef inline bint is_held(Space *space, Record *record, uint32_t now) noexcept no
 
 
 cdef inline uint32_t eighths_down(double seconds) noexcept nogil:
-    """A time that has come, in eighths of a second."""
+    """Converts the present time to eighths of a second, rounded down."""
     return <uint32_t>(seconds * 8) if 0 < seconds < 0x1FFFFFFF else 0 if not seconds > 0 else 0xFFFFFFF8
 
 
 cdef inline uint32_t eighths_up(double seconds) noexcept nogil:
-    """A time until which something holds, in eighths of a second, rounded up; 0 for what never held."""
+    """Converts an end time to eighths of a second, rounded up; 0 for a time that is not positive."""
     cdef uint32_t eighths = eighths_down(seconds)
     return eighths + (eighths < seconds * 8)

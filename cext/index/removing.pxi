@@ -1,4 +1,4 @@
-# How blocks leave an index: deleted, expired, or evicted as the policy chooses.
+# Removal of blocks from an index: deletion, expiry, and eviction by the policy's choice.
 
 
 cdef Py_ssize_t delete_keys(Blocks blocks, keys) except -1:

@@ -1,4 +1,4 @@
-# Where slots come from: segments attached and detached, how recently they were used, and what all of it takes.
+# The segments of an index: attaching and detaching them, their recency, and the memory of the index.
 
 
 cdef inline Py_ssize_t segment_record_bytes(Blocks blocks) noexcept:
@@ -39,7 +39,7 @@ cdef Py_ssize_t attach_segment(Blocks blocks) except -1:
     blocks.segments += 1
     blocks.lowest_detached = ordinal + 1
     blocks.policy.resized(blocks.slots)
-    blocks.unused.cursor = first  # the longest run of free slots there is
+    blocks.unused.cursor = first  # the new segment is the longest run of free slots
     return ordinal
 
 
@@ -75,7 +75,7 @@ cdef Py_ssize_t detach_segment(Blocks blocks, Py_ssize_t ordinal) except -1:
     while capacity > 8 and blocks.slots * 6 < capacity:
         capacity //= 2
     if capacity < table_capacity(&blocks.table):
-        table_resize(&blocks.table, capacity)  # without memory for it the larger table stays
+        table_resize(&blocks.table, capacity)  # if there is no memory for it, the larger table stays
     return dropped
 
 

@@ -1,10 +1,10 @@
-# The way from a key to its slot, and which slots are free: two plain structures that know nothing of blocks' lives.
+# The table from key to slot, and the bitmap of free slots: two plain structures that are independent of block states.
 #
 # The table is a hash table (open addressing, linear probing, backward-shift deletion, at most 70 % full) of (hash,
-# slot) pairs; the keys themselves are in the records. It is grown when a segment is attached, so no later call can run
-# out of memory half way. Keys come from the network, so the hash is SipHash-1-3 under a random key.
+# slot) pairs; the keys themselves are in the records. It grows when a segment is attached, so no later call can run out
+# of memory half way. Keys come from the network, so the hash is SipHash-1-3 with a random key.
 #
-# A bitmap says which slots are free; a cursor moves over it, so batches land on ascending slots.
+# A cursor moves over the bitmap, so a batch gets ascending slots.
 
 
 cdef struct Entry:
@@ -36,7 +36,7 @@ cdef inline void table_insert(Table *table, uint32_t hash, int32_t slot) noexcep
 
 
 cdef bint table_resize(Table *table, Py_ssize_t capacity) noexcept nogil:
-    """False: there is no memory for it, and the table is as it was."""
+    """Changes the table's capacity. False: there is no memory for it, and the table is unchanged."""
     cdef Entry *old = table.entries
     cdef Py_ssize_t i, count = table_capacity(table)
     cdef Entry *entries = <Entry *>malloc(capacity * sizeof(Entry))
@@ -58,7 +58,7 @@ cdef void table_remove(Table *table, Entry *entry) noexcept nogil:
         i = (i + 1) & table.mask
         if table.entries[i].slot == NONE:
             break
-        # An entry may move back into the hole unless its home lies between the two.
+        # An entry may move back into the hole unless its home position is between the hole and the entry.
         if ((i - table.entries[i].hash) & table.mask) >= ((i - hole) & table.mask):
             table.entries[hole] = table.entries[i]
             hole = i
@@ -66,7 +66,7 @@ cdef void table_remove(Table *table, Entry *entry) noexcept nogil:
 
 
 cdef inline Entry *table_find(Table *table, Space *space, const unsigned char *key, uint32_t hash) noexcept nogil:
-    """The entry of a key, or NULL."""
+    """Returns the entry of a key, or NULL."""
     cdef uint32_t i = hash & table.mask
     while table.entries[i].slot != NONE:
         if table.entries[i].hash == hash:
@@ -77,7 +77,7 @@ cdef inline Entry *table_find(Table *table, Space *space, const unsigned char *k
 
 
 cdef inline Entry *table_find_slot(Table *table, Space *space, int32_t slot, uint32_t hash) noexcept nogil:
-    """The entry that names a slot, or the WRITING slot that is to replace it. There is one."""
+    """Returns the entry that has a slot, or the WRITING slot that will replace it. The entry must exist."""
     cdef uint32_t i = hash & table.mask
     cdef Record *record
     while True:
@@ -99,7 +99,7 @@ cdef struct FreeSlots:
 
 
 cdef bint free_reach(FreeSlots *slots, Py_ssize_t end) noexcept nogil:
-    """Sees that there are bits for the slots below ``end``; False: there is no memory for them."""
+    """Grows the bitmap for the slots below ``end``. False: there is no memory for it."""
     cdef Py_ssize_t words = (end + 63) // 64
     cdef void *memory
     if words > slots.words:
@@ -118,13 +118,13 @@ cdef inline void free_put(FreeSlots *slots, int32_t slot) noexcept nogil:
 
 
 cdef inline void free_remove(FreeSlots *slots, int32_t slot) noexcept nogil:
-    """Takes a slot that is free."""
+    """Takes a given free slot."""
     slots.bitmap[slot >> 6] &= ~(<uint64_t>1 << (slot & 63))
     slots.count -= 1
 
 
 cdef int32_t free_take(FreeSlots *slots) noexcept nogil:
-    """The next free slot at or after the cursor, or NONE."""
+    """Takes the next free slot at or after the cursor, or NONE. Wraps around at the end."""
     cdef Py_ssize_t word = slots.cursor >> 6
     cdef uint64_t bits
     if slots.count == 0:

@@ -1,4 +1,4 @@
-# How blocks come into an index: reserved, then committed or given up; or restored, when a whole index is.
+# Adding blocks to an index: reserved, then committed or aborted; or restored from a recovered index.
 
 
 cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, Py_ssize_t priority):
@@ -58,7 +58,7 @@ cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, Py_ssiz
 
 
 cdef int choose(Blocks blocks, const int32_t *slots, Py_ssize_t n) except -1:
-    """Marks the WRITING slots CHOSEN, or raises with none marked."""
+    """Marks the WRITING slots CHOSEN. When one of them is not WRITING, raises ValueError and marks none."""
     cdef Py_ssize_t i, j
     for i in range(n):
         if slots[i] < 0:
@@ -118,7 +118,7 @@ cdef Py_ssize_t commit_slots(
 
 
 cdef void unname(Blocks blocks, int32_t slot, Record *record) noexcept nogil:
-    """Takes a WRITING slot out of the table; the block it was to replace is there again."""
+    """Takes a WRITING slot out of the table; the block that it was to replace is in the table again."""
     cdef Entry *entry = table_find_slot(&blocks.table, &blocks.space, slot, record.hash)
     if record.older != NONE:
         entry.slot = record.older

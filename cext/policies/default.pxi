@@ -1,38 +1,40 @@
-# The default policy: what goes is what is worth least, judged by how blocks like it were used again.
+# The default policy: evicts the blocks that are worth least, judged by how similar blocks were used again.
 #
-# KV blocks differ more in whether they return than in when they were last used: the last block of a prompt is hardly
-# ever asked for again, the tenth use of a system prompt is followed by an eleventh. So blocks are kept in a list for
-# each class (how often used, what they hang on, whether they end their chain), priority and age bin, and the lists are
-# ranked by the Gittins index that reuse.pxi learns for their class and bin. Eviction takes the lists in that order,
-# the oldest block of each first. On the Mooncake trace of a chat service, with room for 1, 2, 5 and 10 % of its
-# blocks, this turns 5, 7, 3 and 2 points more references into hits than LRU, and as many with room for 25 and 50 %. A
-# flood of blocks that do not return does not empty the cache once it has seen that others do.
+# For KV blocks it matters more whether they are used again than when they were last used: the last block of a prompt is
+# hardly ever requested again, while the tenth use of a system prompt is followed by an eleventh. So blocks are kept in
+# one list for each class (how often they were used, what they follow, whether they end their chain), priority and age
+# bin. The lists are ranked by the Gittins index that reuse.pxi learns for their class and bin. Eviction takes the lists
+# in that order, the oldest block of each first. On the Mooncake trace of a chat service, with room for 1, 2, 5 and 10 %
+# of its blocks, the hit rate is 5, 7, 3 and 2 points higher than with LRU, and the same with room for 25 and 50 %. A
+# flood of blocks that are not used again does not empty the cache once the policy has seen that other blocks are.
 #
-# Classes: 1 to 14 by uses (1, 2, 3, 4, 5-6, 7-11, 12-23, 24-47 ...). Of first uses also 0: the end of its chain; 15,
-# 16, 17: behind a block with 1 to 3, 4 to 23, more uses. Uses outlive eviction (seen.pxi), and a block has at least as
-# many as those behind it in its chain. With worth rising with uses, a chain goes from its tail: what is new in it is
-# put right behind its parent, on the older side, if that is in the same list.
+# Classes: 1 to 14 by uses (1, 2, 3, 4, 5-6, 7-11, 12-23, 24-47 ...). Blocks with one use may also be of class 0: the
+# end of the chain; 15, 16, 17: behind a block with 1 to 3, 4 to 23, more uses. The count of uses survives eviction
+# (seen.pxi), and a block has at least as many uses as the blocks behind it in its chain. Worth rises with uses, so a
+# chain is evicted from its tail. New blocks of a chain are put right behind their parent, on the older side, if they
+# belong to the same list.
 #
 # Nothing depends on a clock: time is the number of blocks used so far (lists.pxi), and everything scales with the
 # number of slots.
 #
-# Cost: a use moves a block to a list's head, and as it ages it is moved up to 25 times, a little at each batch. Per
-# slot 8 bytes here, 8 of seen uses and 14 of samples.
+# Cost: a use moves a block to a list's head, and as the block ages it is moved up to 25 times; each batch does a part
+# of these moves. Memory: for each slot 8 bytes here, 8 for seen uses and 14 for samples.
 
 
 cdef enum:
     MOST_COUNTED = 0xFFFF   # uses
-    WINDOWS = 64            # the uses within 1/64 of the cache's references are one: a request's look-up, read
-                            # and write of a block, other ranks'; 1/16 to 1/256 do as well
-    GRACE = 16              # the youngest 1/16 of the cache's references go last: a block that one engine has just set,
-                            # another may be about to read, whatever such blocks are worth on average
-    GRACE_REQUESTS = 2      # so does what was used within so many requests: it is about to be extended
-    MOST_GRACE = 4          # but no more than a quarter of the cache
-    REQUESTS = 256          # over which their size is averaged
-    AGINGS = 128            # times, while a cache of references goes by, that blocks which are older now change lists
-    AGED_PER_USE = 16       # blocks that may change lists at each batch: so many for each block used, and
+    # "A cache of references" is as many uses of blocks as the cache has slots.
+    WINDOWS = 64            # uses of a block within 1/64 of a cache of references count once: a request's look-up, read
+                            # and write, and those of other ranks; 1/16 to 1/256 work as well
+    GRACE = 16              # blocks used within 1/16 of a cache of references go last: another engine may be about to
+                            # read a block that one engine has just set, whatever such blocks are worth on average
+    GRACE_REQUESTS = 2      # blocks used within so many requests go last, too: they are about to be extended
+    MOST_GRACE = 4          # but at most a quarter of the cache goes last
+    REQUESTS = 256          # the size of requests is averaged over so many
+    AGINGS = 128            # rounds of aging in a cache of references; a round moves blocks to the lists of their age
+    AGED_PER_USE = 16       # blocks that may be moved by aging at each batch: so many for each block used, plus
     AGED_AT_LEAST = 500
-    RANKINGS = 16           # times, while a cache of references goes by, that the lists are ranked anew
+    RANKINGS = 16           # how often the lists are ranked anew in a cache of references
     LEAST_BETWEEN_RANKINGS = 256
 
 
@@ -49,15 +51,15 @@ cdef inline int kind_of_uses(int uses) noexcept nogil:
 
 
 cdef inline int least_uses(int kind) noexcept nogil:
-    """The fewest uses of a block of one of the classes 1 to 14; 0 for 0."""
+    """Returns the fewest uses of a block of one of the classes 1 to 14; 0 for 0."""
     return kind if kind <= 5 else 7 if kind == 6 else 6 << (kind - 6)
 
 
 @cython.final
 cdef class Adaptive(Policy):
-    """What each use says about a block, and the walk over the lists."""
+    """The default policy: updates lists and statistics at each use of a block, and walks over the lists to evict."""
 
-    cdef Lists lists                            # where they are, and the time
+    cdef Lists lists                            # the blocks, and the time
     cdef Py_ssize_t[PRIORITIES] blocks
     cdef uint32_t parked_until                  # no parked block's pin ends earlier
     cdef Reuse reuse
@@ -66,10 +68,10 @@ cdef class Adaptive(Policy):
     cdef uint32_t window
     cdef uint64_t next_ranking, next_aging
     cdef double mean_request
-    cdef Py_ssize_t request                     # blocks used so far by the request that goes on
-    cdef bint read_before                       # whether these were reads: an insert that follows belongs to them
-    # The walk: priority, position in the order, the block to look at next (NONE: the next list's oldest); whether this
-    # is the second time over the lists, for blocks spared the first time, and whether this list's can be.
+    cdef Py_ssize_t request                     # blocks used so far by the present request
+    cdef bint read_before                       # these uses were reads: an insert that follows belongs to the request
+    # The walk: priority, position in the order, the next block (NONE: the next list's oldest); whether this is the
+    # second pass over the lists, for the blocks spared by the first one, and whether this list may have spared blocks.
     cdef int priority
     cdef int position
     cdef int32_t at
@@ -89,7 +91,7 @@ cdef class Adaptive(Policy):
     # -- time ------------------------------------------------------------------------------------------------
 
     cdef void advance(self, Py_ssize_t count, bint inserting) noexcept nogil:
-        """So many blocks are used, and time goes on by as many; the housekeeping that is due."""
+        """Moves time on by ``count`` used blocks, and does the housekeeping that is due."""
         if not (inserting and self.read_before) and self.request != 0:
             self.mean_request += (self.request - self.mean_request) / REQUESTS
             self.request = 0
@@ -108,7 +110,10 @@ cdef class Adaptive(Policy):
     # -- events ----------------------------------------------------------------------------------------------
 
     cdef inline void count_use(self, Record *record, Life *life, int kind, bint known) noexcept nogil:
-        """A block is used and of this class from now on; ``known``: without a sample unless its life says so."""
+        """Counts a use of a block, whose class is ``kind`` from now on.
+
+        ``known``: the block was in the cache, so that its MONITORED flag tells whether its last use is a sample.
+        """
         cdef uint32_t now = <uint32_t>self.lists.references
         if not known or life.kind & MONITORED:
             self.reuse.used_again(record.hash, now)
@@ -152,7 +157,7 @@ cdef class Adaptive(Policy):
                 life.stamp = <uint32_t>self.lists.references
                 lists_push(self.space, &self.lists, slots[i], record, life, 0)
             parent = slots[i]
-        self.advance(count, True)  # only now: what was inserted is as old as what its request read
+        self.advance(count, True)  # only now, so that inserted blocks have the same stamp as blocks that were read
 
     cdef void touched(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i, count = 0
@@ -198,7 +203,7 @@ cdef class Adaptive(Policy):
         cdef Record *record = record_at(self.space, slot)
         cdef Life *life = life_at(self.space, slot)
         self.blocks[record.priority] += 1
-        life.uses = 2  # it was worth keeping
+        life.uses = 2  # not 1, because an earlier run kept the block
         life.kind = 2
         life.stamp = <uint32_t>self.lists.references - self.window  # so that its next use counts
         lists_push(self.space, &self.lists, slot, record, life, 0)
@@ -220,7 +225,7 @@ cdef class Adaptive(Policy):
     # -- eviction --------------------------------------------------------------------------------------------
 
     cdef void unpark(self) noexcept nogil:
-        """Blocks that are pinned no more come back as if just used."""
+        """Returns parked blocks that are not pinned any more to their lists, as if they were just used."""
         cdef int priority
         cdef int32_t slot, newer
         cdef uint32_t until = 0xFFFFFFFF
@@ -258,7 +263,7 @@ cdef class Adaptive(Policy):
         return <uint32_t>self.lists.references - life_at(self.space, slot).stamp < self.grace
 
     cdef bint next_list(self) noexcept nogil:
-        """Goes to a list with blocks; False: there is none left."""
+        """Goes to the next list with blocks. False: there is none left."""
         cdef int32_t number
         while True:
             self.position += 1
@@ -276,8 +281,8 @@ cdef class Adaptive(Policy):
             self.at = self.lists.lines[self.priority][number].oldest
             if self.at == NONE:
                 continue
-            # The first time over the lists those just used more than once are spared: they are about to be extended.
-            # The second time only these are left.
+            # Blocks of bin 0 that were used within the grace are spared: the first pass over the lists skips them, the
+            # second pass returns only them.
             self.sparing = number % BINS == 0
             if not self.again:
                 return True
@@ -309,7 +314,7 @@ cdef class Adaptive(Policy):
                 self.parked_until = min(self.parked_until, pinned_until(record))
 
     cdef int32_t oldest(self) noexcept nogil:
-        """The least recently used block, whatever it is worth: what namespaces are compared by."""
+        """Returns the least recently used block, whatever it is worth; namespaces are compared by it."""
         cdef int priority, bin
         cdef uint32_t kinds, seen
         cdef int32_t found, slot

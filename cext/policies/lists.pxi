@@ -1,24 +1,25 @@
-# Blocks in lists by priority, class and age bin: where the default policy's blocks are.
+# The lists of the default policy: its blocks by priority, class and age bin.
 #
-# What must hold: a READY block is in one list, the one that its life and priority name: that of its class and bin, or,
-# if it was pinned when its turn to be evicted came, the parked ones of its priority, where no eviction passes over it.
-# Of one class and priority the lists, end to end, are in order of stamps (restored blocks and those whose pins ended
-# excepted), so what is to move on is at a list's old end, and moves in one piece.
+# What must hold: a READY block is in exactly one list, which its `Life` and its priority determine: the list of its
+# class and bin, or, if it was pinned when its turn to be evicted came, the parked list of its priority, so that
+# evictions need not walk over it. The lists of one class and priority, concatenated, are in order of stamps (except for
+# restored blocks and blocks whose pins have ended). So the blocks that become too old for a list are at its old end,
+# and move to the next list in one piece.
 #
-# Time is the number of blocks used so far. Stamps are its low 32 bits, and only differences below 2^31 are looked at:
-# older blocks are in the last bin, where only the order counts. It starts just before it wraps around, so that whatever
-# is wrong about that shows at once.
+# Time is the number of blocks used so far. Stamps are its low 32 bits, and only differences below 2^31 are compared:
+# older blocks are in the last bin, where only the order counts. Time starts just before stamps wrap around, so that a
+# mistake in handling that shows at once.
 
 
 cdef enum:
-    PARKED = 26             # BINS: the bin of blocks that are parked
-    MONITORED = 0x80        # of a class: its last use is a sample
+    PARKED = 26             # = BINS: the bin of parked blocks
+    MONITORED = 0x80        # a flag beside the class: the block's last use is a sample
 
 cdef uint64_t FIRST_REFERENCE = 0xFFFF0000
 
 
 cdef struct Life:
-    # What the policy knows of a block; beside the records of its segment.
+    # The policy's data of a block, beside the records of its segment.
     uint32_t stamp
     uint16_t uses
     uint8_t kind        # the class, and MONITORED
@@ -34,8 +35,8 @@ cdef struct Lists:
     Line[PRIORITIES][LISTS] lines
     Line[PRIORITIES] parked                 # blocks that were pinned when their turn came
     uint32_t[PRIORITIES][BINS] occupied     # by class: lists that are not empty
-    uint64_t references                     # time
-    int aging                               # bins that are still to be looked at in this round
+    uint64_t references                     # time: blocks used so far
+    int aging                               # bins that are still to be checked in this round of aging
 
 
 cdef void lists_clear(Lists *lists) noexcept nogil:
@@ -76,7 +77,7 @@ cdef inline void lists_unlink(Space *space, Lists *lists, Record *record, Life *
 cdef inline void lists_push(
     Space *space, Lists *lists, int32_t slot, Record *record, Life *life, int bin
 ) noexcept nogil:
-    """Makes a block its list's newest."""
+    """Puts a block at the newest end of its list."""
     cdef Line *line
     life.bin = <uint8_t>bin
     line = line_of(lists, record, life)
@@ -94,7 +95,10 @@ cdef inline void lists_push(
 cdef inline bint lists_push_behind(
     Space *space, Lists *lists, int32_t parent, int32_t slot, Record *record, Life *life
 ) noexcept nogil:
-    """Puts a block right behind its parent, so that it goes first, if it belongs into the same list, of bin 0."""
+    """Puts a block right behind its parent, so that it is evicted before it, if both belong to the same list of bin 0.
+
+    False: they do not, and nothing was changed.
+    """
     cdef Record *above
     cdef Life *life_above
     if parent == NONE:
@@ -119,7 +123,7 @@ cdef inline bint lists_push_behind(
 
 
 cdef void lists_settle(Space *space, Lists *lists, int32_t parent, int32_t slot, Life *life) noexcept nogil:
-    """A block newer than the one before it in its chain comes to lie behind it if they share a list."""
+    """Moves a block that is newer than its parent in the chain right behind the parent, if both are in one list."""
     cdef Life *above = life_at(space, parent)
     cdef Record *record = record_at(space, slot)
     if (
@@ -132,7 +136,7 @@ cdef void lists_settle(Space *space, Lists *lists, int32_t parent, int32_t slot,
 
 
 cdef void lists_age(Space *space, Lists *lists, Reuse reuse, Py_ssize_t limit) noexcept nogil:
-    """Goes on with a round over the bins, the old ones first; looks at about ``limit`` blocks and samples."""
+    """Continues a round of aging over the bins, the oldest first. Checks about ``limit`` blocks and samples."""
     cdef int bin, priority
     cdef uint32_t kinds
     cdef uint32_t now = <uint32_t>lists.references
@@ -154,7 +158,10 @@ cdef void lists_age(Space *space, Lists *lists, Reuse reuse, Py_ssize_t limit) n
 cdef Py_ssize_t age_list(
     Space *space, Lists *lists, int priority, int kind, int bin, uint32_t now, uint32_t edge, Py_ssize_t limit
 ) noexcept nogil:
-    """Moves the old end of a list, what is of age ``edge``, to the next bin's, as one piece. -> how many blocks"""
+    """Moves the blocks of age ``edge`` and more, at a list's old end, to the next bin's list, in one piece.
+
+    Returns how many blocks were moved, at most ``limit``.
+    """
     cdef Line *line = &lists.lines[priority][kind * BINS + bin]
     cdef Line *older = line + 1
     cdef int32_t first = line.oldest, last = NONE, slot = first
@@ -188,7 +195,7 @@ cdef Py_ssize_t age_list(
 
 
 cdef void lists_file_anew(Space *space, Lists *lists, Reuse reuse) noexcept nogil:
-    """The bins are others: every block goes to the one of its age."""
+    """The edges of the bins have changed: moves every block to the bin of its age."""
     cdef int priority, kind, bin
     cdef int32_t slot, newer
     cdef int32_t[BINS] oldest

@@ -1,13 +1,13 @@
-# Least recently used, a list for each priority: of one request the tail goes before the head.
+# Least recently used, one list a priority. Of the blocks of one request, the tail is evicted before the head.
 
 
 cdef struct Chain:
-    # READY blocks in an order, linked through their records.
+    # A list of READY blocks, linked through their records.
     int32_t newest
     int32_t oldest
     Py_ssize_t length
-    # Every block older than `unpinned_from` (NONE: every block) is pinned until `pinned_until` at least, so that pinned
-    # blocks which have come to the old end are not walked over by every eviction.
+    # All blocks older than `unpinned_from` (NONE: all blocks) are pinned until `pinned_until` at least. So not every
+    # eviction has to walk over pinned blocks at the old end.
     int32_t unpinned_from
     uint32_t pinned_until
 
@@ -46,7 +46,7 @@ cdef inline void chain_unlink(Space *space, Chain *chain, int32_t slot, Record *
 
 
 cdef inline int32_t chain_begin(Chain *chain, uint32_t now) noexcept nogil:
-    """The oldest block that may not be pinned, NONE when all are: where a walk begins."""
+    """Returns the block at which a walk begins: the oldest one that may be unpinned; NONE when all are pinned."""
     if chain.pinned_until <= now:
         chain.unpinned_from = chain.oldest
         chain.pinned_until = 0xFFFFFFFF
@@ -54,7 +54,7 @@ cdef inline int32_t chain_begin(Chain *chain, uint32_t now) noexcept nogil:
 
 
 cdef inline void chain_pass(Chain *chain, int32_t slot, Record *record, uint32_t now) noexcept nogil:
-    """A walk passes over a block that is held: if all before it were pinned, and it is, the next walk begins behind."""
+    """A walk passes over a held block. If it and all older blocks are pinned, the next walk begins behind it."""
     if chain.unpinned_from == slot and record.pin_until > now:
         chain.unpinned_from = record.newer
         chain.pinned_until = min(chain.pinned_until, pinned_until(record))
@@ -64,13 +64,13 @@ cdef inline void chain_pass(Chain *chain, int32_t slot, Record *record, uint32_t
 cdef class Lru(Policy):
     """Least recently used first.
 
-    The blocks above one that is held, in the chain it was last touched with, are spared: it would be useless without
-    them. They go when nothing else of their priority is left.
+    The blocks above a held block, in the chain with which it was last touched, are spared, because the held block would
+    be useless without them. They are evicted when no other blocks of their priority are left.
     """
 
     cdef Chain[PRIORITIES] chains
-    # The walk: which chain and where, whether it came by a held block and of which batch, and whether this is the
-    # second time over the chain, for the blocks spared the first time.
+    # The walk: its list and position, whether it has passed a held block and that block's batch, whether it has spared
+    # blocks, and whether this is the second pass over the list, which returns the blocks spared by the first one.
     cdef int priority
     cdef int32_t at
     cdef bint passed_held, spared, again

@@ -1,53 +1,53 @@
-# How blocks are used again, learnt from a sample of uses, and what a block is worth for it.
+# Learns from a sample of uses how blocks are used again, and computes what blocks are worth.
 #
 # A block has a class and an age: block references since its last use. Ages fall into bins whose edges grow by the
 # square root of 2 from a sixteenth of the cache. A sample is one use of one block, followed until the block's next use,
-# also while the block is not in the cache: policies that learn only from what they keep learn that it was right to keep
-# it. Of each (class, bin) we count the samples that came so far and those used again there: their ratio is the hazard,
-# the chance of reuse in the bin of what gets there.
+# even while the block is not in the cache: a policy that learns only from blocks that it keeps would learn that it was
+# right to keep them. For each (class, bin) we count the samples that reached the bin and those that were used again in
+# it. Their ratio is the hazard: the chance that a block that reaches the bin is used again in it.
 #
-# What a block is worth is its Gittins index: the most hits a reference that it can bring from its age on, over all
-# times one might keep it (Gittins, 1979; for caches Beckmann, Chen, Cidon: LHD, NSDI 2018, with one fixed horizon).
+# The worth of a block is its Gittins index: the most hits a reference that it can bring from its age on, over all times
+# for which it might be kept (Gittins, 1979; for caches Beckmann, Chen, Cidon: LHD, NSDI 2018, with one fixed horizon).
 #     worth(class, a) = max over b >= a of  expected hits from bin a to b / expected references spent in them
-# Bins with few samples lean on what is known: a bin of all classes on the one before, a bin of a class on that of all
-# classes times the factor by which the class was used more or less than all so far (proportional hazards).
+# Bins with few samples borrow from others: a bin of all classes from the bin before it, a bin of one class from the bin
+# of all classes, times the factor by which the class was used more or less than all so far (proportional hazards).
 #
-# The samples are all uses as long as there is room. When it is gone and the oldest sample is younger than HORIZON
-# caches of references, every second use is sampled from then on, and so forth; every second sample is given up, a few
-# at each new one. Uses are sampled, not keys: sampling keys can miss the few prompts that make up half the traffic.
+# All uses are sampled as long as there is room. When the room is full and the oldest sample is younger than HORIZON
+# caches of references, only every second use is sampled from then on, and so forth; every second old sample is dropped,
+# a few at each new one. Uses are sampled, not keys: sampling keys can miss the few prompts that are half the traffic.
 
 
 cdef enum:
     CLASSES = 18
     BINS = 26               # the last begins at 256 caches of references
     LISTS = 468             # CLASSES * BINS
-    VACANT = 0xFF           # the class of an entry that holds no sample
-    HORIZON = 64            # caches of references a sample is followed at least; 32 to 128 do as well
-    SAMPLES_PER_BLOCK = 2   # one sample for so many blocks of the cache; 1 to 4 do as well
+    VACANT = 0xFF           # the class of an entry without a sample
+    HORIZON = 64            # a sample is followed for at least so many caches of references; 32 to 128 work as well
+    SAMPLES_PER_BLOCK = 2   # one sample for so many blocks of the cache; 1 to 4 work as well
     MIN_SAMPLES = 64
-    THINNED_AT_ONCE = 4     # entries looked at for each new sample while every second one is given up
-    TAKEN_BEFORE_HALVING = 0x40000  # what was learnt from so many samples counts half from then on
-    MAX_AGE = 0x80000000    # ages are differences of 32-bit counts: older ones are in the last bin, and not looked at
+    THINNED_AT_ONCE = 4     # entries checked for each new sample during a thinning, which drops every second sample
+    TAKEN_BEFORE_HALVING = 0x40000  # after so many samples, all counts are halved
+    MAX_AGE = 0x80000000    # ages are differences of 32-bit counts; older blocks are in the last bin, and not compared
 
-cdef double FIRST_EDGE = 1.0 / 16.0     # of the cache; 1/8 to 1/32 do as well, 1/2 does not
-cdef double STRENGTH = 2.0              # what is assumed counts as this many observed reuses
-cdef double FIRST_HAZARD = 0.02         # assumed of the first bin
-cdef double SECOND_HAZARD = 0.33        # of the second, to that of the first, when nothing else is known: the second is
-                                        # 0.41 as wide, so the newest blocks are worth most
+cdef double FIRST_EDGE = 1.0 / 16.0     # of the cache; 1/8 to 1/32 work as well, 1/2 does not
+cdef double STRENGTH = 2.0              # an assumption counts as this many observed reuses
+cdef double FIRST_HAZARD = 0.02         # assumed for the first bin
+cdef double SECOND_HAZARD = 0.33        # assumed for the second bin, relative to the first: the second is 0.41 as wide,
+                                        # so the newest blocks are worth most
 cdef double MOST_HAZARD = 0.98
 cdef double MOST_ASSUMED = 0.95
-cdef double FINER = 0.70710678118654752 # from an edge to the one before
+cdef double FINER = 0.70710678118654752 # the factor from an edge to the one before it
 
 
 cdef struct Sample:
     uint32_t hash
-    uint32_t stamp      # when the use was
+    uint32_t stamp      # time of the use
     int32_t newer       # in its bin
     int32_t older
-    int32_t next        # of its bucket, or of the vacant ones
+    int32_t next        # in its bucket, or in the list of vacant entries
     uint8_t kind        # the class
     uint8_t bin
-    uint8_t epoch       # of the last thinning it has been through
+    uint8_t epoch       # of the last thinning that has checked it
 
 
 cdef struct Ranked:
@@ -65,22 +65,22 @@ cdef int compare_ranked(const void *a, const void *b) noexcept nogil:
 
 @cython.final
 cdef class Reuse:
-    """Statistics of reuse, and the order of the lists of blocks they suggest. 28 bytes a sample."""
+    """Statistics of reuse, and the ranking of the lists of blocks by them. 28 bytes a sample."""
 
-    cdef double[CLASSES][BINS] entered      # samples that got to a bin
-    cdef double[CLASSES][BINS] reused       # and were used again in it
-    cdef int32_t[LISTS] order               # class * BINS + bin, the least worth first
+    cdef double[CLASSES][BINS] entered      # samples that reached a bin
+    cdef double[CLASSES][BINS] reused       # samples that were used again in it
+    cdef int32_t[LISTS] order               # class * BINS + bin, the lowest worth first
     cdef double[BINS + 1] edges             # of bins, in references
-    cdef uint32_t[BINS + 1] ages            # the same as ages are compared: rounded up, at most MAX_AGE
-    cdef double unit                        # the size of the cache the edges are for
+    cdef uint32_t[BINS + 1] ages            # the edges for comparisons with ages: rounded up, at most MAX_AGE
+    cdef double unit                        # the size of the cache for which the edges are
     cdef Sample *samples
-    cdef int32_t *buckets                   # the first sample of each, plus one; as many as samples
+    cdef int32_t *buckets                   # the first sample of each bucket, plus one; as many as samples
     cdef int32_t[BINS] newest
     cdef int32_t[BINS] oldest
-    cdef uint32_t capacity, used            # entries, and how many were ever used
+    cdef uint32_t capacity, used            # entries, and how many of them were ever used
     cdef int32_t vacant
-    cdef uint32_t rate, gap                 # one use in `rate` is sampled; how many uses until the next
-    cdef uint32_t hand                      # of the thinning; `capacity`: none goes on
+    cdef uint32_t rate, gap                 # one use in `rate` is sampled; the number of uses until the next sample
+    cdef uint32_t hand                      # the thinning's position; `capacity`: no thinning is in progress
     cdef uint8_t epoch
     cdef uint64_t random
     cdef uint64_t taken                     # samples since the last halving; 0: there never was one
@@ -102,7 +102,7 @@ cdef class Reuse:
         return &self.buckets[(<uint64_t>hash * self.capacity) >> 32]
 
     cdef inline void prefetch(self, uint32_t hash) noexcept nogil:
-        """Asks for the memory a look-up will need."""
+        """Prefetches the memory of a look-up."""
         kv_prefetch(self.bucket(hash))
 
     cdef inline int bin_of(self, uint32_t age) noexcept nogil:
@@ -155,14 +155,14 @@ cdef class Reuse:
         self.vacant = i
 
     cdef inline uint64_t draw(self) noexcept nogil:
-        """Xorshift (Marsaglia, 2003), the same numbers in every process."""
+        """Returns a random number: Xorshift (Marsaglia, 2003), with the same sequence in every process."""
         self.random ^= self.random << 13
         self.random ^= self.random >> 7
         self.random ^= self.random << 17
         return self.random >> 16
 
     cdef void make_vacant(self, uint32_t now) noexcept nogil:
-        """Sees that there is a vacant entry, and goes on with a thinning."""
+        """Makes an entry vacant and continues a thinning; begins one if all samples are too young to be dropped."""
         cdef int32_t oldest = NONE
         cdef int bin = BINS - 1
         cdef Py_ssize_t left = THINNED_AT_ONCE
@@ -189,7 +189,7 @@ cdef class Reuse:
             self.drop(oldest)
 
     cdef bint used_again(self, uint32_t hash, uint32_t now) noexcept nogil:
-        """A block was used: ends the sample of its last use, if there is one."""
+        """A block was used: ends the sample of its last use. Returns whether there was one."""
         cdef int32_t i
         cdef int bin
         cdef Sample *sample
@@ -210,7 +210,7 @@ cdef class Reuse:
         return True
 
     cdef bint take(self, uint32_t hash, int kind, uint32_t now) noexcept nogil:
-        """A block was used and is of this class from now on: whether that use is sampled."""
+        """A block was used and has class ``kind`` from now on. Returns whether this use becomes a sample."""
         cdef int32_t i
         self.gap -= 1
         if self.gap > 0 or not self.capacity:
@@ -234,7 +234,7 @@ cdef class Reuse:
         return True
 
     cdef Py_ssize_t age(self, int bin, uint32_t now, Py_ssize_t limit) noexcept nogil:
-        """Moves what has become too old for a bin to the next, up to ``limit`` samples; returns how many."""
+        """Moves up to ``limit`` samples that are too old for a bin to the next one. Returns how many."""
         cdef int32_t i = self.oldest[bin]
         cdef Py_ssize_t count = 0
         while i != NONE and count < limit and now - self.samples[i].stamp >= self.ages[bin + 1]:
@@ -248,7 +248,7 @@ cdef class Reuse:
     # -- the size of the cache -------------------------------------------------------------------------------
 
     cdef bint resize(self, Py_ssize_t capacity, uint32_t now) noexcept nogil:
-        """The cache has this many slots. True: the bins are others now, which took O(samples)."""
+        """The cache has ``capacity`` slots now. Returns whether the edges of bins changed, which takes O(samples)."""
         cdef double coarser = 1 / FINER, unit = self.unit
         cdef int bin
         if not self.taken:
@@ -270,7 +270,7 @@ cdef class Reuse:
         return True
 
     cdef void shift_down(self) noexcept nogil:
-        """The cache grew by a bin: what was age bin k is k - 1."""
+        """The cache grew by one bin: age bin k becomes k - 1."""
         cdef int kind, bin
         for kind in range(CLASSES):
             self.reused[kind][0] += self.reused[kind][1]
@@ -280,7 +280,7 @@ cdef class Reuse:
             self.entered[kind][BINS - 1] = self.reused[kind][BINS - 1] = 0
 
     cdef void shift_up(self) noexcept nogil:
-        """The cache shrank by a bin; the first is split as if reuse were even in it."""
+        """The cache shrank by one bin: the first bin is split, assuming that reuse is evenly distributed in it."""
         cdef int kind, bin
         for kind in range(CLASSES):
             self.reused[kind][BINS - 1] += self.reused[kind][BINS - 2]
@@ -293,7 +293,7 @@ cdef class Reuse:
             self.entered[kind][1] = self.entered[kind][0] - self.reused[kind][0]
 
     cdef void rebuild(self, uint32_t capacity, uint32_t now) noexcept nogil:
-        """New memory for so many samples; the oldest go where there are more. Without memory it stays as it was."""
+        """Moves the samples to new memory for ``capacity`` of them, without the oldest; no memory: changes nothing."""
         cdef Sample *old = self.samples
         cdef Sample *samples = <Sample *>calloc(capacity, sizeof(Sample))
         cdef int32_t *buckets = <int32_t *>calloc(capacity, sizeof(int32_t))
@@ -335,9 +335,9 @@ cdef class Reuse:
     # -- worth -----------------------------------------------------------------------------------------------
 
     cdef void solve(self, double mean_request) noexcept nogil:
-        """Ranks the lists by what their blocks are worth. 25 us.
+        """Ranks the lists by the worth of their blocks. Takes 25 us.
 
-        The blocks of one request are used together: together they are one observation.
+        The blocks of one request are used together, so all of them count as one observation.
         """
         cdef double strength = STRENGTH * max(1.0, mean_request / self.rate)
         cdef double[BINS] pool
@@ -381,8 +381,8 @@ cdef class Reuse:
                     alive *= 1 - hazard[bin]
                     if hits > best * cost:
                         best = hits / cost
-                # A block is worth at least what those behind it in the chain are, at the same age: it has at least as
-                # many uses, and they are useless without it.
+                # A block is worth at least as much as the blocks behind it in the chain at the same age: it has at
+                # least as many uses, and they are useless without it.
                 if 0 < kind < 15:
                     best = max(best, ranked[(kind - 1) * BINS + first].worth)
                 elif kind >= 15:

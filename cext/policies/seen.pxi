@@ -1,9 +1,9 @@
-# How often evicted blocks had been used: a bounded table of hashes, with four bits to remember about each.
+# How often evicted blocks had been used: a bounded table of hashes, with four bits for each.
 #
-# Buckets of eight words, half a cache line; a hash has one bucket. A word is 28 bits of the hash and the class of uses;
-# 0: empty. A put makes its word the bucket's first and pushes the last one out, so a bucket remembers its latest eight.
-# A wrong answer needs two equal 32-bit hashes: one look-up in 2000 at a million blocks. Memory for it is a hint like
-# all of it: without, the table stays as it was.
+# The table has buckets of eight words, half a cache line; a hash belongs to one bucket. A word is 28 bits of the hash
+# and the class of uses; 0: empty. A put inserts its word as the bucket's first and drops the last one, so a bucket has
+# its latest eight. A wrong answer needs two equal 32-bit hashes: one look-up in 2000 at a million blocks. The table is
+# only a hint, so when there is no memory to resize it, it stays unchanged.
 
 
 cdef enum:
@@ -13,7 +13,7 @@ cdef enum:
 
 @cython.final
 cdef class Seen:
-    """The class of uses, 1 to 15, of about the last ``capacity`` blocks put. 4 bytes each."""
+    """The class of uses, 1 to 15, of about the last ``capacity`` blocks that were put. 4 bytes a block."""
 
     cdef uint32_t *words
     cdef uint32_t buckets
@@ -25,7 +25,7 @@ cdef class Seen:
         return self.words + SEEN_WAYS * ((<uint64_t>hash * self.buckets) >> 32)
 
     cdef inline void prefetch(self, uint32_t hash) noexcept nogil:
-        """Asks for the memory a look-up will need."""
+        """Prefetches the memory of a look-up."""
         kv_prefetch(self.bucket(hash))
 
     cdef void put(self, uint32_t hash, int uses_class) noexcept nogil:
@@ -38,7 +38,7 @@ cdef class Seen:
             words[0] = hash << 4 | <uint32_t>uses_class
 
     cdef int take(self, uint32_t hash) noexcept nogil:
-        """The class put with a hash, which is then forgotten; 0: none."""
+        """Returns and removes the class of a hash; 0: the table does not have it."""
         cdef uint32_t *words = self.bucket(hash)
         cdef uint32_t word
         cdef int i
@@ -51,7 +51,7 @@ cdef class Seen:
         return 0
 
     cdef void resize(self, Py_ssize_t capacity) noexcept nogil:
-        """Remembers about this many from now on. O(capacity)."""
+        """Changes the capacity, and keeps the words as far as they fit. O(capacity)."""
         cdef uint32_t *old = self.words
         cdef Py_ssize_t old_buckets = self.buckets, row, buckets = max(<Py_ssize_t>1, capacity // SEEN_WAYS)
         cdef int i
@@ -62,7 +62,7 @@ cdef class Seen:
         self.words = words
         self.buckets = <uint32_t>buckets
         for row in range(old_buckets):
-            # The lowest hash of the row; with the 28 bits of a word it tells the other four, from 16 buckets on.
+            # The lowest hash of the bucket. With 16 buckets and more, it and a word's 28 bits determine the other four.
             first = <uint32_t>(((<uint64_t>row << 32) + old_buckets - 1) // old_buckets)
             for i in range(SEEN_WAYS - 1, -1, -1):
                 word = old[row * SEEN_WAYS + i]

@@ -1,1 +1,1 @@
-"""Who is in a cluster (etcd, DNS or a fixed list) and which shard holds a key; for the server and for clients."""
+"""The members of a cluster (from etcd or DNS) and the placement of keys on shards, for the server and the clients."""

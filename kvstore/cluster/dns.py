@@ -1,10 +1,10 @@
 """The members of a cluster behind one DNS name, such as a headless Kubernetes service: each address is a node.
 
-The name is resolved every two seconds. Each address is asked which node it is when it is new, and then every ten
-seconds. A node that is there at the first look counts as serving; one that comes later as joining, for the default
-grace period, since DNS does not tell when it started. Nodes do not announce that they leave: a node is gone when the
-name no longer gives its address, or when it did not answer twice. While the name cannot be resolved, or no address
-answers, the members cannot be read.
+The name is resolved every two seconds. A new address is asked which node it is, and then again every ten seconds. A
+node that is found by the first look-up counts as serving. A node that is found later counts as joining for the default
+grace period, because DNS does not tell when it started. Nodes do not announce that they leave: a node is gone when the
+name no longer resolves to its address, or when it has not answered twice. While the name cannot be resolved, or no
+address answers, the members cannot be read.
 Used by one thread, except for `close`.
 """
 
@@ -34,22 +34,23 @@ ASK_S: Final = (8.0, 12.0)
 ASK_TIMEOUT_S: Final = 1.0
 GRACE_S: Final = 300.0
 _ASKERS: Final = 16
-_MISSED: Final = 2  # questions without an answer after which a node counts as gone
+_MISSED: Final = 2  # after so many requests without an answer a node counts as gone
 
 
 @dataclass
 class _Node:
-    """What is known of one address."""
+    """The state of one address."""
 
-    member: Member | None = None  # None: it has not answered, or no longer does
+    member: Member | None = None  # None: it has not answered, or no longer answers
     joined: float = 0.0
     ask_at: float = 0.0
     missed: int = 0
-    told: str = ""  # the node of which it was logged to be another address
+    told: str = ""  # the node for which it was logged that this is another address of it
 
 
 class DnsDirectory:
-    """The nodes at one name. Raises `DirectoryError`, nothing else. A look takes some seconds at most."""
+    """The nodes at one name. Its methods raise `DirectoryError` and no other error; each blocks for some seconds at
+    most."""
 
     def __init__(self, url: DnsURL) -> None:
         self.url = url
@@ -59,7 +60,7 @@ class DnsDirectory:
         self._epoch = 0
 
     def membership(self) -> Membership:
-        """All members now; the epoch counts changes."""
+        """-> all members now. The epoch counts changes."""
         addresses = self._resolve()
         now = time.monotonic()
         self._nodes = {address: self._nodes.get(address, _Node()) for address in addresses}
@@ -80,12 +81,12 @@ class DnsDirectory:
         return Membership(self._epoch, members)
 
     def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
-        """Wait until it is time to look again."""
+        """Blocks until it is time to resolve the name again."""
         self._closed.wait(min(timeout_s, random.uniform(*RESOLVE_S)))
         return True
 
     def close(self) -> None:
-        """Close it; a thread in `wait_for_change` returns."""
+        """Close the directory, and wake a thread in `wait_for_change`."""
         self._closed.set()
 
     def _resolve(self) -> list[str]:
@@ -119,7 +120,7 @@ class DnsDirectory:
             node.member = None
 
     def _list(self, now: float) -> list[Member]:
-        """A member for each node that is known; one that has several addresses counts once."""
+        """-> a member for each node that answers; a node with several addresses counts once."""
         members: dict[str, Member] = {}
         shards: set[str] = set()
         for address, node in self._nodes.items():

@@ -1,15 +1,15 @@
 """The members of a cluster in etcd: one record a node, under a lease that the node keeps alive.
 
     /kvstore/NAME/nodes/ID     a `Member`, as JSON; gone when its node withdraws, or stops keeping its lease alive
-    /kvstore/NAME/drains/ID    a `Drain`, as JSON: asked for by an operator, written on by the node
+    /kvstore/NAME/drains/ID    a `Drain`, as JSON: requested by an operator; the node writes its progress to it
 
-etcd is reached through its HTTP gateway (JSON over HTTP, no gRPC to build). A watch only wakes its caller: what has
-changed is read anew.
+The server talks to etcd's HTTP gateway (JSON over HTTP, so gRPC need not be built). A watch only wakes its caller; then
+all members are read anew.
 
-Any thread, several at once. Nothing blocks for longer than the timeout times the endpoints: an endpoint that fails or
-does not answer makes room for the next, and the first that answers is asked from then on. After `close` calls fail at
-once, the one that waits for a change included. What etcd holds is not trusted: a record that does not describe a
-member is ignored, and logged once.
+Any thread, several at once. A call other than `wait_for_change` blocks for about the timeout times the number of
+endpoints at most: when an endpoint fails or does not answer, the next one is tried, and the first one that answers is
+used from then on. After `close` all calls fail at once, also the one that waits for a change. Records in etcd are not
+trusted: a record that does not describe a member is ignored, and logged once.
 """
 
 from __future__ import annotations
@@ -45,33 +45,36 @@ _T = TypeVar("_T")
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """A request that a node moves its hottest blocks to their next owners and leaves, and how far the node is."""
+    """A request that a node moves its hottest blocks to their next owners and leaves, and the node's progress."""
 
-    instance: str  # of the node when it was asked: a later start of it ignores the request
+    instance: str  # of the node at the time of the request; after a restart the node ignores the request
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]  # how long it may move blocks
     state: Literal["asked", "moving", "done"] = "asked"
-    # Copies of blocks: a block of a namespace with replicas may have several to be made.
-    total: int = 0  # to be made
+    # Counts of copies: a block of a namespace with replicas may need several copies.
+    total: int = 0  # copies to make
     done: int = 0  # moved, present or failed so far
-    moved: int = 0  # from here on: known when it is done
-    present: int = 0  # were there already
+    moved: int = 0
+    present: int = 0  # copies that were there already
     failed: int = 0
+
+
+_drain_decoder = msgspec.json.Decoder(Drain)
 
 
 class _Endpoint(NamedTuple):
     """One etcd server."""
 
     address: str  # HOST:PORT
-    session: Any  # of requests, which is imported when a directory is made
+    session: Any  # a `requests.Session`; requests is imported only when a directory is made
 
     def url(self, path: str) -> str:
         return f"http://{self.address}{_API}{path}"
 
 
 class EtcdDirectory:
-    """The records of one cluster. Raises `DirectoryError`, nothing else.
+    """The records of one cluster. Its methods raise `DirectoryError` and no other error.
 
-    `timeout_s`: how long one endpoint may take to connect, and to answer.
+    `timeout_s`: how long one endpoint may take to connect, and again to answer.
     """
 
     def __init__(self, url: EtcdURL, timeout_s: float) -> None:
@@ -87,27 +90,30 @@ class EtcdDirectory:
         self._endpoints = []
         for host, port in url.endpoints:
             session = requests.Session()
-            session.trust_env = False  # no proxy stands between a node and its lease
+            session.trust_env = False  # no proxy: it could delay the renewal of a lease
             self._endpoints.append(_Endpoint(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", session))
-        self._at = random.randrange(len(self._endpoints))  # not all clients on the first endpoint
+        self._at = random.randrange(len(self._endpoints))  # so that not all clients use the first endpoint
         self._nodes = f"{_ROOT}/{url.name}/nodes/"
         self._drains = f"{_ROOT}/{url.name}/drains/"
         self._lock = threading.Lock()
         self._closed = False
-        self._watching: Any = None  # the response that `wait_for_change` reads
+        self._watching: Any = None  # the response that `wait_for_change` is reading
         self._pid = os.getpid()
-        self._complained: dict[str, str] = {}  # node -> revision of its record that was ignored
-        self._odd_drain: object = None  # revision of the last request to drain that could not be read
+        self._complained: dict[str, str] = {}  # node -> revision of its invalid record, which was logged
+        self._odd_drain: object = None  # revision of the last invalid drain request, which was logged
 
     # ---- members ---------------------------------------------------------------------------------------------------
 
     def membership(self) -> Membership:
-        """All members now; the epoch is etcd's revision."""
+        """-> all members now. The epoch is etcd's revision."""
         answer = self._post("/kv/range", **_prefix(self._nodes), limit=MAX_MEMBERS, sort_target="CREATE")
         return self._understand(lambda: self._read_members(answer))
 
     def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
-        """Wait until members change after `after_epoch`. False: not within `timeout_s`. By one thread at a time."""
+        """Blocks until members change after `after_epoch`. -> False: no change within `timeout_s`.
+
+        Only one thread at a time may call this.
+        """
         import requests
 
         body: Any = {"create_request": {**_prefix(self._nodes), "start_revision": after_epoch + 1}}
@@ -125,7 +131,7 @@ class EtcdDirectory:
         except requests.Timeout:
             return False
         except self._failures as error:
-            # A read that ends by its timeout comes as a ConnectionError here.
+            # requests reports the timeout of a read here as a ConnectionError.
             if "timed out" in str(error).lower():
                 return False
             self._failed(at, error)
@@ -134,7 +140,7 @@ class EtcdDirectory:
                 self._watching = None
 
     def read_member(self, node: str) -> Member | None:
-        """The record of a node; None: it has none, or one that does not describe a member."""
+        """-> the record of a node; None when it has none, or one that does not describe a member."""
         answer = self._post("/kv/range", key=_encode(self._nodes + node))
 
         def read() -> Member | None:
@@ -147,19 +153,19 @@ class EtcdDirectory:
     # ---- a node's own record ---------------------------------------------------------------------------------------
 
     def grant(self, ttl_s: int) -> int:
-        """A new lease. -> its id."""
+        """Make a new lease. -> its id."""
         answer = self._post("/lease/grant", TTL=ttl_s, ID=0)
         return self._understand(lambda: int(answer["ID"]))
 
     def keep_alive(self, lease: int) -> bool:
-        """Start the lease's time anew. False: there is no such lease any more."""
+        """Renew a lease. -> False when the lease has ended."""
         answer = self._post("/lease/keepalive", ID=lease)
         return self._understand(lambda: int(answer["result"].get("TTL", 0)) > 0)
 
     def register(self, member: Member, lease: int, replace: bool = False) -> bool:
-        """Write the record of a node under its lease. False: another lease holds that record, and it stays.
+        """Write the record of a node under its lease. -> False: the record belongs to another lease and is unchanged.
 
-        `replace`: the record is written whoever holds it.
+        `replace`: write the record even if it belongs to another lease.
         """
         key = _encode(self._nodes + member.node)
         put = {"request_put": {"key": key, "value": _encode(encode_member(member)), "lease": lease}}
@@ -172,20 +178,20 @@ class EtcdDirectory:
         return False
 
     def withdraw(self, node: str, lease: int) -> None:
-        """Give the lease back, and with it the node's record, if that is still under it."""
+        """Revoke the lease, and thereby delete the node's record if it still belongs to this lease."""
         self._post("/lease/revoke", ID=lease)
         log.debug("%s: %s has given its lease back", self.url, node)
 
     # ---- drains ----------------------------------------------------------------------------------------------------
 
     def read_drain(self, node: str) -> Drain | None:
-        """Whether a node was asked to drain, and how far it is; None: it was not."""
+        """-> the request that a node drains, with the node's progress; None when there is none."""
         answer = self._post("/kv/range", key=_encode(self._drains + node))
         record = self._understand(lambda: answer["kvs"][0] if "kvs" in answer else None)
         if record is None:
             return None
         try:
-            return msgspec.json.decode(self._understand(lambda: _decode(record.get("value", ""))), type=Drain)
+            return _drain_decoder.decode(self._understand(lambda: _decode(record.get("value", ""))))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if record.get("mod_revision") != self._odd_drain:
                 log.warning("%s: ignoring the request to drain node %r: cannot read it: %s", self.url, node, error)
@@ -193,7 +199,7 @@ class EtcdDirectory:
             return None
 
     def write_drain(self, node: str, drain: Drain) -> None:
-        """Ask a node to drain, which looks for that every second; or, by the node itself, say how far it is."""
+        """Request that a node drains (it looks every second); the node itself writes its progress with this."""
         self._post("/kv/put", key=_encode(self._drains + node), value=_encode(msgspec.json.encode(drain)))
 
     def end_drain(self, node: str) -> None:
@@ -201,18 +207,18 @@ class EtcdDirectory:
         self._post("/kv/deleterange", key=_encode(self._drains + node))
 
     def close(self) -> None:
-        """Close the connections; a thread that waits for a change returns."""
+        """Close the connections, and wake the thread that waits for a change."""
         with self._lock:
             self._closed = True
-            if self._watching is not None and os.getpid() == self._pid:  # a forked child has its parent's connection
+            if self._watching is not None and os.getpid() == self._pid:  # in a forked child it is the parent's
                 _interrupt(self._watching)
         for endpoint in self._endpoints:
             endpoint.session.close()
 
-    # ---- asking ----------------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------------------------
 
     def _post(self, path: str, **body: object) -> Any:
-        """The answer of the first endpoint that gives one."""
+        """-> the answer of the first endpoint that answers."""
         reasons = []
         for _ in self._endpoints:
             if self._closed:
@@ -224,7 +230,7 @@ class EtcdDirectory:
                 if not response.ok:
                     raise ValueError(f"etcd answered with HTTP status {response.status_code}: {response.text}")
                 answer = response.json()
-                if "error" in answer:  # of a streaming method: its status is 200 all the same
+                if "error" in answer:  # streaming methods report errors with status 200
                     raise ValueError(f"etcd answered with an error: {answer['error']}")
                 return answer
             except self._failures as error:
@@ -248,7 +254,7 @@ class EtcdDirectory:
         members: dict[str, Member] = {}
         shards: set[str] = set()
         complained: dict[str, str] = {}
-        for record in answer.get("kvs", []):  # the oldest first: of two that claim the same shard it is the member
+        for record in answer.get("kvs", []):  # the oldest first: of two nodes with the same shard, the older one wins
             member = self._read_member(record, complained, shards)
             if member is not None:
                 members[member.node] = member
@@ -277,7 +283,7 @@ class EtcdDirectory:
 
 
 def _next_event(answer: Any) -> bool:
-    """Read a watch until it tells of a change, or must be begun anew: both are reasons to look."""
+    """Read a watch until it reports a change or must be restarted: in both cases the members must be read again."""
     for line in answer.iter_lines(chunk_size=None):
         result = msgspec.json.decode(line)["result"]
         if "events" in result or "canceled" in result or "error" in result:
@@ -297,7 +303,7 @@ def _interrupt(answer: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The innermost cause, in one line: what requests and urllib3 wrap it in says nothing."""
+    """-> the innermost cause in one line, without the layers of text that requests and urllib3 add."""
     text = str(error)
     for known in ("Connection refused", "timed out", "No route to host", "Name or service not known"):
         if known.lower() in text.lower():
@@ -306,7 +312,7 @@ def _reason(error: Exception) -> str:
 
 
 def _prefix(prefix: str) -> dict[str, str]:
-    """All keys that begin with `prefix`, which ends with a slash."""
+    """-> the range of all keys that begin with `prefix`, which must end with a slash."""
     return {"key": _encode(prefix), "range_end": _encode(prefix[:-1] + "0")}
 
 

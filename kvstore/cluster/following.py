@@ -1,9 +1,9 @@
-"""Following a cluster's members: a thread that calls back with every change of view.
+"""Follows a cluster's members: a thread that calls back with every change of view.
 
-The last view stays while the directory cannot be reached, and also when a directory that had members suddenly lists
-none: then it has lost its data, and the nodes, which still run, will register again. Members that leave or change are
-passed on at once; members that join a little later, and not by all followers in the same instant, so that a fleet of
-clients does not connect to a new node at once.
+The last view stays while the directory cannot be reached. It also stays when a directory that had members suddenly
+lists none: then the directory has lost its data, and the nodes, which still run, will register again. Members that
+leave or change are passed on at once. Members that join are passed on after a short random delay, so that not all
+clients connect to a new node at the same time.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from kvstore.cluster.url import EtcdURL, parse_cluster_url
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S: Final = 1.0  # for one endpoint
-LOOK_S: Final = 5.0  # without news the members are read anew: a link that is cut says nothing
+LOOK_S: Final = 5.0  # after so long without a change the members are read anew, because a cut link goes unnoticed
 SPREAD_S: Final = 1.0
 LIST_SPREAD_NODE_S: Final = 0.001  # for each member
 LIST_SPREAD_S: Final = 0.5  # at most
-REFILL_S: Final = 3.0  # for nodes to register again in a directory that lost its data
+REFILL_S: Final = 3.0  # how long nodes may take to register again in a directory that lost its data
 BACKOFF_S: Final = (0.1, 1.0)
 CLOSE_S: Final = 0.4
 
 
 class Directory(Protocol):
-    """Where members are listed: etcd, or a DNS name."""
+    """The list of a cluster's members: in etcd, or behind a DNS name."""
 
     def membership(self) -> Membership:
-        """All members now. Raises `DirectoryError`."""
+        """-> all members now. Raises `DirectoryError`."""
 
     def wait_for_change(self, after_epoch: int, timeout_s: float) -> bool:
-        """Wait until it is time to look again: members changed (True) or `timeout_s` have passed."""
+        """Blocks until the members may have changed (True) or `timeout_s` have passed (False)."""
 
     def close(self) -> None:
-        """Close it; a thread in `wait_for_change` returns."""
+        """Close the directory, and wake a thread in `wait_for_change`."""
 
 
 def directory_of(url: str) -> Directory:
-    """The directory that `url` names. Raises `ValueError` for another URL, `DirectoryError` without requests."""
+    """-> the directory at a cluster's URL.
+
+    Raises `ValueError` when `url` is not a cluster's URL, `DirectoryError` when the package requests is missing.
+    """
     parsed = parse_cluster_url(url)
     if isinstance(parsed, EtcdURL):
         return EtcdDirectory(parsed, REQUEST_TIMEOUT_S)
@@ -58,10 +61,10 @@ def directory_of(url: str) -> Directory:
 class Follower:
     """Follows the cluster at `url`.
 
-    `on_change` is called with each new view, on the follower's thread, one call at a time, never twice with the same
-    members, never without any; when it raises, that is logged. It may call `close`; after `close` it is not called,
-    though a call that is under way then may go on for a moment.
-    Raises as `directory_of` does. The thread does not survive a fork: a child makes a follower of its own.
+    `on_change` is called with each new view, on the follower's thread, one call at a time, never twice in a row with
+    the same members, and never with an empty list. Its errors are logged. It may call `close`. After `close` no new
+    call is made, but a call that is in progress may go on for a moment.
+    Raises like `directory_of`. The thread does not survive a fork: a child needs its own follower.
     """
 
     def __init__(self, url: str, on_change: Callable[[Membership], None], *, name: str = "follower") -> None:
@@ -75,34 +78,34 @@ class Follower:
         self._current: Membership | None = None
         self._lost = ""
         self._reason = "it has not answered yet"
-        self._admit_at: float | None = None  # when members that joined count
-        self._refilled_at: float | None = None  # when whoever is back counts, after the directory was empty
+        self._admit_at: float | None = None  # when members that joined are passed on
+        self._refilled_at: float | None = None  # after the directory was empty: when to pass on an incomplete list
         self._failures = 0
         self.errors = 0
         self.changes = 0
 
     @property
     def lost(self) -> str:
-        """Why the directory cannot be reached now; empty: it can."""
+        """Why the directory cannot be reached now; empty: it can be reached."""
         return self._lost
 
     @property
     def current(self) -> Membership | None:
-        """The last view; None: there was none yet."""
+        """The last view; None before the first one."""
         return self._current
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start the thread."""
         self._thread.start()
 
     def wait(self, timeout_s: float) -> Membership:
-        """The current view; `DirectoryError`, with the reason, when there is none within `timeout_s`."""
+        """Blocks until there is a view. -> the view. Raises `DirectoryError`, with the reason, after `timeout_s`."""
         if not self._known.wait(timeout_s) or self._current is None:
             raise DirectoryError(f"no members of {self.url} within {timeout_s:g} s: {self._reason}")
         return self._current
 
     def close(self) -> None:
-        """Stop following. The thread may live for some seconds more if an endpoint does not answer; it does nothing."""
+        """Stop following. Blocks for up to `CLOSE_S`; the thread may end some seconds later if etcd does not answer."""
         self._closed.set()
         self._directory.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -119,7 +122,7 @@ class Follower:
                 self._found()
                 self._take(view)
                 if self._directory.wait_for_change(view.epoch, self._look_s()):
-                    # Of one change all followers hear in the same instant: they do not all list the members then.
+                    # All followers hear of a change at the same time, but must not all list the members at once.
                     self._closed.wait(random.uniform(0.0, min(LIST_SPREAD_S, len(view.members) * LIST_SPREAD_NODE_S)))
                 self._failures = 0
             except DirectoryError as error:
@@ -138,7 +141,7 @@ class Follower:
             self._lost = ""
 
     def _fail(self, reason: str, answered: bool) -> None:
-        """Pause, the longer the more often it failed. That a watch failed does not mean that the directory is lost."""
+        """Pause, longer after each failure. A failed watch alone (`answered`) does not mean a lost directory."""
         if self._closed.is_set():
             return
         self.errors += 1
@@ -154,7 +157,7 @@ class Follower:
         self._closed.wait(pause_s * random.uniform(0.5, 1.0))
 
     def _take(self, view: Membership) -> None:
-        """Pass on what the directory lists, without members whose time has not come yet."""
+        """Pass on the members that the directory lists, without new members that are still to wait."""
         now = time.monotonic()
         known = {member.node for member in self._current.members} if self._current else set()
         if not view.members:
@@ -202,7 +205,7 @@ class Follower:
 
 
 def describe_change(before: Sequence[Member], view: Membership) -> str:
-    """A change of view in one line of `name=value`."""
+    """Describe a change of view in one line of `name=value`."""
     old = {member.node: member for member in before}
     new = {member.node: member for member in view.members}
     states = Counter(member.state for member in view.members)

@@ -1,15 +1,16 @@
-"""The members of a cluster, as nodes register themselves and clients see them.
+"""The members of a cluster: the records that nodes register and that clients read.
 
-A `Membership` is what etcd held at one revision; that revision is its epoch. Everybody with the same members computes
-the same owners, so nothing else has to be agreed on. Plain data; any thread.
+A `Membership` is the list of members at one epoch, a revision of etcd or a count of changes. Servers and clients with
+the same list compute the same owners, so they need not agree on anything else. Plain data; any thread.
 
-A node's state says which of two placements it takes part in:
+A node's state says in which of two placements it takes part:
 
-* *new*: where blocks are set, and looked for first: members that join or serve;
-* *old*: where blocks may still lie that have moved to another owner: members that serve or drain.
+* *new*: members that join or serve. Blocks are set there, and looked for there first;
+* *old*: members that serve or drain. They may still hold blocks that now have another owner.
 
-So while a node joins, what it does not have yet is found where it was before; and while a node drains, it still
-answers for what the others do not have yet. When all members serve, the two placements are one.
+So while a node joins, clients find the blocks that it does not have yet at their previous owners; and while a node
+drains, it still answers for blocks that the other nodes do not have yet. When all members serve, the two placements are
+the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 
 from kvstore.wire import ShardAddress
 
-# A name of labels, or an IPv6 address.
+# A host name or an IP address.
 _HOST: Final = re.compile(r"(?=.{1,253}$)[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9A-Fa-f:.]+(%\w+)?", re.ASCII)
 MAX_MEMBER_BYTES: Final = 64 * 1024  # a node's record in the directory
 
@@ -31,7 +32,7 @@ State = Literal["joining", "serving", "draining"]
 
 
 class MemberError(Exception):
-    """A record does not describe a member; the message says why."""
+    """A record does not describe a valid member; the message says why."""
 
 
 class DirectoryError(Exception):
@@ -44,41 +45,44 @@ class Member(msgspec.Struct, frozen=True):
     node: str  # its id: unique in the cluster, the same after a restart
     state: State
     shards: list[ShardAddress]  # with hosts; weight: bytes of block memory
-    zone: str = ""  # what fails together; replicas go to different ones
+    zone: str = ""  # nodes of one zone fail together; replicas go to different zones
     version: str = ""
-    instance: str = ""  # another one for every start of the node
+    instance: str = ""  # a new one at every start of the node
     started: float = 0.0  # unix seconds, for people
-    metrics: str = ""  # HOST:PORT where the node serves its metrics; empty: it does not
+    metrics: str = ""  # HOST:PORT of the node's metrics; empty: it serves none
 
     @property
     def is_new_owner(self) -> bool:
-        """Whether blocks are set on it."""
+        """Whether blocks are set on this node."""
         return self.state != "draining"
 
     @property
     def is_old_owner(self) -> bool:
-        """Whether it may hold blocks that no other node has."""
+        """Whether this node may hold blocks that are not at their new owners yet."""
         return self.state != "joining"
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """All members at one epoch, by node id."""
+    """All members at one epoch, sorted by node id."""
 
     epoch: int
     members: Sequence[Member]
 
 
+_member_decoder = msgspec.json.Decoder(Member)
+
+
 def encode_member(member: Member) -> bytes:
-    """The record of a member: JSON."""
+    """-> the record of a member, as JSON."""
     return msgspec.json.encode(member)
 
 
 def decode_member(record: bytes) -> Member:
-    """The member that a record describes. Raises `MemberError` for anything else."""
+    """-> the member that a record describes. Raises `MemberError` when the record is not valid."""
     if len(record) > MAX_MEMBER_BYTES:
         raise MemberError(f"the record has {len(record)} bytes: expected at most {MAX_MEMBER_BYTES}")
     try:
-        member = msgspec.json.decode(record, type=Member)
+        member = _member_decoder.decode(record)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MemberError(f"the record is not the JSON of a member: {error}") from None
     check_member(member)
@@ -86,7 +90,7 @@ def decode_member(record: bytes) -> Member:
 
 
 def check_member(member: Member) -> None:
-    """Raise `MemberError` unless the member has an id and shards that can be connected to and placed on."""
+    """Raise `MemberError` unless the member has an id and shards with distinct names, addresses and weights > 0."""
     if not member.node:
         raise MemberError("the node id is empty")
     if not member.shards:

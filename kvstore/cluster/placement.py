@@ -1,11 +1,12 @@
-"""Weighted rendezvous hashing: which shards hold a key.
+"""Weighted rendezvous hashing: computes which shards hold a key.
 
-Every shard scores every key, the highest score owns it: score = -weight / ln(u), where u in (0, 1) is a hash of key
-and shard name (Schindelhauer and Schomaker, 2005; Resch, 2015). No table to agree on: whoever knows the shards' names
-and weights computes the same owner, and when a shard joins or leaves, only its own share of the keys moves.
+Every shard has a score for every key, and the shard with the highest score owns it: score = -weight / ln(u), where u in
+(0, 1) is a hash of key and shard name (Schindelhauer and Schomaker, 2005; Resch, 2015). There is no table to agree on:
+all who know the shards' names and weights compute the same owner. When a shard joins or leaves, only its own share of
+the keys moves.
 
-Each key is placed by itself, not together with its neighbours in a chain: a reader may begin anywhere in a chain and
-still knows where its key is. What that costs is measured by `python -m benchmarks.cluster_sim`.
+Each key is placed by itself, not together with its neighbours in a chain, so that a client can start anywhere in a
+chain and still find each key. `python -m benchmarks.cluster_sim` measures the cost of that.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvstore._cext import rendezvous
 class Placement:
     """The owners and replicas of keys among shards with these names and weights (> 0, in any unit).
 
-    `nodes`: the node that each shard is on; without it every shard is taken for a node. `zones`: what fails together;
-    without it there is one. The order of the shards changes nothing but their numbers. Immutable; any thread; the
-    calls release the GIL.
+    `nodes`: the node of each shard; default: each shard is a node. `zones`: the zone of each shard, whose nodes fail
+    together; default: one zone. The order of the shards determines only their numbers. Immutable; any thread; the calls
+    release the GIL. Raises `ValueError` for lists of different lengths and for weights that are not finite and > 0.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class Placement:
         return len(self._seeds)
 
     def owners(self, keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
-        """The owner's number for each row of `keys`, an `(n, key_bytes)` uint8 array with key_bytes >= 8."""
+        """-> (n,): the number of the owner of each row of `keys`, an (n, key_bytes) uint8 array with key_bytes >= 8."""
         return self.replicas(keys, 1)[:, 0]
 
     def replicas(self, keys: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.intp]:
-        """The numbers of the shards that hold each key: `(n, min(count, nodes))`, the owner first.
+        """-> (n, min(count, nodes)): the numbers of the shards that hold each key, the owner first.
 
-        Each next one is the best-scored shard on a node and in a zone that the ones before are not in; when no zone
-        is left, on such a node.
+        Each next one is the shard with the best score on a node and in a zone that none of the earlier ones are in.
+        When no such zone is left, it is the best one on another node.
         """
         if count < 1:
             raise ValueError(f"{count} replicas: expected at least 1")
@@ -72,6 +73,6 @@ class Placement:
 
 
 def _numbered(names: Sequence[str]) -> npt.NDArray[np.intp]:
-    """Equal numbers for equal names, from 0."""
+    """-> a number from 0 for each name, equal for equal names."""
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.intp)

@@ -1,4 +1,4 @@
-"""Where a cluster's members are listed: `etcd://HOST:2379[,HOST:2379...]/NAME` or `dns://SERVICE:PORT`.
+"""The URL of a cluster's list of members: `etcd://HOST:2379[,HOST:2379...]/NAME` or `dns://SERVICE:PORT`.
 
 Pure; any thread.
 """
@@ -18,7 +18,7 @@ _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s\[\]:/,@?#]
 class EtcdURL(NamedTuple):
     """A cluster whose nodes register themselves in etcd."""
 
-    endpoints: tuple[tuple[str, int], ...]  # of one etcd: any of them will do
+    endpoints: tuple[tuple[str, int], ...]  # all of the same etcd cluster
     name: str
 
     def __str__(self) -> str:
@@ -39,12 +39,12 @@ ClusterURL: TypeAlias = EtcdURL | DnsURL
 
 
 def is_cluster_url(endpoint: str) -> bool:
-    """Whether `endpoint` names a cluster and not a node."""
+    """Whether `endpoint` is a cluster's URL and not a node's address."""
     return endpoint.startswith((ETCD_SCHEME, DNS_SCHEME))
 
 
 def parse_cluster_url(url: str) -> ClusterURL:
-    """The cluster that `url` names. Raises `ValueError` with what was given and what is expected."""
+    """Parse a cluster's URL. Raises `ValueError`, which says what was given and what is expected."""
     if url.startswith(ETCD_SCHEME):
         addresses, _, name = url[len(ETCD_SCHEME) :].removesuffix("/").partition("/")
         if not is_name(name):
@@ -65,7 +65,7 @@ def is_name(text: str) -> bool:
 
 
 def parse_address(url: str, text: str) -> tuple[str, int]:
-    """Host and port of the `HOST:PORT` that stands in `url`; an IPv6 address in brackets. `ValueError` otherwise."""
+    """-> host and port of `text`, a HOST:PORT or [IPv6]:PORT that is a part of `url`. Raises `ValueError`."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[3]) < 1 << 16:
         raise ValueError(f"{url!r}: the address {text!r}: expected HOST:PORT with a port from 1 to 65535")

@@ -1,1 +1,1 @@
-"""The persistent tier: blocks in segment files, their index in LMDB behind a process of its own."""
+"""The persistent tier: blocks in segment files, and their index in LMDB, which a separate process owns."""

@@ -1,4 +1,4 @@
-"""What an operator sets for a shard's disk tier."""
+"""The operator's settings of a shard's disk tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DISK_WRITES: Final = ("all", "reused", "evicted")
 
 
 class DiskConfig(msgspec.Struct, frozen=True):
-    """What the supervisor tells a shard of its disk tier."""
+    """The supervisor passes it to a shard as a part of `ShardConfig`."""
 
     directory: str
     limit_bytes: int

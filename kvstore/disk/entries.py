@@ -1,11 +1,11 @@
-"""Records of the persistent index: how a block's place on disk, and a namespace, are written and checked.
+"""Records of the persistent index: how the place of a block on disk and a namespace are encoded and checked.
 
 Table `blocks`: the namespace's ordinal (u16, big endian) + block key -> an `ENTRY` + its guard.
 Table `namespaces`: the ordinal -> length of its keys (u8) + guard + canonical JSON.
 
-Safety property: nothing of a record is believed before its guard was checked. The guard of an entry covers the
-namespace's id and the block's key besides the entry, so a record that damage moved to another key or another
-namespace fails too.
+Safety property: no field of a record is used before the record's guard is checked. The guard of an entry covers the
+entry, the namespace's id and the block's key, so the check also fails for a record that damage moved to another key
+or another namespace.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def pack_ordinal(ordinal: int) -> bytes:
 
 
 def unpack_ordinal(key: bytes) -> int:
-    """The ordinal that a key of either table begins with."""
+    """The namespace's ordinal, with which a key of either table begins."""
     return int.from_bytes(key[:ORDINAL_BYTES], "big")
 
 
 def record_keys(ordinal: int, key_bytes: int, keys: bytes) -> list[bytes]:
-    """The keys in table `blocks` of a namespace's block keys, given one after the other."""
+    """-> the keys in table `blocks` for a namespace's block keys, which `keys` holds concatenated."""
     prefix = pack_ordinal(ordinal)
     return [prefix + keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]
 
 
 def pack_entries(canonical: bytes, key_bytes: int, keys: bytes, entries: Entries) -> list[bytes]:
-    """The values in table `blocks` of a namespace's blocks: row i of `entries` is of key i."""
+    """-> the values in table `blocks` for a namespace's blocks. Row i of `entries` belongs to key i."""
     count = len(entries)
     values = np.empty((count, VALUE_BYTES), np.uint8)
     values[:, : ENTRY.itemsize] = entries.view(np.uint8).reshape(count, ENTRY.itemsize)
@@ -65,7 +65,7 @@ def pack_entries(canonical: bytes, key_bytes: int, keys: bytes, entries: Entries
 def check_entries(
     canonical: bytes, key_bytes: int, keys: bytes, values: bytes
 ) -> tuple[Entries, npt.NDArray[np.bool_]]:
-    """The entries of values of table `blocks`, and which of them are what was written for their key."""
+    """-> the entries in `values`, concatenated values of table `blocks`, and for each whether its guard is right."""
     rows = np.frombuffer(values, np.uint8).reshape(-1, VALUE_BYTES)
     entries = np.ascontiguousarray(rows[:, : ENTRY.itemsize]).view(ENTRY).reshape(-1)
     guards = np.ascontiguousarray(rows[:, ENTRY.itemsize :]).view("<u8").reshape(-1)
@@ -73,7 +73,7 @@ def check_entries(
 
 
 def _guards(canonical: bytes, key_bytes: int, keys: bytes, values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """xxh3-64 of namespace id + key + entry, for each row."""
+    """xxh3-64 of namespace id + key + entry for each row."""
     count = len(values)
     guards = np.empty(count, np.uint64)
     if not count:
@@ -89,13 +89,13 @@ def _guards(canonical: bytes, key_bytes: int, keys: bytes, values: npt.NDArray[n
 
 
 def pack_namespace(canonical: bytes, key_bytes: int) -> bytes:
-    """A namespace's value in table `namespaces`."""
+    """-> a namespace's value in table `namespaces`."""
     head = bytes([key_bytes])
     return head + xxhash.xxh3_64_intdigest(head + canonical).to_bytes(8, "little") + canonical
 
 
 def unpack_namespace(value: bytes) -> tuple[bytes, int] | None:
-    """-> canonical JSON and length of keys; None when the value is damaged."""
+    """-> canonical JSON and bytes of a key; None when the value is damaged."""
     if len(value) <= _NAMESPACE_HEAD_BYTES or not MIN_KEY_BYTES <= value[0] <= MAX_KEY_BYTES:
         return None
     canonical = value[_NAMESPACE_HEAD_BYTES:]

@@ -1,10 +1,10 @@
-"""From disk to memory: a block that a client wants and that lies on disk only is read straight into its memory slot.
+"""Reads from disk to memory: a block that a client wants and that is only on disk is read straight into a memory slot.
 
 The slot is reserved first, as for a block that a client is writing, so readers wait for it in the same way. The thread
-that read the block checks it against the client's checksum; then the block is readable, or a miss. Copies: disk to
-slot, and no other, because the block is sent from the slot.
+that reads the block checks it against the client's checksum; then the block is readable, or a miss. The only copy is
+from disk to slot, because the block is sent from the slot.
 
-Reads in flight are bounded. A stream that finds no room tries again when a read has ended (`WAIT`).
+Reads in flight are bounded. A stream that finds no room (`WAIT`) tries again when a read has ended.
 """
 
 from __future__ import annotations
@@ -26,31 +26,34 @@ from kvstore.store.tier import Slots
 
 log = logging.getLogger("kvstore.disk")
 
-ABSENT: Final = -1
-COMING: Final = -2
-WAIT: Final = -3
-READ_JOB_BYTES: Final = 1 << 20  # what a thread reads at a time: several, so that the device sees several reads
-MAX_MEMORY_SHARE: Final = 0.25  # of memory may be waiting for the disk
+ABSENT: Final = -1  # not on disk, or memory has no slot for it
+COMING: Final = -2  # in memory, or being read or written there
+WAIT: Final = -3  # on disk; ask again when the namespace's parked streams are woken
+READ_JOB_BYTES: Final = 1 << 20  # at most so much a job, so that several threads give the device several reads at once
+MAX_MEMORY_SHARE: Final = 0.25  # the share of memory that may be in slots that wait for the disk
 
 Sums = npt.NDArray[np.uint64]
 Answers = npt.NDArray[np.int32]
 
 
 class Fetching:
-    """All reads of blocks for their readers. The loop's thread."""
+    """All reads of blocks on behalf of clients. Used by the loop's thread only."""
 
     def __init__(self, volume: Volume, writing: Writing) -> None:
         self._volume = volume
         self._writing = writing
         self._limit_bytes = int(volume.store.limit_bytes * MAX_MEMORY_SHARE)
-        self._starved: set[NamespaceStore] = set()  # those who were told to wait
-        self._in_flight: dict[int, tuple[NamespaceStore, Slots]] = {}
+        self._starved: set[NamespaceStore] = set()  # namespaces with streams that got `WAIT`
+        self._in_flight: dict[int, tuple[NamespaceStore, Slots]] = {}  # by number of the job
         self._jobs = 0
         self.in_flight_bytes = 0
         self.blocks = self.bytes = self.corrupt = 0
 
     def fetch(self, namespace: NamespaceStore, keys: bytes, now: float) -> Answers:
-        """Begin to read what of `keys` is on disk and not in memory. -> `COMING`, `WAIT` or `ABSENT`, one a key."""
+        """Start to read those blocks of `keys` that are on disk and not in memory.
+
+        -> `COMING`, `WAIT` or `ABSENT`, one a key.
+        """
         disk = namespace.disk
         assert disk is not None
         found = disk.index.acquire(keys, now, 0, False)
@@ -98,10 +101,10 @@ class Fetching:
         refused = slots < 0
         if refused.any():
             full = slots == BlockIndex.NO_SPACE
-            disk.index.release(found[rows[refused & ~full]])  # in memory, or on its way
+            disk.index.release(found[rows[refused & ~full]])  # in memory already, or being read or written there
             if self.in_flight_bytes:
                 self._put_off(namespace, answers, rows[full], disk.index, found)
-            else:  # everything is pinned or being sent
+            else:  # every slot is pinned or being sent, and no read is in flight whose end would wake the stream
                 disk.index.release(found[rows[full]])
                 answers[rows[full]] = ABSENT
             rows, slots = rows[~refused], slots[~refused]
@@ -115,17 +118,14 @@ class Fetching:
     def _read(self, namespace: NamespaceStore, disk: DiskBlocks, segment: int, slots: Slots, places: Slots) -> None:
         volume, size = self._volume, namespace.block_bytes
         sums = disk.index.checksums(places)
-        fd = volume.open_file(segment, disk.block_bytes)
-        if fd is None:
-            self._give_up(namespace, disk, slots, places)
-            return
         self.in_flight_bytes += len(slots) * size
         self._jobs += 1
         self._in_flight[self._jobs] = namespace, slots
         volume.reads.submit(
-            partial(
+            volume.job(
+                segment,
+                size,
                 read_blocks,
-                fd,
                 volume.store.arena.memory,
                 namespace.memory.offsets(slots),
                 disk.file_offsets(places),
@@ -152,7 +152,7 @@ class Fetching:
             self._give_up(namespace, disk, slots, places)
             volume.fail(status)
         else:
-            # A block deleted while it was read must not come back.
+            # A block that was deleted during the read must not come back.
             ours = namespace.memory.index.states_of(slots) == BlockIndex.WRITING
             good = (status == 0) & (disk.index.states_of(places) == BlockIndex.READY) & ours
             self.blocks += int(good.sum())
@@ -168,14 +168,14 @@ class Fetching:
         self.wake()
 
     def give_up(self) -> None:
-        """The disk has failed and may block its threads for ever: do not wait for their reads."""
+        """The disk has failed, and its threads may hang for ever: do not wait for their reads; wake all streams."""
         for namespace, slots in self._in_flight.values():
             namespace.memory.index.disown(slots)
             namespace.wake_parked()
         self.wake()
 
     def disown(self, namespace: NamespaceStore, keys: bytes) -> None:
-        """These blocks are deleted or about to be replaced: what is being read is not theirs any more."""
+        """These blocks are deleted or about to be replaced: discard what reads in flight deliver for them."""
         size = namespace.key_bytes
         replaced = {keys[at : at + size] for at in range(0, len(keys), size)}
         for other, slots in self._in_flight.values():
@@ -188,11 +188,11 @@ class Fetching:
 
     @property
     def starved(self) -> bool:
-        """Somebody was told to wait, and no read is under way whose end would wake them."""
+        """A stream got `WAIT`, and no read is in flight whose end would wake it."""
         return bool(self._starved) and not self.in_flight_bytes
 
     def wake(self) -> None:
-        """Those who were told to wait look again."""
+        """Wake the streams that got `WAIT`, so that they try again."""
         starved, self._starved = self._starved, set()
         for namespace in starved:
             namespace.wake_parked()
@@ -204,7 +204,7 @@ class Fetching:
             namespace.memory.index.commit(slots[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
 
     def drop_corrupt(self, disk: DiskBlocks, places: Slots) -> None:
-        """Blocks whose bytes are not those of their checksum are forgotten, counted and logged."""
+        """Drop, count and log blocks whose bytes do not match their checksum."""
         bad = places[disk.index.states_of(places) == BlockIndex.READY]
         if not len(bad):
             return

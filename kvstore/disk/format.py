@@ -1,4 +1,4 @@
-"""The disk tier's directory: its version, its shape, who may use it, and the names in it.
+"""The disk tier's directory: its names, its format version, what it was made for, and the locks of its users.
 
     PATH/FORMAT               JSON: format, version, shards, segment_bytes, identity, and a guard over these
     PATH/shard-0/FORMAT       a copy; either repairs the other
@@ -6,8 +6,9 @@
     PATH/shard-0/segments/    00000000.seg ...: segment_bytes each, cut into slots, nothing else in them
     PATH/shard-0/index/       LMDB: which block lies where
 
-Safety property: a directory is ours when it is empty or carries our mark; in any other, nothing is created, changed or
-removed. The mark is replaced as a whole (temporary file, fsync, rename), so a crash leaves the old or the new one.
+The FORMAT file is the *mark*. Safety property: the server uses a directory only if it is empty or has a mark; in any
+other directory nothing is created, changed or removed. The mark is replaced as a whole (temporary file, fsync, rename),
+so a crash leaves the old or the new one.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class DiskFormatError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """A disk tier's directory and what it was made for."""
+    """A disk tier's directory and the parameters that it was made for."""
 
     path: Path
     shards: int
     segment_bytes: int
-    identity: str  # names the shards to placement, whatever host and port they are reached at
+    identity: str  # placement names the shards by it, so the names do not change with host and port
 
     def shard_directory(self, shard: int) -> Path:
         return self.path / f"shard-{shard}"
@@ -62,9 +63,9 @@ def segment_path(shard_directory: Path, segment: int) -> Path:
 
 
 def open_layout(path: Path, shards: int, segment_bytes: int) -> Layout:
-    """Make `path` a disk tier, or accept the one that it is; its own `segment_bytes` wins over the argument.
+    """Make `path` a disk tier, or open the one that is there; then its own `segment_bytes` wins over the argument.
 
-    Called by the supervisor before it starts shards; blocks on the disk. A damaged mark is repaired. Raises
+    The supervisor calls this before it starts shards. Blocks on the disk. A damaged mark is repaired. Raises
     `DiskFormatError`.
     """
     try:
@@ -84,7 +85,7 @@ def open_layout(path: Path, shards: int, segment_bytes: int) -> Layout:
 
 
 def read_layout(path: Path) -> Layout:
-    """What the disk tier at `path` was made for; changes nothing. Raises `DiskFormatError`."""
+    """-> the layout of the disk tier at `path`. Changes nothing. Raises `DiskFormatError`."""
     advice = "Give the folder that a server's --disk names."
     try:
         layout = _find(path, advice)
@@ -96,12 +97,13 @@ def read_layout(path: Path) -> Layout:
 
 
 def lock_shard(directory: Path) -> int:
-    """Become the only user of a shard's folder. -> a descriptor that holds the lock until its last copy is closed.
+    """Lock a shard's folder. -> a descriptor that holds the lock until its last copy is closed.
 
-    Blocks for up to `LOCK_WAIT_S`: a predecessor that was just killed may still be ending. Raises `DiskFormatError`.
+    Blocks for up to `LOCK_WAIT_S`, because an earlier owner that was just killed may still be ending. Raises
+    `DiskFormatError`.
     """
     try:
-        fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise DiskFormatError(_explain(directory, error)) from error
     try:
@@ -119,7 +121,7 @@ def lock_shard(directory: Path) -> int:
 
 
 def flock_within(fd: int, operation: int, wait_s: float) -> bool:
-    """Blocks until a shard's lock file is locked; False after `wait_s`. Raises `OSError`."""
+    """Blocks until the lock file `fd` is locked with flock's `operation`. -> False after `wait_s`. Raises `OSError`."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -132,7 +134,7 @@ def flock_within(fd: int, operation: int, wait_s: float) -> bool:
 
 
 def lock_holder(fd: int) -> str:
-    """Who has locked a shard's lock file, for a message."""
+    """Name the process that has locked a shard's lock file, for a message."""
     pid = os.pread(fd, 32, 0).strip()
     return f"process {pid.decode()}" if pid.isdigit() else "another process"
 
@@ -155,7 +157,10 @@ def _guard(fields: dict[str, object]) -> str:
 
 
 def _read_mark(path: Path, file: Path) -> Layout | None:
-    """What a mark says; None when it is missing or damaged. Raises `DiskFormatError` for a version other than ours."""
+    """-> the layout in a mark; None when the file is missing or damaged.
+
+    Raises `DiskFormatError` when the format version is not `VERSION`.
+    """
     try:
         with file.open("rb") as opened:
             fields = json.loads(opened.read(4096))
@@ -175,7 +180,10 @@ def _read_mark(path: Path, file: Path) -> Layout | None:
 
 
 def _find(path: Path, advice: str) -> Layout | None:
-    """What the directory was made for; None: empty. Raises `DiskFormatError`, with `advice` when it is not ours."""
+    """-> the layout in a directory's mark or one of its copies; None when the directory is empty.
+
+    Raises `DiskFormatError`, with `advice` when the directory is not a disk tier.
+    """
     names = set(os.listdir(path))
     layout = _read_mark(path, path / FORMAT_FILE) if FORMAT_FILE in names else None
     if layout is not None:
@@ -198,7 +206,7 @@ def _find(path: Path, advice: str) -> Layout | None:
 
 
 def _complete(layout: Layout) -> None:
-    """Create what is missing and repair what is damaged, the mark first: from then on the directory is ours."""
+    """Create missing files and folders and repair damaged marks. The top mark comes first: it claims the directory."""
     path = layout.path
     _write_mark(path, layout)
     for shard in range(layout.shards):
@@ -212,12 +220,12 @@ def _complete(layout: Layout) -> None:
                 "move it back to where it belongs"
             )
         _write_mark(directory, layout)
-        os.close(os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))  # may we write here?
+        os.close(os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # fails if not writable
     _sync_directory(path)
 
 
 def _write_mark(directory: Path, layout: Layout) -> None:
-    """See that `directory` holds the mark of `layout`, and that it is on the disk."""
+    """Write the mark of `layout` to `directory` and flush it, unless it is there already."""
     file = directory / FORMAT_FILE
     mark = _mark(layout)
     found = file.read_bytes() if file.exists() else None
@@ -243,7 +251,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _explain(path: Path, error: OSError) -> str:
-    """What an operator can do about an error of the file system."""
+    """Describe an error of the file system and what an operator can do about it."""
     where = error.filename or path
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return f"{where} is not a directory: give --disk another path"

@@ -1,7 +1,7 @@
-"""The files of a persistent index: LMDB environments, the one an earlier run left and the one being written.
+"""The files of a persistent index, two LMDB environments: the one that an earlier run left and the one being written.
 
-For the keeper's process only (`keeper_process`): LMDB maps its file and trusts it, so reading a damaged one may end the
-process.
+For the keeper's process only (`keeper_process`): LMDB maps its file and trusts it, so reading a damaged file may crash
+the process.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ INDEX_NEW: Final = "index.new"
 DATA_FILE: Final = "data.mdb"
 BLOCKS: Final = b"blocks"
 NAMESPACES: Final = b"namespaces"
-_BATCH: Final = 2048  # records read at a time: what is lost when damage ends the process while it reads
-_READ_S: Final = 30.0  # a batch that takes longer is damage that LMDB runs in circles in
-_MIN_RECORD_BYTES: Final = 18  # no record takes less of the file
+_BATCH: Final = 2048  # records read at a time: so many are lost when damage crashes the process while it reads
+_READ_S: Final = 30.0  # a batch that takes longer means that damage has LMDB in an endless loop
+_MIN_RECORD_BYTES: Final = 18  # the smallest size of a record in the file
 
 Record: TypeAlias = tuple[bytes, bytes]
 
 
 class OldIndex:
-    """An index that may be damaged. Whatever it gives has to be checked; reading it may end the process."""
+    """An index that may be damaged. All its records must be checked; reading it may crash the process."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / INDEX
         self.damage = ""
 
     def records(self, table: bytes) -> Iterator[list[Record]]:
-        """A table's records in the order of their keys, if it is undamaged. Ends early, with `damage`, if it is not."""
+        """Yield a table's records in batches, in key order unless it is damaged.
+
+        When damage stops LMDB, this ends early and sets `damage`; no file counts as an empty table.
+        """
         if not (self._path / DATA_FILE).exists():
             return
         batch: list[Record] = []
@@ -49,8 +52,8 @@ class OldIndex:
                 db = environment.open_db(table, create=False)
                 with environment.begin(db) as transaction, transaction.cursor() as cursor:
                     records = iter(cursor)
-                    for _ in range(size // _MIN_RECORD_BYTES // _BATCH + 2):  # the last one finds nothing
-                        # Its default action ends the process, also within LMDB.
+                    for _ in range(size // _MIN_RECORD_BYTES // _BATCH + 2):  # the last iteration finds no records
+                        # SIGALRM's default action ends the process, also while it is inside LMDB.
                         signal.setitimer(signal.ITIMER_REAL, _READ_S)
                         batch.extend(itertools.islice(records, _BATCH))
                         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -62,19 +65,22 @@ class OldIndex:
         except (lmdb.Error, MemoryError, OSError) as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.damage = f"{type(error).__name__}: {error}"
-            yield batch  # what was read before the error
+            yield batch  # the records that were read before the error
 
 
 class NewIndex:
-    """The index being written. `pending` counts entries not yet committed, `since` is when the first of them came."""
+    """The index being written. One thread.
+
+    `pending`: entries not yet committed. `since`: when the first of them came, monotonic seconds.
+    """
 
     def __init__(self, directory: Path, map_bytes: int) -> None:
         self._directory = directory
         path = directory / INDEX_NEW
-        shutil.rmtree(path, ignore_errors=True)  # of a start that was interrupted; mkdir fails if it remains
+        shutil.rmtree(path, ignore_errors=True)  # left by an interrupted start; mkdir fails if it remains
         path.mkdir()
-        # One process of one thread, under the shard's lock, needs no locks of LMDB's.
-        self._environment = lmdb.open(str(path), map_size=map_bytes, max_dbs=2, mode=0o644, lock=False)
+        # LMDB's own locks are not needed: the process has one thread and holds the shard's lock.
+        self._environment = lmdb.open(str(path), map_size=map_bytes, max_dbs=2, mode=0o600, lock=False)
         self._blocks = self._environment.open_db(BLOCKS)
         self._namespaces = self._environment.open_db(NAMESPACES)
         self._transaction: lmdb.Transaction | None = None
@@ -93,7 +99,7 @@ class NewIndex:
         return self._transaction is not None
 
     def put(self, records: list[Record], append: bool = False) -> None:
-        """`append`: their keys are in order, and follow all others."""
+        """Put records. `append`: their keys are in order and greater than all keys in the table."""
         with self._begin(len(records)).cursor(self._blocks) as cursor:
             cursor.putmulti(records, append=append)
 
@@ -109,14 +115,14 @@ class NewIndex:
         self._begin(1).delete(pack_ordinal(ordinal), db=self._namespaces)
 
     def commit(self) -> None:
-        """Everything so far is on the disk when this returns."""
+        """Blocks until all operations so far are on the disk."""
         transaction, self._transaction = self._transaction, None
         self.pending = 0
         if transaction is not None:
             transaction.commit()
 
     def replace_old(self) -> None:
-        """Commit, and take the old index's place in one step."""
+        """Commit, then replace the old index atomically."""
         self.commit()
         old, new = self._directory / INDEX, self._directory / INDEX_NEW
         old.mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""The shard's end of its keeper: the process that keeps the persistent index (`keeper_process`).
+"""The shard's side of its keeper, the child process that owns the persistent index (`keeper_process`).
 
-The loop's thread owns a `Keeper` and is the only one to use it. Nothing blocks but `stop` (and, after the keeper has
-ended, the moment until the kernel says how). Operations are queued here and taken by the kernel as the keeper reads:
-`backlog_bytes` is what the shard has to bound, by writing less to the disk while it is high.
+Only the loop's thread uses a `Keeper`. Only `stop` blocks; `kill`, and `on_readable` after the keeper has ended, wait
+up to `_DEATH_S` for its exit status. Operations are queued in this process and go to the socket as the keeper reads it.
+The shard must bound the queue, `backlog_bytes`, by writing less to the disk while it is long.
 
-The keeper may die at any time, of a damaged index for instance: `KeeperFailed` is then the last event. What was told
-before is true, so the shard may start another, `fresh`, and put what it knows.
+The keeper may die at any time, for example of a damaged index: `KeeperFailed` is then the last event. All events before
+it remain valid, so the shard may start another keeper with `fresh` and put the entries that it knows.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kvstore.disk.messages import (
     frame,
 )
 
-MAX_NAMESPACES: Final = 1024  # that the index knows at a time
+MAX_NAMESPACES: Final = 1024  # in one index at a time
 _RECV_BYTES: Final = 1 << 20
-_READ_AT_ONCE_BYTES: Final = 8 << 20  # then the loop has a look at its other connections
+_READ_AT_ONCE_BYTES: Final = 8 << 20  # in one turn of the loop, so that its other connections do not starve
 _SEND_BUFFERS: Final = 64
 _DEATH_S: Final = 0.2
 # The keeper runs the shard's own code, whatever the working directory holds.
@@ -53,13 +53,13 @@ _RUN: Final = (
 
 
 class TooManyNamespaces(Exception):
-    """The index knows `MAX_NAMESPACES` namespaces: forget one that has no entries."""
+    """The index has `MAX_NAMESPACES` namespaces: forget one that has no entries."""
 
 
 def _spawn(
     directory: Path, mode: str, map_bytes: int, lock_fd: int | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a keeper. It dies with the calling *thread* (parent-death signal), which is the process's main one."""
+    """Start a keeper. It dies with the calling *thread* (parent-death signal), which must be the main thread."""
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
@@ -82,11 +82,11 @@ def _spawn(
 class Keeper:
     """A shard's persistent index.
 
-    directory: the shard's folder. fresh: forget the index that is there. lock_fd: of `lock_shard`; the keeper holds it
-    too, so nobody uses the folder before it has ended. map_bytes: what the index may grow to.
+    directory: the shard's folder. fresh: discard the existing index. lock_fd: from `lock_shard`; the keeper inherits
+    it, so nobody else can use the folder before the keeper has ended. map_bytes: the size limit of the index.
 
-    Raises `OSError` when no process can be started. `NamespaceFound` and `Recovered` come first, then `RecoveryDone`
-    (unless `fresh`: then at once what is put counts), `Committed` as operations are committed.
+    Raises `OSError` when the process cannot be started. Events: first `NamespaceFound` and `Recovered`, then
+    `RecoveryDone` (none of these with `fresh`), and `Committed` as operations are committed.
     """
 
     def __init__(self, directory: Path, *, fresh: bool, lock_fd: int, map_bytes: int) -> None:
@@ -118,7 +118,7 @@ class Keeper:
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def on_readable(self) -> list[Event]:
-        """What the keeper has told, a few MiB at a time. After `KeeperFailed`, stop watching and `kill`."""
+        """-> the events that have arrived, a few MiB at a time. After `KeeperFailed`, stop polling and call `kill`."""
         events: list[Event] = []
         taken = 0
         while taken < _READ_AT_ONCE_BYTES and not self.failed:
@@ -138,7 +138,7 @@ class Keeper:
         return events
 
     def on_writable(self) -> None:
-        """Send what the kernel takes."""
+        """Send as much of the queue as the socket takes."""
         queue = self._queue
         while queue and not self.failed:
             try:
@@ -146,7 +146,7 @@ class Keeper:
             except BlockingIOError:
                 return
             except ConnectionError:
-                self._drop_queue()  # it has ended: `on_readable` tells
+                self._drop_queue()  # the keeper has ended: `on_readable` reports it
                 return
             self.backlog_bytes -= sent
             while queue and sent >= len(queue[0]):
@@ -155,7 +155,7 @@ class Keeper:
                 queue[0] = queue[0][sent:]
 
     def _take(self, message: Message) -> Iterator[Event]:
-        """Note what a message tells."""
+        """Update this object from a message. -> the message's event, if it has one."""
         if message.kind == Kind.NAMESPACES_KNOWN:
             self.namespaces_known = True
             return
@@ -190,13 +190,13 @@ class Keeper:
         self._sequence += 1
         return self._sequence
 
-    # ---- operations: queued, applied in this order ------------------------------------------------------------------
+    # ---- operations: queued, and applied in this order --------------------------------------------------------------
 
     def open_namespace(self, canonical: bytes, key_bytes: int) -> int:
-        """-> the namespace's ordinal, the one it has if it is known.
+        """-> the namespace's ordinal: its present one, or a new one if the index does not have the namespace.
 
-        Call it when `namespaces_known`; before, a new ordinal might be one of the old index. Raises `ValueError` when
-        the namespace is known with keys of another length, `TooManyNamespaces`.
+        Raises `RuntimeError` before `namespaces_known`, because a new ordinal might be one of the old index,
+        `ValueError` when the index has the namespace with keys of another length, and `TooManyNamespaces`.
         """
         if not self.namespaces_known:
             raise RuntimeError("the namespaces of the old index are not known yet")
@@ -214,7 +214,7 @@ class Keeper:
         return ordinal
 
     def forget_namespace(self, canonical: bytes) -> None:
-        """Remove a namespace, all of whose entries have been deleted, if it is known; its ordinal becomes another's."""
+        """Remove a namespace, if the index has it. Its entries must be deleted already; its ordinal is used again."""
         ordinal = self._ordinals.pop(canonical, None)
         if ordinal is None:
             return
@@ -222,7 +222,7 @@ class Keeper:
         self._send(Kind.FORGET_NAMESPACE, ordinal=ordinal)
 
     def put(self, ordinal: int, keys: bytes, entries: Entries) -> int:
-        """Block i of `keys` lies at `entries[i]`; what was known of it before is replaced. -> sequence number."""
+        """Record that block i of `keys` lies at `entries[i]`, in place of any earlier entry. -> sequence number."""
         key_bytes = self._key_bytes[ordinal]
         if entries.dtype != ENTRY or len(keys) != len(entries) * key_bytes:
             raise ValueError(f"{len(keys)} bytes of keys for {len(entries)} entries: expected {key_bytes} bytes each")
@@ -231,7 +231,7 @@ class Keeper:
         return sequence
 
     def delete(self, ordinal: int, keys: bytes) -> int:
-        """Forget blocks, known or not. -> sequence number."""
+        """Remove the entries of blocks; keys without an entry are ignored. -> sequence number."""
         key_bytes = self._key_bytes[ordinal]
         if len(keys) % key_bytes:
             raise ValueError(f"{len(keys)} bytes of keys: expected {key_bytes} bytes each")
@@ -240,7 +240,7 @@ class Keeper:
         return sequence
 
     def sync(self) -> int:
-        """Commit now. -> sequence number: when it is committed, everything before it is."""
+        """Have the keeper commit now. -> sequence number; once it is committed, all operations before it are, too."""
         sequence = self._next()
         self._send(Kind.SYNC, number=sequence)
         return sequence
@@ -248,12 +248,12 @@ class Keeper:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def stop(self, timeout_s: float) -> bool:
-        """Blocks: send what is queued, have it committed, and wait for the keeper's end, or kill it after `timeout_s`.
+        """Blocks: send the queue, wait until the keeper has committed it and ended, or kill it after `timeout_s`.
 
         -> whether everything was committed. Events not yet read are dropped.
         """
         if self.recovering and not self._sequence:
-            self.kill()  # the old index is as it was, and there is nothing to add
+            self.kill()  # the old index is unchanged, and there is nothing to add to it
             return True
         deadline = time.monotonic() + timeout_s
         self._send(Kind.STOP)
@@ -269,19 +269,19 @@ class Keeper:
         return self._committed == self._sequence
 
     def kill(self) -> None:
-        """End the keeper at once; what was not committed is lost."""
+        """End the keeper at once. Uncommitted operations are lost."""
         self.failed = True
         self._drop_queue()
         self._sock.close()
         self._process.kill()
         try:
             self._process.wait(_DEATH_S)
-        except subprocess.TimeoutExpired:  # a disk that hangs holds it in the kernel: let another thread wait for that
+        except subprocess.TimeoutExpired:  # a disk that hangs keeps it in a system call: another thread reaps it
             threading.Thread(target=self._process.wait, name="keeper-end", daemon=True).start()
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """Its connection was closed, so it is about to be gone: the kernel closes files a moment before it tells."""
+    """-> how a keeper ended that closed its connection. The kernel closes files just before it reports the exit."""
     try:
         status = process.wait(_DEATH_S)
     except subprocess.TimeoutExpired:
@@ -291,9 +291,9 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def read_index(directory: Path) -> Iterator[Event]:
-    """What the index of a shard's folder holds, for `kvstore verify`: changes nothing on disk, blocks.
+    """Read the index in a shard's folder, for `kvstore verify`. Changes nothing on disk. Blocks.
 
-    The caller holds the shard's lock. Ends with `RecoveryDone`, or `KeeperFailed` when reading ended the process.
+    The caller holds the shard's lock. The last event is `RecoveryDone`, or `KeeperFailed` when the reader died.
     """
     process, sock = _spawn(directory, "read", 0, None)
     inbox = Inbox()

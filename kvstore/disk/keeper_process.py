@@ -1,15 +1,15 @@
-"""The keeper: the one process that opens a shard's persistent index. It is a child of the shard; they talk over a
+"""The keeper: the only process that opens a shard's persistent index. It is a child of the shard; they talk over a
 socketpair.
 
 LMDB maps its file and trusts it: its pages have no checksums, and a damaged page can crash or mislead the process that
-reads it. So the shard never maps the index; this process does, and may die of it. At start it reads the old index in
-key order, believes only records whose guards are right, tells the shard of them as it reads, and writes them to a new
-environment, `index.new/`. When that is complete, its file takes the old one's place. So no damage, that of free lists
-included, survives a start. Until then the old index is left as it is.
+reads it. Therefore the shard never maps the index. The keeper does, and damage can kill only the keeper. At start the
+keeper reads the old index in key order, accepts only records whose guards are right, sends them to the shard, and
+writes them to a new environment, `index.new/`. When the new environment is complete, its file replaces the old one. So
+no damage survives a start, not even damage to free lists. Until then the old index is not changed.
 
 After that the keeper applies operations in the order in which they were sent. It commits with fsync: `COMMIT_DELAY_S`
-after the first uncommitted operation, at `COMMIT_ENTRIES` uncommitted ones, when asked, and when the shard's end of
-the socket is closed.
+after the first uncommitted operation, at `COMMIT_ENTRIES` uncommitted entries, when the shard asks for it, and when the
+shard's end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kvstore.disk.messages import RECOVERY_COUNTS, Inbox, Kind, Message, frame
 
 COMMIT_DELAY_S: Final = 0.25
 COMMIT_ENTRIES: Final = 8192
-_REBUILD_COMMIT_ENTRIES: Final = 1 << 17  # bounds the memory that uncommitted pages take
+_REBUILD_COMMIT_ENTRIES: Final = 1 << 17  # bounds the memory of uncommitted pages
 _NEARLY_FULL_BYTES: Final = 1 << 20
 _RECV_BYTES: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
@@ -62,7 +62,7 @@ class ShardGone(Exception):
 
 
 class ShardSocket:
-    """The shard's end of the socketpair, to speak to. Blocks."""
+    """The keeper's connection to the shard. All methods block."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -71,14 +71,14 @@ class ShardSocket:
         self._inbox = Inbox()
 
     def tell(self, kind: Kind, *payload: bytes, key_bytes: int = 0, ordinal: int = 0, number: int = 0) -> None:
-        """Raises `ShardGone`."""
+        """Send a message. Raises `ShardGone`."""
         try:
             self._sock.sendall(frame(kind, *payload, key_bytes=key_bytes, ordinal=ordinal, number=number))
         except ConnectionError:
             raise ShardGone from None
 
     def hear(self, timeout_s: float | None) -> Iterator[Message]:
-        """What has been sent; nothing after `timeout_s`. Raises `ShardGone` when all that was sent has been heard."""
+        """-> messages that have arrived; none after `timeout_s`. Raises `ShardGone` after the last sent message."""
         if timeout_s is not None and not self._readable.poll(timeout_s * 1000):
             return iter(())
         try:
@@ -91,9 +91,9 @@ class ShardSocket:
 
 
 class IndexRebuild:
-    """Reads the old index: what is right is told to the shard and, with `rebuild`, written to a new one.
+    """Reads the old index, sends its valid records to the shard and, with `rebuild`, writes them to a new index.
 
-    When writing fails, reading goes on: a full disk does not cost the shard what the old index holds.
+    When writing fails, reading goes on, so that the shard gets the records of the old index even when the disk is full.
     """
 
     def __init__(self, directory: Path, shard: ShardSocket) -> None:
@@ -112,7 +112,7 @@ class IndexRebuild:
         return {ordinal: canonical for ordinal, (canonical, _) in self._found.items()}
 
     def rebuild(self, map_bytes: int) -> NewIndex:
-        """Read the old index and replace it. -> the new one. Raises what kept it from being written."""
+        """Read the old index and replace it. -> the new one. Raises the error that prevented writing it."""
         try:
             new = self._new = NewIndex(self._directory, map_bytes)
         except (lmdb.Error, OSError) as error:
@@ -125,7 +125,7 @@ class IndexRebuild:
         return new
 
     def read(self) -> None:
-        """Read the old index, and change nothing."""
+        """Read the old index without changing anything."""
         self._read()
         self._tell_done()
 
@@ -163,7 +163,7 @@ class IndexRebuild:
                 self._shard.tell(Kind.NAMESPACE_FOUND, canonical, ordinal=ordinal, key_bytes=key_bytes)
 
     def _recover_blocks(self, prefix: bytes, key_size: int, value_size: int, records: list[Record]) -> None:
-        """Records of one namespace, all of one size."""
+        """Recover records of one namespace; all keys have one size, and all values."""
         ordinal = unpack_ordinal(prefix)
         canonical, key_bytes = self._found.get(ordinal, (b"", 0))
         if not key_bytes or key_size != ORDINAL_BYTES + key_bytes or value_size != VALUE_BYTES:
@@ -189,7 +189,10 @@ class IndexRebuild:
         return self._last_key < keys[0] and all(map(operator.lt, keys, itertools.islice(keys, 1, None)))
 
     def _select(self, records: list[Record], good: npt.NDArray[np.bool_]) -> list[int]:
-        """The rows whose guards are right; one that is not in order was met before, or lies on a page of the past."""
+        """-> the rows whose guards are right and whose keys ascend.
+
+        A record out of order was read before, or is on a page that is no longer part of the tree.
+        """
         last, rows = self._last_key, []
         for row in good.nonzero()[0].tolist():
             key = records[row][0]
@@ -209,7 +212,7 @@ def _check(canonical: bytes, key_bytes: int, records: list[Record]) -> tuple[Ent
 
 
 class Service:
-    """Applies what the shard sends, and commits."""
+    """Applies the shard's operations and commits them."""
 
     def __init__(self, index: NewIndex, shard: ShardSocket, namespaces: dict[int, bytes]) -> None:
         self._index = index
@@ -221,7 +224,7 @@ class Service:
         self._stop = False
 
     def run(self) -> None:
-        """Until the shard says stop or is gone; everything it sent is committed then."""
+        """Serve until the shard sends STOP or is gone. On return everything that it sent is committed."""
         try:
             while not self._stop:
                 wait_s = max(0.0, self._index.since + COMMIT_DELAY_S - time.monotonic()) if self._index.dirty else None
@@ -271,9 +274,10 @@ class Service:
 
 
 def run(directory: Path, shard: ShardSocket, mode: str, map_bytes: int) -> None:
-    """`recover`: tell what there is, then serve. `fresh`: forget it, then serve. `read`: tell, and change nothing."""
+    """Run in a mode. `recover`: send the old index to the shard, replace it, then serve. `fresh`: discard it, then
+    serve. `read`: send it, and change nothing."""
     if mode == "fresh":
-        (directory / INDEX / DATA_FILE).unlink(missing_ok=True)  # first: on a full disk, the new one takes its room
+        (directory / INDEX / DATA_FILE).unlink(missing_ok=True)  # first: on a full disk, the new one needs its space
         index = NewIndex(directory, map_bytes)
         index.replace_old()
         Service(index, shard, {}).run()
@@ -287,17 +291,17 @@ def run(directory: Path, shard: ShardSocket, mode: str, map_bytes: int) -> None:
 
 
 def _free_bytes(directory: Path) -> int:
-    """What may still be written there."""
+    """-> the bytes that an unprivileged process can still write to the file system of `directory`."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def main() -> None:
-    """Entry point of a keeper. Arguments: where the code lies, the shard's folder, the socket, the mode, map bytes, and
-    the level, name and form of its log."""
+    """Entry point of a keeper. Arguments: the folder of the code, the shard's folder, the socket's descriptor, the
+    mode, map bytes, and the level, name and format of the log."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the shard decides
+        signal.signal(number, signal.SIG_IGN)  # the shard decides when its keeper ends
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _, _, directory, fd, mode, map_bytes, *log = sys.argv
     logs.configure(*log)
@@ -305,11 +309,11 @@ def main() -> None:
     try:
         run(Path(directory), shard, mode, int(map_bytes))
     except ShardGone:
-        pass  # it was killed, or gave up; nobody is left to tell
+        pass  # the shard was killed, or has given this keeper up
     except (lmdb.Error, OSError) as error:
         sentence = f"the index of {directory} failed: {type(error).__name__}: {error}"
         free_bytes = _free_bytes(Path(directory))
-        if free_bytes < _NEARLY_FULL_BYTES:  # LMDB takes the first short write for an EIO
+        if free_bytes < _NEARLY_FULL_BYTES:  # LMDB reports the first short write as EIO
             sentence += f"; no space left: {free_bytes} bytes are free on this file system"
         with contextlib.suppress(ShardGone):
             shard.tell(Kind.FAILED, sentence.encode())

@@ -1,7 +1,7 @@
-"""What a shard and its keeper say to each other: framing, kinds, and the events a shard is given.
+"""The protocol between a shard and its keeper: framing, message kinds, and the events that the shard receives.
 
-A message is a fixed header and a payload of raw arrays. Both ends are of one build and one machine: there is no
-version, and nothing here guards against a hostile peer. A pure codec: no sockets, no clocks.
+A message is a fixed header and a payload of raw arrays. Both ends run the same build on the same machine, so the
+protocol has no version and does not guard against a hostile peer. A pure codec: no sockets, no clocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RECOVERED_MAX: Final = 8192  # entries in one `Recovered`
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kind of a message. The comments name the header fields that are in use, then the payload."""
 
     # to the keeper
     OPEN_NAMESPACE = 1  # ordinal, key bytes; canonical
@@ -33,15 +33,15 @@ class Kind(enum.IntEnum):
     STOP = 6
     # from the keeper
     NAMESPACE_FOUND = 65  # ordinal, key bytes; canonical
-    NAMESPACES_KNOWN = 66  # all that were found have been told
+    NAMESPACES_KNOWN = 66  # every NAMESPACE_FOUND has been sent
     RECOVERED = 67  # ordinal, key bytes, number of entries; keys, entries
     RECOVERY_DONE = 68  # counts, damage
     COMMITTED = 69  # number
-    FAILED = 70  # a sentence
+    FAILED = 70  # the reason, a sentence
 
 
 class Message(NamedTuple):
-    """A message, as it was framed."""
+    """One message: its header fields and its payload."""
 
     kind: Kind
     key_bytes: int
@@ -51,19 +51,19 @@ class Message(NamedTuple):
 
 
 def frame(kind: Kind, *payload: bytes, key_bytes: int = 0, ordinal: int = 0, number: int = 0) -> bytes:
-    """A message's bytes."""
+    """-> the bytes of a message."""
     size = sum(map(len, payload))
     return b"".join((HEADER.pack(size, kind, key_bytes, ordinal, number), *payload))
 
 
 class Inbox:
-    """Makes messages of the pieces a stream arrives in."""
+    """Assembles messages from the pieces in which a byte stream arrives."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Take a piece. -> the messages it completed. Exhaust the iterator before the next piece."""
+        """Add a piece. -> the messages that it completes. Exhaust the iterator before adding the next piece."""
         buffer = self._data
         buffer += data
         at = 0
@@ -78,12 +78,12 @@ class Inbox:
         del buffer[:at]
 
 
-# ---- what a shard is told ----------------------------------------------------------------------------------------
+# ---- events for the shard ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NamespaceFound:
-    """The old index knows a namespace. Comes before its `Recovered`."""
+    """The old index has this namespace. This event comes before the namespace's `Recovered` events."""
 
     ordinal: int
     canonical: bytes
@@ -92,7 +92,7 @@ class NamespaceFound:
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """Entries of the old index whose guards are right, at most `RECOVERED_MAX`, in the order of their keys."""
+    """Entries of the old index whose guards are right: at most `RECOVERED_MAX`, in key order."""
 
     ordinal: int
     keys: bytes
@@ -101,7 +101,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class RecoveryDone:
-    """The old index was read; `damage` says what kept it from being read to its end, if anything did."""
+    """Reading the old index has ended. `damage` says what prevented reading it to its end; empty: nothing did."""
 
     entries: int
     bad_entries: int
@@ -110,14 +110,14 @@ class RecoveryDone:
 
 @dataclass(frozen=True)
 class Committed:
-    """Every operation up to this sequence number will be found after a crash."""
+    """Every operation up to this sequence number survives a crash."""
 
     sequence: int
 
 
 @dataclass(frozen=True)
 class KeeperFailed:
-    """The keeper has ended, and says why. Nothing comes after this; what was told before is true."""
+    """The keeper has ended; `message` says why. This is the last event; all events before it remain valid."""
 
     message: str
 
@@ -126,7 +126,7 @@ Event: TypeAlias = NamespaceFound | Recovered | RecoveryDone | Committed | Keepe
 
 
 def event_of(message: Message) -> Event:
-    """What a message of the keeper's tells."""
+    """-> the event that a message from the keeper carries."""
     kind, key_bytes, ordinal, number, payload = message
     if kind == Kind.RECOVERED:
         keys = payload[: number * key_bytes]

@@ -1,8 +1,8 @@
-"""After a restart: blocks that an earlier run left on disk count again, and the hottest come back to memory.
+"""Recovery after a restart: restores blocks of an earlier run to the disk index, then loads the hottest into memory.
 
-The keeper sends entries in key order, and the index wants them by recency. So they are collected, sorted, and put into
-the index some thousands a turn of the loop; clients are served meanwhile. An entry that cannot be used (its segment's
-file is gone, its place is taken, its block has expired) is forgotten: its block is a miss.
+The keeper sends entries in key order, but the index must get them in order of recency. So entries are collected,
+sorted, and put into the index some thousands a turn of the loop; clients are served meanwhile. An entry that cannot be
+used (its segment's file is gone, its place is taken, its block has expired) is deleted: its block is a miss.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvstore.wire import WireError
 log = logging.getLogger("kvstore.disk")
 
 ROWS_A_TURN: Final = 16384
-WARM_START_BYTES: Final = 8 << 20  # read at a time, while nothing else is
+WARM_START_BYTES: Final = 8 << 20  # read at a time, while no other read is in flight
 
 
 class _OldNamespace:
-    """What the old index says of one namespace."""
+    """The entries of one namespace in the old index."""
 
     def __init__(self, member: DiskBlocks | None, ordinal: int, canonical: bytes, key_bytes: int) -> None:
         self.member = member  # None: this shard cannot hold it
@@ -38,13 +38,13 @@ class _OldNamespace:
         self.canonical = canonical
         self.key_bytes = key_bytes
         self.pieces: list[Recovered] = []
-        self.ordinals: dict[int, int] = {}  # segment -> the index's ordinal; -1: it could not be had
+        self.ordinals: dict[int, int] = {}  # segment -> its ordinal in the index; -1: it could not be claimed
         self.next = 0
         self.keys: npt.NDArray[np.uint8] = np.zeros((0, key_bytes), dtype=np.uint8)
         self.entries: Entries = np.zeros(0, dtype=ENTRY)
 
     def sort(self) -> None:
-        """All pieces as one, the least recently used first."""
+        """Join all pieces, the least recently used entry first."""
         if self.pieces:
             self.entries = np.concatenate([piece.entries for piece in self.pieces])
             self.keys = np.frombuffer(b"".join(piece.keys for piece in self.pieces), dtype=np.uint8)
@@ -55,19 +55,19 @@ class _OldNamespace:
 
 
 class Recovery:
-    """The old index on its way into this run's. The loop's thread."""
+    """Moves the entries of the old index into the index in memory. Used by the loop's thread only."""
 
     def __init__(self, volume: Volume) -> None:
         self._volume = volume
         self._found: dict[int, _OldNamespace] = {}
-        self.ready = False  # all was told
+        self.ready = False  # all entries have arrived
         self.started = time.monotonic()
-        self.rewrite = False  # the keeper began anew and knows nothing: tell it
+        self.rewrite = False  # a fresh keeper with an empty index was started: send it the recovered entries
         self.blocks = self.lost = 0
-        self.refused = ""  # why a namespace could not be had
+        self.refused = ""  # why the store refused a namespace, the first reason
 
     def found(self, event: NamespaceFound) -> None:
-        """The old index knows a namespace."""
+        """The old index has this namespace: open it in the store."""
         member = None
         try:
             member = self._volume.store.open(event.canonical, event.key_bytes).disk
@@ -76,11 +76,11 @@ class Recovery:
         self._found[event.ordinal] = _OldNamespace(member, event.ordinal, event.canonical, event.key_bytes)
 
     def add(self, event: Recovered) -> None:
-        """Entries of the old index."""
+        """Collect entries of the old index."""
         self._found[event.ordinal].pieces.append(event)
 
     def complete(self) -> None:
-        """Nothing more comes: sort what there is."""
+        """No more entries will come: sort those that have."""
         self.ready = True
         for found in self._found.values():
             found.sort()
@@ -88,7 +88,7 @@ class Recovery:
                 self._volume.store.skip_ticks(int(found.entries["tick"][-1]))
 
     def step(self) -> bool:
-        """Put the next rows in. -> whether all are in."""
+        """Put the next rows into the index. -> whether all rows are in it."""
         if not self.ready:
             return False
         for found in self._found.values():
@@ -103,7 +103,7 @@ class Recovery:
         return True
 
     def _tell(self, member: DiskBlocks) -> None:
-        """A keeper that knows nothing is told what was recovered."""
+        """Send recovered entries to a fresh keeper."""
         slots = member.index.ready_slots()
         for at in range(0, len(slots), ROWS_A_TURN):
             some = slots[at : at + ROWS_A_TURN]
@@ -149,7 +149,7 @@ class Recovery:
 
 
 class WarmStart:
-    """The most recently used blocks of an earlier run, on their way to memory while nobody else reads."""
+    """Loads the most recently used blocks of an earlier run into memory while no other read is in flight."""
 
     def __init__(self, volume: Volume, fetching: Fetching) -> None:
         self._volume = volume
@@ -157,10 +157,11 @@ class WarmStart:
         self._wanted = self._choose()
 
     def _choose(self) -> list[tuple[NamespaceStore, Slots]]:
-        """As many of the hottest blocks as memory has free segments for, the hottest last."""
+        """-> as many of the hottest blocks as fit the free segments of memory, the hottest last."""
         store = self._volume.store
         room_bytes = store.arena.free * store.arena.segment_bytes
-        blocks: list[tuple[int, int, NamespaceStore, Slots]] = []  # by run of blocks of one namespace: ticks and slots
+        # Runs of blocks of one namespace: the run's newest tick, its number, the namespace and the slots.
+        blocks: list[tuple[int, int, NamespaceStore, Slots]] = []
         for namespace in store:
             if namespace.disk is None or not namespace.disk.index.ready:
                 continue
@@ -180,7 +181,7 @@ class WarmStart:
         return wanted[::-1]
 
     def pump(self, now: float) -> bool:
-        """Fetch the next blocks if the disk has nothing to read. -> whether it is done."""
+        """Fetch the next blocks if no read is in flight. -> whether the warm start is complete."""
         if self._fetching.in_flight_bytes:
             return False
         if not self._wanted or not self._volume.store.arena.free:

@@ -1,7 +1,8 @@
 """The scrubber: reads the blocks on disk one after the other, and drops damaged ones.
 
-It works in the background at the rate that the operator sets (`--scrub-mbps`), pass after pass. `kvstore verify` asks
-for one pass as fast as the disk allows beside the clients' reads. One read is in flight at a time.
+It works in the background, pass after pass, at the rate that the operator sets (`--scrub-mbps`). `kvstore verify
+--endpoint` requests one pass that runs as fast as the disk allows beside the clients' reads. One read is in flight at a
+time.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ BATCH_BYTES: Final = 4 << 20
 
 
 class Scrubbing:
-    """Passes over all blocks on disk. The loop's thread."""
+    """Passes over all blocks on disk. Used by the loop's thread only."""
 
     def __init__(self, volume: Volume, fetching: Fetching, bytes_per_s: int) -> None:
         self._volume = volume
         self._fetching = fetching
         self._bytes_per_s = bytes_per_s
-        self._rest: list[tuple[DiskBlocks, Slots]] | None = None  # of this pass; None: none is under way
+        self._rest: list[tuple[DiskBlocks, Slots]] | None = None  # not yet read in this pass; None: no pass is running
         self._scratch: mmap.mmap | None = None
         self._next_at = 0.0
         self._reading = False
@@ -42,21 +43,21 @@ class Scrubbing:
 
     @property
     def running(self) -> bool:
-        """A pass is under way."""
+        """Whether a pass is in progress."""
         return self._rest is not None
 
     def ask(self) -> int:
-        """Make one pass now, at full speed, or let one that was asked for go on.
+        """Make one complete pass now, at full speed; a requested pass that is in progress goes on instead.
 
-        -> how many passes there will have been when it is complete.
+        -> the value that `passes` will have when that pass is complete.
         """
         if not self._asked:
             self._asked = True
-            self._rest = None  # a whole one, from the beginning
+            self._rest = None  # start again, so that the pass is complete
         return self.passes + 1
 
     def pump(self, now: float) -> None:
-        """Read the next blocks, if it is time."""
+        """Start to read the next blocks if they are due. `now`: monotonic seconds."""
         if self._reading or not (self._asked or self._bytes_per_s) or (now < self._next_at and not self._asked):
             return
         if self._rest is None:
@@ -68,7 +69,7 @@ class Scrubbing:
                 self._rest.append((member, slots[count:]))
             slots = slots[:count]
             slots = slots[member.index.states_of(slots) == BlockIndex.READY]
-            # One file a call, and nothing but neighbours matter to speed here: the batch's first segment.
+            # A read is of one file: take the rows of the batch's first segment and put the others back.
             for segment, rows in member.by_segment(slots):
                 if len(rows) < len(slots):
                     self._rest.append((member, np.delete(slots, rows)))
@@ -78,18 +79,16 @@ class Scrubbing:
 
     def _read(self, member: DiskBlocks, segment: int, slots: Slots, now: float) -> None:
         volume, size = self._volume, member.block_bytes
-        fd = volume.open_file(segment, member.block_bytes)
-        if fd is None:
-            return
         if self._scratch is None or len(self._scratch) < len(slots) * size:
             self._scratch = mmap.mmap(-1, max(BATCH_BYTES, len(slots) * size))
         self._reading = True
         self._next_at = now + len(slots) * size / self._bytes_per_s if self._bytes_per_s else now
         member.index.acquire_slot(slots)
         volume.background.submit(
-            partial(
+            volume.job(
+                segment,
+                size,
                 read_blocks,
-                fd,
                 self._scratch,
                 np.arange(len(slots), dtype=np.int64) * size,
                 member.file_offsets(slots),

@@ -1,14 +1,15 @@
 """Segment files: where blocks lie on disk.
 
-A file a segment, all of equal size, preallocated, addressed by slot, with no header: what lies where is the index's
-knowledge, and a block's checksum says whether it is there. Space is bounded by the number of files; a file once made
-stays and is used again.
+Each segment is one file. All files have equal size, are preallocated and divided into slots, and have no header: only
+the index knows which block is in which slot, and the block's checksum tells whether it is really there. The number of
+files bounds the space; a file stays once it is made, and is used again.
 
-Blocks of 64 KiB and more whose size is a multiple of 4 KiB bypass the page cache (O_DIRECT, where the file system has
-it): the memory they would be cached in twice is the arena's, and reads do not depend on what else the machine did.
-Smaller ones need the kernel's read-ahead and its merging of writes.
+Blocks of 64 KiB and more whose size is a multiple of 4 KiB bypass the page cache (O_DIRECT, where the file system
+supports it): the page cache would keep a second copy of the arena's blocks and take its memory, and reads would depend
+on what else the machine does. Smaller blocks need the kernel's read-ahead and its merging of writes.
 
-Threads: all methods belong to the shard's loop; descriptors may be read and written by any thread.
+Threads: `open_file` may be called on any thread. It makes the file when the segment has none yet, which can take as
+long as the disk likes; the other methods are the shard's loop's, and those that it calls while it serves touch no file.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Final
 
 from kvstore.disk.format import SEGMENT_SUFFIX, SEGMENTS, segment_path
 
-DIRECT_BYTES: Final = 4096  # what O_DIRECT wants sizes, offsets and addresses to be multiples of
+DIRECT_BYTES: Final = 4096  # O_DIRECT requires sizes, offsets and addresses that are multiples of this
 MIN_DIRECT_BYTES: Final = 64 << 10
-CORRUPT: Final = -1  # what `read_blocks` says of a block whose bytes are not those of its checksum
+CORRUPT: Final = -1  # the status that `read_blocks` gives a block whose bytes do not match its checksum
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -35,30 +37,35 @@ def bypasses_page_cache(block_bytes: int) -> bool:
 
 
 def open_segment(path: Path, flags: int, direct: bool) -> int:
-    """A descriptor of a segment's file, with O_DIRECT if `direct` and the file system has it. Raises `OSError`."""
+    """-> a descriptor of a segment's file, with O_DIRECT if `direct` and the file system supports it.
+
+    Raises `OSError`.
+    """
     if direct:
         try:
             return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system without it
+            if error.errno != errno.EINVAL:  # EINVAL: the file system does not support O_DIRECT
                 raise
     return os.open(path, flags | os.O_CLOEXEC)
 
 
 class SegmentFiles:
-    """Up to `segments` files of `segment_bytes` in a shard's folder. Every method may raise OSError."""
+    """Up to `segments` files of `segment_bytes` in a shard's folder. Methods that touch files may raise OSError."""
 
     def __init__(self, shard_directory: Path, segment_bytes: int, segments: int) -> None:
         self.segment_bytes = segment_bytes
         self._limit = segments
         self._shard_directory = shard_directory
         self._taken: set[int] = set()
-        self._free = list(range(segments - 1, -1, -1))  # a stack, the lowest first; some of them may be taken
+        self._free = list(range(segments - 1, -1, -1))  # a stack, the lowest first; it may hold claimed segments, too
         self._files: dict[tuple[int, bool], int] = {}
-        self._made: set[int] = set()
+        self._made: set[int] = set()  # segments whose file exists or is made by the first write
+        self._found: set[int] = set()  # segments whose file exists
+        self._locks: dict[int, threading.Lock] = {}  # by segment, for its file
 
     def open(self) -> None:
-        """Find the files that are there; those beyond the limit, which was higher once, are removed."""
+        """Find the existing files. Remove files of another size, and files beyond the limit, which was higher once."""
         directory = self._shard_directory / SEGMENTS
         directory.mkdir(exist_ok=True)
         for path in directory.glob(f"*{SEGMENT_SUFFIX}"):
@@ -66,56 +73,58 @@ class SegmentFiles:
                 continue
             if int(path.stem) < self._limit and path.stat().st_size == self.segment_bytes:
                 self._made.add(int(path.stem))
+                self._found.add(int(path.stem))
             else:
                 path.unlink()
 
     @property
     def segments(self) -> int:
-        """How many there may be."""
+        """The most segments that there may be."""
         return self._limit
 
     @property
     def free(self) -> int:
-        """Segments that belong to no namespace."""
+        """How many segments belong to no namespace."""
         return self._limit - len(self._taken)
 
     @property
     def made(self) -> int:
-        """How many files there are."""
+        """How many files exist, or will with the writes in progress."""
         return len(self._made)
 
     @property
     def used_bytes(self) -> int:
-        """What the files take on disk."""
+        """The bytes of all files."""
         return len(self._made) * self.segment_bytes
 
     def take(self) -> int | None:
-        """The number of a free segment, whose file now exists; None when no segment is free."""
+        """Take a free segment. -> its number; None when no segment is free."""
         while self._free:
             segment = self._free.pop()
             if segment not in self._taken:
-                self._make(segment)
+                self._made.add(segment)
                 self._taken.add(segment)
                 return segment
         return None
 
     def claim(self, segment: int) -> bool:
-        """Take a certain segment, of which blocks are known; False: there is no such file, or it is taken."""
+        """Take a given segment, which has blocks of an earlier run. -> False when it has no file or is taken."""
         if segment not in self._made or segment in self._taken:
             return False
         self._taken.add(segment)
         return True
 
     def give_back(self, segment: int) -> None:
-        """Return a segment none of whose bytes anybody reads or writes any more."""
+        """Return a segment. No read or write of it may be in progress."""
         self._taken.remove(segment)
         self._free.append(segment)
 
     def remove_one(self) -> bool:
-        """Remove the file of a segment that no namespace holds; False when there is no such file."""
+        """Remove the file of one segment that no namespace holds. -> False when there is no such file."""
         for segment in self._made - self._taken:
-            self._path(segment).unlink()
+            self._path(segment).unlink(missing_ok=True)
             self._made.remove(segment)
+            self._found.discard(segment)
             for direct in (False, True):
                 if (segment, direct) in self._files:
                     os.close(self._files.pop((segment, direct)))
@@ -123,19 +132,25 @@ class SegmentFiles:
         return False
 
     def open_file(self, segment: int, direct: bool) -> int:
-        """A descriptor of a segment's file, kept open; `direct`: past the page cache where that is possible."""
+        """-> a descriptor of a segment's file, which stays open. `direct`: bypass the page cache where possible.
+
+        Any thread. Blocks while the file is made or opened. Raises `OSError`.
+        """
         found = self._files.get((segment, direct))
         if found is None:
-            found = self._files[segment, direct] = open_segment(self._path(segment), os.O_RDWR, direct)
+            with self._locks.setdefault(segment, threading.Lock()):
+                if segment not in self._found:
+                    self._make(segment)
+                found = self._files.get((segment, direct))
+                if found is None:
+                    found = self._files[segment, direct] = open_segment(self._path(segment), os.O_RDWR, direct)
         return found
 
     def _make(self, segment: int) -> None:
-        if segment in self._made:
-            return
         path = self._path(segment)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # Not posix_fallocate, which writes every page itself where the file system cannot allocate.
+            # Not posix_fallocate, which writes to every page where the file system cannot preallocate.
             if _libc.fallocate(fd, 0, 0, self.segment_bytes) != 0:
                 code = ctypes.get_errno()
                 if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -144,10 +159,10 @@ class SegmentFiles:
                 os.ftruncate(fd, self.segment_bytes)
         finally:
             os.close(fd)
-        self._made.add(segment)
+        self._found.add(segment)
 
     def sync(self) -> None:
-        """Blocking: see that what was written is on the device."""
+        """Blocks until all data written to open files is on the device."""
         for fd in list(self._files.values()):
             os.fdatasync(fd)
 

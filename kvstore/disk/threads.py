@@ -1,7 +1,7 @@
-"""The threads that wait for the disk, so that the shard's loop never does.
+"""Thread pools that wait for the disk, so that the shard's loop never does.
 
-A job is a function that may block, and releases the GIL where it does. When it has returned, its completion runs on
-the loop. Jobs of one pool begin in the order in which they were given.
+A job is a function that may block; while it blocks it must not hold the GIL. After the job has returned, its completion
+runs on the loop. The jobs of one pool start in the order in which they were submitted.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ log = logging.getLogger(__name__)
 
 
 class Completions:
-    """What came back from all pools: the loop polls `fileno` and calls `run`."""
+    """The completions of finished jobs of all pools. The loop polls `fileno` and calls `run`."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._finished: deque[Callable[[], None]] = deque()
 
     def fileno(self) -> int:
-        """Readable when there is something to `run`."""
+        """An eventfd that is readable when a completion waits for `run`."""
         return self._fd
 
     def add(self, call: Callable[[], None]) -> None:
-        """From any thread: run this on the loop."""
+        """Have the loop run `call`. Any thread may call this."""
         self._finished.append(call)
         os.eventfd_write(self._fd, 1)
 
     def run(self) -> None:
-        """On the loop: do what follows the jobs that have ended."""
+        """Run all waiting completions. Only the loop's thread calls this."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
@@ -48,7 +48,7 @@ class Completions:
 
 
 class Pool:
-    """Threads that take jobs in order."""
+    """A fixed number of threads that take jobs in order."""
 
     def __init__(self, name: str, threads: int, completions: Completions) -> None:
         self._completions = completions
@@ -62,14 +62,14 @@ class Pool:
             thread.start()
 
     def submit(self, work: Callable[[], T], done: Callable[[T | OSError], None]) -> None:
-        """`work` runs on a thread; `done`, on the loop, is given its result or the OSError it raised."""
+        """Run `work` on a thread, then `done` on the loop with its result or the OSError that it raised."""
 
         def job() -> Callable[[], None]:
             try:
                 result: T | OSError = work()
             except OSError as error:
                 result = error
-            except Exception:  # a defect of ours must cost the disk tier, not a thread and what it held
+            except Exception:  # a bug must turn the disk tier off, not end the thread and leak the slots of its job
                 log.exception("disk: internal error")
                 result = OSError(errno.EIO, "internal error, see the log")
             return lambda: done(result)
@@ -77,11 +77,11 @@ class Pool:
         self._jobs.put(job)
 
     def stalled(self, now: float, limit_s: float) -> bool:
-        """A job has been under way for longer than that."""
+        """Whether a job has been running for longer than `limit_s`. `now`: monotonic seconds."""
         return any(now - began > limit_s for began in list(self._began.values()))
 
     def close(self) -> None:
-        """Blocking: all jobs are done, the threads gone."""
+        """Blocks until all jobs have run and the threads have ended."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

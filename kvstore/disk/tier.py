@@ -1,11 +1,11 @@
-"""The disk tier of one shard: what it does with its volume, turn by turn of the loop.
+"""The disk tier of one shard: drives its volume, writes, reads and scrubber, one turn of the loop at a time.
 
-A tier is *recovering* until the keeper has sent all of the old index and the new index holds it. Until then it writes
-nothing, and answers for the entries that it has. Then it is *on*: it reads blocks that clients want, writes dirty
-blocks, scrubs, and brings the hottest blocks of an earlier run to memory. When the volume fails the tier is *off*, for
-good: the shard serves from memory.
+A tier is *recovering* until the keeper has sent the whole old index and the index in memory holds it. Until then the
+tier writes no blocks, and serves the entries that it already has. Then it is *on*: it reads blocks that clients want,
+writes dirty blocks, scrubs, and loads the hottest blocks of an earlier run into memory. When the volume fails, the tier
+is *off* until the process ends, and the shard serves from memory.
 
-One thread, the shard's loop, uses all of this. Only `close` blocks.
+Only the thread of the shard's loop uses this module. Only the constructor, which locks the folder, and `close` block.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore.disk")
 
-RECENCY_S: Final = 60.0  # how often the persistent index learns what was used
+RECENCY_S: Final = 60.0  # how often the recency of used blocks is written to the persistent index
 RECENCY_BATCH: Final = 8192
 KEEPER_STOP_S: Final = 60.0
 
 
 class DiskTier:
-    """One shard's blocks on disk. It makes itself known to `store`."""
+    """One shard's disk tier. The constructor sets `store.disk`, takes the shard's folder and starts the keeper."""
 
     def __init__(self, store: Store, config: DiskConfig, poll: select.epoll) -> None:
         self.volume = volume = Volume(store, config, poll, self._on_failure)
@@ -61,7 +61,7 @@ class DiskTier:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def on_event(self, fd: int, event: int) -> bool:
-        """Whether the event was this tier's, and then it is dealt with."""
+        """Handle an event of the loop's epoll. -> False when `fd` does not belong to this tier."""
         if fd == self.volume.completions.fileno():
             self.volume.completions.run()
             return True
@@ -75,7 +75,11 @@ class DiskTier:
         return True
 
     def pump(self, now: float, quiet_since: float, hurry: bool) -> None:
-        """Begin what there is to do: once a turn of the loop. `hurry`: clients are gone, do not wait."""
+        """Start the work that is due; called once a turn of the loop.
+
+        now, quiet_since: monotonic seconds; clients have moved hardly any payload since `quiet_since`. hurry: no client
+        is connected any more, so write without waiting for a quiet moment.
+        """
         if self._recovery is not None and self._recovery.step():
             self._turn_on(self._recovery)
         if not self.volume.on:
@@ -98,12 +102,12 @@ class DiskTier:
 
     @property
     def working(self) -> bool:
-        """There is work that waits for its time: the loop must look at it often."""
+        """Work is pending that is started by time: the loop must call `pump` often."""
         return not self.writing.idle or self._warm_start is not None or self.scrubbing.running
 
     @property
     def restless(self) -> bool:
-        """There is work that no event announces: the loop must not sleep."""
+        """Work is pending that no event announces: the loop must not sleep."""
         return self._recovery is not None and self._recovery.ready
 
     def _on_keeper(self, event: Event) -> None:
@@ -151,7 +155,7 @@ class DiskTier:
             self._warm_start = WarmStart(self.volume, self.fetching)
 
     def _record_recency(self, now: float) -> None:
-        """From time to time, tell the persistent index what was used since the last time."""
+        """Every `RECENCY_S`, record in the persistent index the blocks that were used since the last time."""
         if self._recency_rest:
             if self.volume.keeper.backlog_bytes:
                 return
@@ -178,7 +182,7 @@ class DiskTier:
         self.fetching.give_up()
 
     def finish(self, now: float) -> None:
-        """No client is left: what is only in memory goes to disk. `finished` says when it is there."""
+        """No client is left: start writing blocks that are only in memory. `finished` tells when they are written."""
         self._finishing = True
         if self.volume.on:
             self.writing.add_all(now)
@@ -187,12 +191,12 @@ class DiskTier:
 
     @property
     def finished(self) -> bool:
-        """Nothing is left to be written (or it cannot be)."""
+        """No block is left to write, or the tier is off and cannot write."""
         return self.volume.off or (self.volume.on and self.writing.idle)
 
     def close(self) -> None:
-        """Blocking: everything is on the device, the keeper and all threads gone."""
-        if not self.volume.off:  # a disk that failed may hold its threads for ever
+        """Blocks: stop all threads, flush all files to the device, stop the keeper."""
+        if not self.volume.off:  # threads may hang for ever in calls to a disk that failed
             for pool in (self.volume.reads, self.volume.writes, self.volume.background):
                 pool.close()
             self.volume.completions.run()
@@ -210,7 +214,7 @@ class DiskTier:
             self.volume.keeper.kill()
 
     def info(self) -> DiskInfo:
-        """What the tier holds and did."""
+        """The state and the counters of the tier."""
         fetching, writing, scrubbing = self.fetching, self.writing, self.scrubbing
         members = self.volume.members.members
         return DiskInfo(

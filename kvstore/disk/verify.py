@@ -1,8 +1,8 @@
 """Checks a disk tier that no server uses: every entry of its indexes, and every block against its checksum.
 
-Nothing is changed, so a folder on a read-only file system can be checked, too. A process of its own reads the index
-(`keeper.read_index`), because a damaged index can crash its reader; entries that it had read until then are checked
-all the same. Blocks are read in the order in which they lie, each file from its beginning.
+Nothing is changed, so a folder on a read-only file system can be checked, too. A separate process reads the index
+(`keeper.read_index`), because a damaged index can crash its reader; entries that it sent before a crash are checked
+nevertheless. A namespace's blocks are read in the order of their places, each file from its beginning.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class DamagedBlock(msgspec.Struct, frozen=True):
-    """A block that a reader would miss: its bytes are not those that were set, or cannot be read."""
+    """A block that would be a miss for clients: its bytes are not those that were set, or cannot be read."""
 
     shard: int
     namespace: str  # id, hexadecimal
@@ -57,7 +57,7 @@ class DamagedBlock(msgspec.Struct, frozen=True):
 
 
 class MissingSegment(msgspec.Struct, frozen=True):
-    """A segment file that the index names and that cannot be used, and how many blocks are lost with it."""
+    """A segment file that is in the index but cannot be used, and the number of blocks that are lost with it."""
 
     shard: int
     segment: int
@@ -66,18 +66,18 @@ class MissingSegment(msgspec.Struct, frozen=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
-    """What was found. `ok`: nothing is damaged."""
+    """The result of a check. `ok`: no damage was found."""
 
     ok: bool
     path: str
     shards: int
     blocks: int  # whose bytes were checked
     bytes: int
-    expired_blocks: int  # past their time, and not checked
+    expired_blocks: int  # not checked
     damaged: list[DamagedBlock]
     missing_segments: list[MissingSegment]
-    bad_entries: int  # of the index, whose guard failed
-    index_damage: list[str]  # what kept an index from being read to its end
+    bad_entries: int  # index entries whose guard failed
+    index_damage: list[str]  # what prevented reading an index to its end, or checking blocks in it
 
 
 @dataclass
@@ -99,7 +99,7 @@ class _Namespace:
 
 @dataclass
 class _Found:
-    """The report in the making."""
+    """The findings so far."""
 
     blocks: int = 0
     bytes: int = 0
@@ -111,9 +111,10 @@ class _Found:
 
 
 def verify(path: Path, progress: Progress) -> VerifyReport:
-    """Check the disk tier in the folder `path`. Blocks for as long as reading all of it takes.
+    """Check the disk tier in the folder `path`. Blocks until all of it is read.
 
-    Raises `DiskFormatError`: no disk tier this release knows, no right to read it, or a server is using it.
+    progress: called with the bytes checked so far and in all. Raises `DiskFormatError` when `path` is not a disk tier
+    of this format version, cannot be read, or is in use by a server.
     """
     layout = _find(path)
     found = _Found()
@@ -161,10 +162,10 @@ def _find(path: Path) -> Layout:
 
 @contextmanager
 def _unused(directory: Path) -> Iterator[None]:
-    """No server uses a shard's folder meanwhile. Raises `DiskFormatError` when one does."""
+    """Keep servers from using a shard's folder meanwhile. Raises `DiskFormatError` when a server is using it."""
     try:
         fd = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # a server makes it, and leaves it: there was none since it was removed
+    except FileNotFoundError:  # a server makes the file and never removes it: without the file no server is running
         yield
         return
     except OSError as error:
@@ -202,7 +203,7 @@ def _read_index(layout: Layout, shard: int, found: _Found) -> list[_Namespace]:
 
 
 def _namespace(shard: int, event: NamespaceFound, pieces: list[Recovered], found: _Found) -> _Namespace | None:
-    """A namespace's entries in the order in which their blocks lie, without those that have expired."""
+    """-> a namespace's entries that have not expired, by segment and place; None when the namespace is unreadable."""
     entries = np.concatenate([piece.entries for piece in pieces])
     keys = np.frombuffer(b"".join([piece.keys for piece in pieces]), dtype=np.uint8).reshape(-1, event.key_bytes)
     name = namespace_id(event.canonical).hex()
@@ -224,7 +225,7 @@ def _namespace(shard: int, event: NamespaceFound, pieces: list[Recovered], found
 
 
 def _check_namespace(layout: Layout, namespace: _Namespace, found: _Found) -> Iterator[int]:
-    """Yields how many bytes were dealt with, piece by piece."""
+    """Check a namespace's blocks. Yields, piece by piece, the number of bytes that were checked or are missing."""
     segments = namespace.entries["segment"]
     for segment in np.unique(segments).tolist():
         start, end = np.searchsorted(segments, [segment, segment + 1]).tolist()
@@ -242,7 +243,7 @@ def _check_namespace(layout: Layout, namespace: _Namespace, found: _Found) -> It
 
 
 def _open(layout: Layout, namespace: _Namespace, segment: int) -> int:
-    """As the tier opens it, to read. Raises OSError, also for a file that the tier would not use."""
+    """Open a segment to read, as the tier does. Raises OSError, also for a file that the tier would not use."""
     path = segment_path(layout.shard_directory(namespace.shard), segment)
     size = path.stat().st_size
     if size != layout.segment_bytes:

@@ -1,10 +1,10 @@
-"""The disk of one shard, as all parts of its tier use it: files, threads, the index's keeper, and whether it works.
+"""The disk of one shard, shared by all parts of its tier: files, thread pools, the keeper of the index, and the state.
 
-Data and index need no order on disk: an entry whose bytes are not there fails its checksum and is a miss. Deleted and
-replaced blocks must not come back: the reply to such a request waits until the keeper has committed it
-(`after_removals`). Any error of the disk turns the volume off, for good.
+Blocks and index entries may reach the disk in any order: a block whose bytes are missing fails its checksum and is a
+miss. Deleted and replaced blocks must not come back: the reply to such a request waits until the keeper has committed
+the removal (`after_removals`). Any error of the disk turns the volume off until the process ends.
 
-One thread, the shard's loop, uses all of this.
+Only the thread of the shard's loop uses this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,23 +41,28 @@ READ_THREADS: Final = 4
 WRITE_THREADS: Final = 2
 MIN_MAP_BYTES: Final = 16 << 20
 STALL_S: Final = 30.0
-# What the persistent index takes on disk, at most: of an entry, and of an empty one. An entry is its key, 50 bytes and
-# a node's header; pages are half full at worst, and a commit copies pages before the old ones are free.
+# The most that the persistent index takes on disk: `(key + ENTRY_BYTES) * INDEX_FACTOR` an entry, and
+# `EMPTY_INDEX_BYTES`. An entry is its key, 50 bytes and a node's header. The factor is for pages that are half full at
+# worst, and for commits, which copy pages before the old ones are free.
 ENTRY_BYTES: Final = 66
 INDEX_FACTOR: Final = 6
 EMPTY_INDEX_BYTES: Final = 1 << 20
-# Blocks so small that a segment would have more slots leave its rest empty: a segment's index comes as a whole.
+# With very small blocks the rest of a segment stays empty, because the index grows by a whole segment's slots at once.
 MAX_SEGMENT_SLOTS: Final = 1 << 19
-MAX_SEGMENT_INDEX_SHARE: Final = 1 / 16  # of the limit
+MAX_SEGMENT_INDEX_SHARE: Final = 1 / 16  # of the limit, for one segment's part of the persistent index
 
 
 def _entry_bytes(key_bytes: int) -> int:
-    """What a slot may take in the persistent index."""
+    """-> the most that a slot takes in the persistent index."""
     return (key_bytes + ENTRY_BYTES) * INDEX_FACTOR
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class DiskState(enum.Enum):
-    """Whether the tier answers."""
+    """The state of a disk tier; the module docstring of `tier` describes the states."""
 
     RECOVERING = "recovering"
     ON = "on"
@@ -65,7 +70,7 @@ class DiskState(enum.Enum):
 
 
 class Volume:
-    """One shard's folder. To be taken (`take`) before anything else.
+    """One shard's folder. Call `take` before any other method.
 
     on_failure: called once, when the volume has turned itself off.
     """
@@ -85,11 +90,14 @@ class Volume:
         self.background = Pool("disk-scrub", 1, self.completions)
         self._poll = poll
         self._poll.register(self.completions.fileno(), select.EPOLLIN)
-        self._removed_early: list[tuple[DiskBlocks, bytes]] = []  # while recovering
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # for a commit, by sequence
-        self._waiting_early: list[Callable[[], None]] = []  # while recovering
-        self._waiting_discard: list[Callable[[], None]] = []  # for the end of an index that can be changed no more
-        self._removal = self._committed = self._sequence = 0  # of the keeper's operations
+        self._removed_early: list[tuple[DiskBlocks, bytes]] = []  # keys removed while recovering
+        # Calls of `after_removals` that wait: for the commit of a sequence number, for the end of recovery, and for the
+        # removal of an index that can no longer be changed.
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._waiting_early: list[Callable[[], None]] = []
+        self._waiting_discard: list[Callable[[], None]] = []
+        # Sequence numbers of the keeper's operations: of the last removal, the last committed and the last sent one.
+        self._removal = self._committed = self._sequence = 0
         self._uncommitted_since: float | None = None
         self._clock_offset = time.time() - time.monotonic()
         self._index_discarded = False
@@ -97,7 +105,7 @@ class Volume:
         self._keeper: Keeper | None = None
 
     def take(self) -> None:
-        """Take the folder and start its keeper, which tells what is there; without success the volume is off."""
+        """Lock the folder and start its keeper, which recovers the index. On failure the volume is off."""
         try:
             self._lock_fd = lock_shard(self.directory)
             self.segments.open()
@@ -106,7 +114,7 @@ class Volume:
             self.fail(error)
 
     def start_keeper(self, fresh: bool) -> None:
-        """`fresh`: it knows nothing, and no namespace has a number."""
+        """Start a keeper in place of the present one, if any. `fresh`: with an empty index, and without namespaces."""
         if self._keeper is not None:
             self._keeper.kill()
         self._committed = self._sequence = 0
@@ -116,16 +124,16 @@ class Volume:
 
     @property
     def keeper(self) -> Keeper:
-        """While the tier is not off."""
+        """The present keeper. Only valid while the tier is not off."""
         assert self._keeper is not None
         return self._keeper
 
     def watch_keeper(self) -> None:
-        """Have the loop told of what the keeper can take or tell."""
+        """Poll the keeper's socket for reading, and for writing while operations are queued."""
         self._poll.modify(self.keeper.fileno(), select.EPOLLIN | (select.EPOLLOUT if self.keeper.wants_write else 0))
 
     def turned_on(self) -> None:
-        """All of the old index is known: what was asked for meanwhile is done now."""
+        """Recovery is complete: do the removals that were requested during it."""
         self.state = DiskState.ON
         self._uncommitted_since = None
         for member in self.members.members:
@@ -145,7 +153,7 @@ class Volume:
 
     @property
     def recovering(self) -> bool:
-        """It is not known yet what is there."""
+        """The old index is not completely known yet."""
         return self.state is DiskState.RECOVERING
 
     @property
@@ -153,10 +161,10 @@ class Volume:
         """The disk has failed."""
         return self.state is DiskState.OFF
 
-    # ---- what the store asks -------------------------------------------------------------------------------------
+    # ---- calls of the store --------------------------------------------------------------------------------------
 
     def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskBlocks | None:
-        """A new namespace's place on disk; None when its blocks cannot be kept on disk."""
+        """-> an empty `DiskBlocks` for a new namespace; None when its blocks are larger than a segment."""
         if block_bytes > self.config.segment_bytes:
             log.warning(
                 "disk: blocks of %d bytes stay in memory: a segment on disk has %d bytes; use a larger --disk-size",
@@ -176,7 +184,7 @@ class Volume:
         return member
 
     def forget(self, member: DiskBlocks) -> None:
-        """The namespace is gone."""
+        """The namespace is gone: give its segments back, and have the keeper forget it."""
         self.members.remove(member)
         if self.on:
             member.remove_lapsed()
@@ -197,7 +205,7 @@ class Volume:
         return EMPTY_INDEX_BYTES + sum(index.slots * _entry_bytes(index.key_bytes) for index in indexes)
 
     def _shrink(self, now: float) -> None:
-        """The limit may have been higher when these files were made: give up what is used least."""
+        """Remove the least used segments while the files exceed the limit, which an earlier run may have had higher."""
         try:
             while self.segments.used_bytes + self._index_file_bytes() > self.config.limit_bytes:
                 if not self.segments.remove_one() and not self.members.shrink(now):
@@ -206,44 +214,46 @@ class Volume:
             self.fail(error)
 
     def make_room(self, member: DiskBlocks, wanted: int, now: float) -> None:
-        """See that `member` has `wanted` free slots on disk, as far as that goes."""
+        """Make `wanted` slots of `member` free on disk, as far as that is possible."""
         try:
             self.members.make_room(member, wanted, now)
         except OSError as error:
             self.fail(error)
 
-    def open_file(self, segment: int, block_bytes: int) -> int | None:
-        """A segment's descriptor, for blocks of a size; None: the disk has failed."""
-        try:
-            return self.segments.open_file(segment, bypasses_page_cache(block_bytes))
-        except OSError as error:
-            self.fail(error)
-            return None
+    def job(
+        self, segment: int, block_bytes: int, work: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], T]:
+        """-> a job for a pool: `work` with the descriptor of a segment's file, for blocks of `block_bytes`.
+
+        The job opens the file, and makes it if there is none: the loop waits for no disk.
+        """
+        direct = bypasses_page_cache(block_bytes)
+        return lambda: work(self.segments.open_file(segment, direct), *args, **kwargs)
 
     def _wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
-        """Monotonic times, 0 for never, as seconds of the wall clock."""
+        """Convert monotonic times to seconds of the wall clock. 0: never."""
         return np.where(expires > 0, np.ceil(expires + self._clock_offset), 0).astype(np.uint32)
 
     def monotonic(self, expires: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
-        """The reverse."""
+        """Convert seconds of the wall clock to monotonic times. 0: never."""
         return np.where(expires > 0, np.maximum(expires - self._clock_offset, 0.125), 0.0)
 
     # ---- the persistent index ------------------------------------------------------------------------------------
 
     def commit(self, member: DiskBlocks, slots: Slots, sums: npt.NDArray[np.uint64], tick: int, expires: float) -> None:
-        """Written slots are readable, and are recorded."""
-        member.remove_lapsed()  # they may have the same keys
+        """Make written slots readable, and record them in the persistent index."""
+        member.remove_lapsed()  # first, because lapsed blocks may have the same keys
         member.index.commit(slots, sums, tick, expires)
         self.record(member, slots)
 
     def record(self, member: DiskBlocks, slots: Slots) -> None:
-        """Blocks are on disk now, in these READY slots."""
+        """Send the entries of these READY slots to the keeper."""
         if not self.off and len(slots):
             keys = member.index.keys_of(slots)
             self._sent(self.keeper.put(self._ordinal(member), keys, self._entries(member, slots)))
 
     def _entries(self, member: DiskBlocks, slots: Slots) -> Entries:
-        """What the persistent index says of READY slots."""
+        """-> the entries of READY slots for the persistent index."""
         index = member.index
         entries = np.zeros(len(slots), dtype=ENTRY)
         ordinals, places = np.divmod(slots, index.slots_per_segment)
@@ -256,7 +266,7 @@ class Volume:
         return entries
 
     def _record_removed(self, member: DiskBlocks, keys: bytes) -> None:
-        """Blocks are on disk no longer."""
+        """Delete blocks from the persistent index; while recovering, note them for later."""
         if self.recovering and keys:
             self._removed_early.append((member, keys))
         elif self.on and keys:
@@ -272,7 +282,7 @@ class Volume:
         return self.keeper.open_namespace(member.canonical, member.index.key_bytes)
 
     def after_removals(self, call: Callable[[], None]) -> None:
-        """Call it once nothing that was deleted so far can come back, not even after a crash."""
+        """Call `call` once no block that was removed so far can come back, not even after a crash."""
         if self.recovering:
             self._waiting_early.append(call)
         elif self.on and self._removal > self._committed:
@@ -286,7 +296,10 @@ class Volume:
                 threading.Thread(target=self._discard_index, name="kvstore-disk-discard", daemon=True).start()
 
     def _discard_index(self) -> None:
-        """On a thread, for the disk may hang: the index can be changed no more, and says more than is true."""
+        """Remove the index, which still has deleted blocks and which no keeper can change any more.
+
+        Runs on a thread of its own, because the disk may hang.
+        """
         try:
             index = self.directory / INDEX
             for name in os.listdir(index):
@@ -306,7 +319,7 @@ class Volume:
             call()
 
     def committed(self, sequence: int) -> None:
-        """The keeper's operations up to this one outlive a crash."""
+        """The keeper has committed all operations up to this one: run the calls that waited for them."""
         self._committed = sequence
         self._uncommitted_since = None if sequence >= self._sequence else time.monotonic()
         while self._waiting and self._waiting[0][0] <= self._committed:
@@ -315,14 +328,14 @@ class Volume:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def check_progress(self, now: float) -> None:
-        """A disk that hangs has failed: what waits for it would wait for its deadline, request after request."""
+        """Turn the volume off when the disk hangs, so that requests do not wait for it until their deadlines."""
         if any(pool.stalled(now, STALL_S) for pool in (self.reads, self.writes, self.background)):
             self.fail(OSError(f"a read or write took longer than {STALL_S:g} s"))
         elif self._uncommitted_since is not None and now - self._uncommitted_since > STALL_S:
             self.fail(OSError(f"the index was not committed for {STALL_S:g} s"))
 
     def fail(self, error: OSError | DiskFormatError) -> None:
-        """The disk does not do its work: go on without it."""
+        """Turn the volume off because of `error`; the shard goes on without it. Later calls do nothing."""
         if self.off:
             return
         self.state = DiskState.OFF
@@ -333,7 +346,7 @@ class Volume:
             error,
         )
         if self._keeper is not None:
-            with contextlib.suppress(OSError, ValueError):  # it may have closed its socket itself
+            with contextlib.suppress(OSError, ValueError):  # the keeper's socket may be closed already
                 self._poll.unregister(self._keeper.fileno())
             self._keeper.kill()
         for member in self.members.members:
@@ -348,5 +361,5 @@ class Volume:
         self._on_failure()
 
     def fail_with(self, code: int) -> None:
-        """`fail` for an errno."""
+        """Call `fail` with the error of an errno."""
         self.fail(OSError(code, os.strerror(code)))

@@ -1,16 +1,16 @@
-"""From memory to disk, in the background: which blocks are written, when, and what happens when the disk is slow.
+"""Writes blocks from memory to disk in the background: which blocks, when, and what happens when the disk is slow.
 
 A block that waits to be written is *dirty*: its memory slot is referenced, so the block is not evicted before it is
 written. `--disk-write` decides which blocks become dirty:
 
-* `all`: every block that was set. Dirty blocks may fill half of the memory. Then the server reads no more from clients
+* `all`: every block that was set. Dirty blocks may fill half of the memory. Then the server stops reading from clients
   that set, until the disk has caught up, so that a slow disk never drops an acknowledged block.
-* `reused`: a block that was read again.
-* `evicted`: blocks that are about to be evicted. If the disk cannot keep up with what is set, they are evicted
+* `reused`: every block that was read again.
+* `evicted`: blocks that are about to be evicted. If the disk is slower than the clients set, these blocks are evicted
   unwritten; reads from disk wait for these writes.
 
 Writes wait for a quiet moment, because they slow down clients that set, even when they bypass the page cache. They do
-not wait for long, and not while many blocks are dirty. A clean stop writes what is only in memory.
+not wait for long, and not while many blocks are dirty. A clean stop writes the blocks that are only in memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvstore.store.tier import Slots
 WRITE_JOB_BYTES: Final = 4 << 20
 MAX_IN_FLIGHT_BYTES: Final = 32 << 20
 MAX_KEEPER_BACKLOG_BYTES: Final = 4 << 20
-QUIET_S: Final = 0.02  # no payload for so long: a good moment
-PATIENCE_S: Final = 1.0  # how long a dirty block waits for one
-HURRY_SHARE: Final = 0.25  # of memory is dirty: write at once, until nothing is
-BEHIND_SHARE: Final = 0.5  # of memory is dirty: clients wait
-CAUGHT_UP_SHARE: Final = 0.375
+QUIET_S: Final = 0.02  # no payload for so long makes a quiet moment
+PATIENCE_S: Final = 1.0  # how long a dirty block waits for a quiet moment
+HURRY_SHARE: Final = 0.25  # when this share of memory is dirty, write at once until no block waits
+BEHIND_SHARE: Final = 0.5  # when this share of memory is dirty, clients that set wait
+CAUGHT_UP_SHARE: Final = 0.375  # when no more than this share of memory is dirty, they wait no longer
 EVICTION_AHEAD_BLOCKS: Final = 64
 
 
@@ -46,35 +46,37 @@ class _Waiting(NamedTuple):
 
 
 class Writing:
-    """The dirty blocks of a shard. The loop's thread."""
+    """The dirty blocks of a shard, and their writes. Used by the loop's thread only."""
 
     def __init__(self, volume: Volume, policy: str) -> None:
         self._volume = volume
         self._policy = policy
         self._queue: deque[_Waiting] = deque()
-        self._again: list[_Waiting] = []  # an older version of these is being written
-        self._dirty: dict[NamespaceStore, set[int]] = {}  # slots
+        self._again: list[_Waiting] = []  # to queue again: an older version of these blocks is being written
+        self._dirty: dict[NamespaceStore, set[int]] = {}  # memory slots
         self._memory_bytes = volume.store.limit_bytes
         self.dirty_blocks = self.dirty_bytes = self.in_flight_bytes = 0
         self.blocks = self.bytes = self.skipped = 0
-        self._hurrying = False  # until nothing is left to be written
+        self._hurrying = False  # write at once until no block waits
         self.behind = False  # clients that set must wait
 
-    # ---- who becomes dirty ---------------------------------------------------------------------------------------
+    # ---- which blocks become dirty -------------------------------------------------------------------------------
 
     def was_set(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        """Blocks were set: they are READY in these slots."""
+        """Clients have set these blocks; their slots are READY."""
         if self._policy == "all":
             self._add(namespace, slots, now)
 
     def was_read(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
-        """Blocks were read by a client, out of memory."""
+        """A client has read these blocks from memory."""
         if self._policy == "reused":
             self._add_if_not_on_disk(namespace, slots, now)
 
     def saves_before(self, namespace: NamespaceStore, blocks: int, now: float) -> bool:
-        """Whether room for so many blocks would cost some that are to be written before they are evicted: that is done
-        now, and who asked waits."""
+        """With policy `evicted`: if room for `blocks` blocks requires evictions, write the next victims first.
+
+        -> True when writes are pending: the caller must wait for them.
+        """
         index, arena = namespace.memory.index, self._volume.store.arena
         short = blocks - index.free - arena.free * index.slots_per_segment
         if self._policy != "evicted" or short <= 0:
@@ -84,7 +86,10 @@ class Writing:
         return not self.idle
 
     def add_all(self, now: float) -> None:
-        """Everything that is only in memory, as much as the disk can hold; the coldest first, so that it goes first."""
+        """Make all blocks dirty that are only in memory, the hottest of them as far as the disk can hold them.
+
+        The coldest are written first, so they are also the first to be evicted from disk.
+        """
         room_bytes = self._volume.segments.segments * self._volume.segments.segment_bytes
         for namespace in self._volume.store:
             index = namespace.memory.index
@@ -119,7 +124,7 @@ class Writing:
         self.behind = not self._volume.off and self.dirty_bytes > self._memory_bytes * share
 
     def _clean(self, namespace: NamespaceStore, slots: Slots) -> None:
-        """These blocks wait no longer, written or not."""
+        """These blocks are no longer dirty, whether they were written or not."""
         namespace.memory.index.release(slots)
         dirty = self._dirty[namespace]
         dirty.difference_update(slots.tolist())
@@ -127,7 +132,7 @@ class Writing:
             del self._dirty[namespace]
         self._count(namespace, -len(slots))
 
-    # ---- when they are written -----------------------------------------------------------------------------------
+    # ---- when blocks are written ---------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
@@ -135,7 +140,7 @@ class Writing:
         return not self._queue and not self._again and not self.in_flight_bytes
 
     def pump(self, now: float, quiet_since: float, hurry: bool) -> None:
-        """Start the writes whose time has come."""
+        """Start the writes that are due. For the arguments see `DiskTier.pump`."""
         if self._policy == "evicted" and not self._volume.store.arena.free:
             self._add_next_victims(now)
         self._queue.extend(self._again)
@@ -162,7 +167,7 @@ class Writing:
     def _write(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         disk, index = namespace.disk, namespace.memory.index
         assert disk is not None
-        kept = index.states_of(slots) == BlockIndex.READY  # the others were deleted meanwhile
+        kept = index.states_of(slots) == BlockIndex.READY  # the other blocks were deleted since they became dirty
         self._clean(namespace, slots[~kept])
         slots = slots[kept]
         if not len(slots):
@@ -189,19 +194,15 @@ class Writing:
         self._clean(namespace, slots[(places < 0) & ~older])
         slots, places = slots[places >= 0], places[places >= 0]
         for segment, rows in disk.by_segment(places):
-            fd = volume.open_file(segment, disk.block_bytes)
-            if fd is None:
-                disk.index.abort(places[rows])
-                self._clean(namespace, slots[rows])
-            else:
-                self._submit(namespace, disk, fd, slots[rows], places[rows])
+            self._submit(namespace, disk, segment, slots[rows], places[rows])
 
-    def _submit(self, namespace: NamespaceStore, disk: DiskBlocks, fd: int, slots: Slots, places: Slots) -> None:
+    def _submit(self, namespace: NamespaceStore, disk: DiskBlocks, segment: int, slots: Slots, places: Slots) -> None:
         self.in_flight_bytes += len(slots) * namespace.block_bytes
         self._volume.writes.submit(
-            partial(
+            self._volume.job(
+                segment,
+                disk.block_bytes,
                 write_blocks,
-                fd,
                 self._volume.store.arena.memory,
                 namespace.memory.offsets(slots),
                 disk.file_offsets(places),
@@ -219,7 +220,7 @@ class Writing:
         elif code:
             self._volume.fail_with(code)
         if self._volume.on:
-            # What was deleted or replaced while it was written must not come back.
+            # A block that was deleted or replaced during the write must not come back.
             kept = namespace.memory.index.states_of(slots) == BlockIndex.READY
             self._commit(namespace, disk, slots[kept], places[kept])
             disk.index.abort(places[~kept])
@@ -237,7 +238,7 @@ class Writing:
             self._volume.commit(disk, places[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
 
     def give_up(self) -> None:
-        """There is no disk any more: nothing is dirty."""
+        """The disk has failed: drop the queue, so that no block in it stays dirty."""
         for waiting in [*self._queue, *self._again]:
             self._clean(waiting.namespace, waiting.slots)
         self._queue.clear()

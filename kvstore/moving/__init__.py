@@ -1,1 +1,1 @@
-"""Moving blocks between shards when members change."""
+"""Moves blocks between shards when the members of a cluster change."""

@@ -1,4 +1,8 @@
-"""One shard's blocks on their way to the shards that gain them: asked whether they are there, read, checked, sent."""
+"""Copies blocks of one shard to the shards that gain them: asks which are there already, then reads, checks and sends.
+
+A `Mover` decides which blocks go where; a `Carrier` does the transfer, in batches of `BATCH_BYTES`. Failed and full
+shards are noted in `Receivers`, which all carriers of a mover share.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,18 @@ from kvstore.wire.asking import AskError, Asking, KeyArray, Refused
 
 log = logging.getLogger("kvstore.moving")
 
-BATCH_BYTES: Final = 4 << 20  # in memory at a time, at least a block
-ROOM_LOOK_S: Final = 1.0  # so often a shard is asked for its room
+BATCH_BYTES: Final = 4 << 20  # in memory at a time; at least one block
+ROOM_LOOK_S: Final = 1.0  # how long a shard's answer about its room is used
 
 Block = tuple[memoryview, int]  # its bytes and their checksum
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Blocks of one namespace on one shard that others gain, the hottest first."""
+    """Blocks of one namespace on one shard that other shards gain, the hottest first.
+
+    keys: (n, key_bytes). targets: (n, copies), row i for key i.
+    """
 
     canonical: bytes
     replicas: int
@@ -38,14 +45,14 @@ class Listed:
 
     @property
     def copies(self) -> int:
-        """How many are to be made."""
+        """How many copies are to be made."""
         return int((self.targets != NOBODY).sum())
 
 
 class Carrier:
-    """Sends blocks of one shard to others, a namespace at a time. One thread.
+    """Sends blocks of one shard to others, a namespace at a time. One thread; every call blocks.
 
-    `gentle`: a shard that has no room left is sent nothing more, and before each batch it is asked again what it has.
+    `gentle`: a shard without room gets no more blocks, and before each batch it is asked again which blocks it has.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class Carrier:
         self._source = connections.open(shard)
         self._askings: dict[int, Asking] = {}
         self._namespaces: dict[Asking, bytes] = {}
-        self._room: dict[int, tuple[float, int]] = {}  # of a target: until when it counts, and bytes
+        self._room: dict[int, tuple[float, int]] = {}  # target -> until when its answer is used, and its room in bytes
 
     def __enter__(self) -> Carrier:
         return self
@@ -73,7 +80,7 @@ class Carrier:
             self._connections.close(asking)
 
     def carry(self, listed: Listed, rows: slice) -> None:
-        """Move some blocks of a namespace. Raises `AskError` when the shard they are on fails."""
+        """Move the blocks at `rows` of a namespace. Raises `AskError` when the source shard fails."""
         began = time.monotonic()
         keys, targets = listed.keys[rows], listed.targets[rows].copy()
         self._strike_out(listed, keys, targets)
@@ -89,7 +96,7 @@ class Carrier:
             self._progress.rest(began)
 
     def _strike_out(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:
-        """Take out of `targets` what a shard has already, and shards that are full. Ends early when it is over."""
+        """Remove from `targets` copies that a shard has already, and full shards. Ends early when the mover is over."""
         for target in numbers_in(targets):
             if self._progress.over:
                 return
@@ -101,7 +108,7 @@ class Carrier:
             targets[targets == target] = NOBODY
 
     def _strike_out_present(self, listed: Listed, keys: KeyArray, targets: Targets, target: int) -> None:
-        """What a shard has is not sent to it; one that does not answer is sent nothing."""
+        """Remove from `targets` the copies that shard `target` has; all of its copies if it does not answer."""
         gained = np.argwhere(targets == target)
         asking = self._asking(listed, target)
         if asking is not None:
@@ -115,13 +122,13 @@ class Carrier:
                 self._progress.count(present=int(present.sum()))
                 return
         targets[tuple(gained.T)] = NOBODY
-        if not self._progress.over:  # otherwise cut short: nothing is known of these
+        if not self._progress.over:  # otherwise the call was interrupted: these copies did not fail
             self._progress.count(failed=len(gained))
 
     def _has_room(self, listed: Listed, target: int, blocks: int) -> bool:
-        """Whether a shard takes a batch of these blocks without evicting; if not, it is full from now on.
+        """Whether a shard can take a batch of these blocks without evicting; if not, it counts as full from now on.
 
-        It is asked when its last answer is old, or when so much was sent since that this matters.
+        The shard is asked only when its last answer is old, or when blocks sent since then have used up that room.
         """
         needed_bytes = listed.block_bytes * min(blocks, batch_blocks(listed.block_bytes, BATCH_BYTES))
         valid_until, room_bytes = self._room.get(target, (0.0, 0))
@@ -129,7 +136,7 @@ class Carrier:
             return True
         asking = self._asking(listed, target)
         if asking is None:
-            return True  # it failed, which is counted where blocks are sent
+            return True  # the shard failed: its copies are counted as failed when they are to be sent
         try:
             room_bytes = asking.info().room_bytes
         except AskError as error:
@@ -141,7 +148,7 @@ class Carrier:
         return room_bytes >= needed_bytes
 
     def _carry_batch(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:
-        if self._gentle:  # meanwhile others sent some of it, too
+        if self._gentle:  # other senders may have sent some of these blocks meanwhile
             self._strike_out(listed, keys, targets)
             wanted = (targets != NOBODY).any(axis=1)
             keys, targets = keys[wanted], targets[wanted]
@@ -158,7 +165,7 @@ class Carrier:
                 self._set(listed, target, keys[rows], [block for row in rows if (block := blocks[row])])
 
     def _read(self, listed: Listed, keys: KeyArray) -> list[Block | None]:
-        """The blocks, None for those that are gone or damaged."""
+        """Read blocks from the source shard and check them. -> None for a block that is gone or damaged."""
         source = self._use(self._source, listed)
         blocks: list[Block | None] = [None] * len(keys)
         damaged = 0
@@ -184,7 +191,7 @@ class Carrier:
             except AskError as error:
                 self._receivers.set_failed(target, listed.canonical, error)
             else:
-                if not reply.error:  # otherwise it does not say which: the next mover asks
+                if not reply.error:  # with errors, the reply does not say for which blocks: the next mover asks
                     self._receivers.settle(target, listed.canonical, keys)
                 self._progress.count(reply.created, reply.existed, reply.error)
                 valid_until, room_bytes = self._room.get(target, (0.0, 0))
@@ -196,7 +203,7 @@ class Carrier:
     # ---- connections -----------------------------------------------------------------------------------------------
 
     def _asking(self, listed: Listed, target: int) -> Asking | None:
-        """A connection to a shard in a namespace; None when it failed, now or before."""
+        """-> a connection to shard `target` in a namespace; None when the shard failed, now or before."""
         if self._receivers.has_failed(target, listed.canonical):
             return None
         try:
@@ -208,7 +215,7 @@ class Carrier:
             return None
 
     def _use(self, asking: Asking, listed: Listed) -> Asking:
-        """The connection, in a namespace; its next call ends in time."""
+        """Put a connection into a namespace, and limit its next call to the mover's time. -> the connection."""
         asking.timeout_s = self._progress.call_s
         if self._namespaces.get(asking) != listed.canonical:
             self._namespaces.pop(asking, None)
@@ -218,5 +225,5 @@ class Carrier:
 
 
 def batch_blocks(block_bytes: int, batch_bytes: int) -> int:
-    """How many blocks of this size one batch is."""
+    """-> the number of blocks in one batch: at least 1, at most `MAX_KEYS`."""
     return max(1, min(MAX_KEYS, batch_bytes // block_bytes))

@@ -1,4 +1,4 @@
-"""The connections of one mover: all of them end when it is stopped."""
+"""The connections of one mover. Stopping the mover interrupts all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvstore.moving.progress import Progress
 from kvstore.wire import ShardAddress
 from kvstore.wire.asking import AskError, Asking
 
-CONNECT_S: Final = 3.0  # a shard that takes longer is left out; `interrupt` does not end it earlier
+CONNECT_S: Final = 3.0  # a shard that takes longer fails; `interrupt` does not end connecting earlier
 
 
 class Connections:
-    """Opens connections to shards, and interrupts those that are open. Any thread."""
+    """Opens connections to shards, and interrupts the open ones. Any thread."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -23,7 +23,7 @@ class Connections:
         self._open: set[Asking] = set()
 
     def open(self, shard: ShardAddress) -> Asking:
-        """A connection; to be given to `close`. Raises `AskError`, also when the mover is over."""
+        """-> a new connection, to be passed to `close`. Blocks. Raises `AskError`, also when the mover is over."""
         if self._progress.over:
             raise AskError("the moving has ended: no new connection is made")
         asking = Asking((shard.host or "127.0.0.1", shard.port), min(CONNECT_S, self._progress.call_s))
@@ -42,7 +42,7 @@ class Connections:
 
     @contextmanager
     def opened(self, shard: ShardAddress) -> Iterator[Asking]:
-        """A connection for the length of a `with`. Raises `AskError`."""
+        """A connection for a `with` block, closed at its end. Raises `AskError`."""
         asking = self.open(shard)
         try:
             yield asking
@@ -50,7 +50,7 @@ class Connections:
             self.close(asking)
 
     def interrupt(self) -> None:
-        """Calls under way end soon, with an error; `Progress.stop` is called before."""
+        """Make all calls in progress fail soon. Call `Progress.stop` before this."""
         with self._lock:
             for asking in self._open:
                 asking.interrupt()

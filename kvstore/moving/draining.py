@@ -1,8 +1,8 @@
-"""A node drains: its hottest blocks move to their next owners, while it still answers for them.
+"""Drains a node: its hottest blocks move to their next owners, while the node still answers for them.
 
-A thread of the supervisor, which goes on watching its shards meanwhile; the moving itself is `Mover`'s. It is done in
-passes, each with the members of that time, until one finds nothing more to move: a client that did not know yet may
-have set blocks here, and a node that took blocks may have died.
+The drain is a thread of the supervisor, so that the supervisor can watch its shards meanwhile; `Mover` moves the
+blocks. It works in passes, each with the current members, until a pass finds nothing to move. One pass is not enough:
+a client that did not know of the drain may have set blocks here, and a node that took blocks may have died.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
 
-SETTLE_S: Final = 0.5  # before each pass, for clients to set elsewhere
-# When only failing blocks are left, they are tried for so long: a node that died is out of the view by then.
+SETTLE_S: Final = 0.5  # before each pass, so that clients see the drain and set blocks elsewhere
+# How long to retry when only blocks that fail are left: by then a node that died is no longer a member.
 FAILING_S: Final = 10.0
 
 
 class Draining(threading.Thread):
-    """One drain, from when it is asked for until the node has left.
+    """One drain, from the request until the node has left. Any thread may call `stop` and read `progress`.
 
-    It calls, on its thread: `announce`, which writes the state draining into the node's record; `members` before each
-    pass; and `leave` at the end, whether all blocks have moved or not.
+    The drain's thread calls `announce`, which writes the state `draining` into the node's record, `members` before each
+    pass, and `leave` at the end, whether all blocks have moved or not.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Draining(threading.Thread):
         leave: Callable[[], None],
     ) -> None:
         super().__init__(name="kvstore-draining", daemon=True)
-        self.progress = asked  # how far it is; replaced, never changed
+        self.progress = asked  # replaced as a whole, never changed in place
         self._node = node
         self._shards = shards
         self._announce = announce
@@ -61,7 +61,7 @@ class Draining(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Drain."""
+        """Drain the node, then leave. An error ends the drain early, but the node leaves nevertheless."""
         try:
             self._move()
         except Exception:
@@ -69,7 +69,7 @@ class Draining(threading.Thread):
         self._leave()
 
     def stop(self) -> None:
-        """End soon, with what has moved so far."""
+        """End the drain soon. Blocks that have not moved yet stay."""
         self._stopped.set()
         with self._lock:
             if self._mover is not None:
@@ -101,7 +101,7 @@ class Draining(threading.Thread):
         )
 
     def _pass(self) -> MoveReport:
-        """Move what is here and not settled yet."""
+        """Move the blocks that are here and not settled yet, once."""
         self._before = self.progress
         plan = plan_leaving(self._node, self._members())
         with self._lock:
@@ -109,12 +109,12 @@ class Draining(threading.Thread):
             if self._stopped.is_set():
                 mover.stop()
         report = mover.run(self._deadline)
-        if mover.progress.over:  # perhaps before all was listed
+        if mover.progress.over:  # the listing may be incomplete, and `total` with it
             self.progress = msgspec.structs.replace(self.progress, total=max(self.progress.total, self._before.total))
         return report
 
     def _count(self, report: MoveReport) -> None:
-        """What failed before counts again: as whatever becomes of it now."""
+        """Add a pass's report to the passes before it. Copies that failed there are in this report again."""
         moved, present = self._before.moved + report.moved, self._before.present + report.present
         self.progress = msgspec.structs.replace(
             self.progress,

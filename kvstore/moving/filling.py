@@ -1,12 +1,12 @@
-"""Filling nodes that joined: in the background, this node copies to them what they own from now on.
+"""Fills nodes that join: in the background, this node copies to them the blocks that they now own.
 
-Clients fill them as well, with what they find at the old owners; but blocks that nobody reads during the grace period
-would be lost when it ends. So each node copies what it has, in the background, for its own grace period from when it
-saw them join, or until their records say that they serve.
+Clients fill new nodes as well, with blocks that they find at the old owners. But blocks that no client reads during the
+grace period would be lost at its end. So each node copies its blocks in the background: for the length of its own grace
+period after it saw the new nodes join, or until their records say that they serve.
 
-A node that joins is filled by all others, also by those that join themselves: they may hold new blocks that the next
-one owns. When another joins, or anybody leaves, the copying starts again with the members of then; what is there
-already is not sent again.
+All other nodes fill a node that joins, even nodes that are joining themselves: they may hold new blocks that the next
+one owns. When another node joins or any node leaves, the copying starts again with the new members; blocks that are
+there already are not sent again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
 
-SETTLE_S: Final = SPREAD_S + 0.5  # for clients to see the view: what is set here after the listing is not copied
+# Before the listing, so that all clients see the new view: blocks that are set here after the listing are not copied.
+SETTLE_S: Final = SPREAD_S + 0.5
 
 _Who = tuple[str, str]  # a node and its instance
-_Joined = frozenset[tuple[_Who, float]]  # and when they were seen to join, on the monotonic clock
+_Joined = frozenset[tuple[_Who, float]]  # nodes that joined, and when this node saw it, monotonic
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,32 +39,33 @@ class _Task:
     """One fill."""
 
     joined: _Joined
-    owners: frozenset[_Who]  # those who joined among them
+    owners: frozenset[_Who]  # all new owners, with the nodes in `joined`
     members: Sequence[Member]
     deadline: float  # monotonic
 
 
 class Filling(threading.Thread):
-    """Fills who joins, one fill at a time, until `stop`. Any thread may call it; nothing blocks or raises.
+    """Fills nodes that join, one fill at a time, until `stop`. Any thread may call it; nothing blocks or raises.
 
-    `member`: this node's record, whatever its state. `shards`: its shards as they are reached from this process.
+    `member`: this node's record; its state is ignored. `shards`: this node's shards, at addresses that this process can
+    reach.
     """
 
     def __init__(self, member: Member, shards: Sequence[ShardAddress], grace_s: float) -> None:
         super().__init__(name="kvstore-filling", daemon=True)
-        self.progress: MoveReport | None = None  # of the present fill, or the last; replaced, never changed
+        self.progress: MoveReport | None = None  # of the present or the last fill; replaced as a whole
         self._me: _Who = (member.node, member.instance)
         self._shards = shards
         self._grace_s = grace_s
-        self._seen: dict[_Who, float] = {}  # who joins, in the last view, and since when
-        self._changed = threading.Condition()  # guards what follows
+        self._seen: dict[_Who, float] = {}  # nodes that join in the last view, and when they were first seen
+        self._changed = threading.Condition()  # guards the fields below
         self._task: _Task | None = None
         self._done: _Task | None = None
         self._mover: Mover | None = None
         self._stopped = False
 
     def take(self, view: Membership) -> None:
-        """The members are these now. By one thread at a time."""
+        """Take a new view of the members. Only one thread at a time may call this."""
         now = time.monotonic()
         owners = frozenset(_who(member) for member in view.members if member.is_new_owner)
         joining = [_who(member) for member in view.members if member.state == "joining"]
@@ -78,14 +80,19 @@ class Filling(threading.Thread):
             if not self._stopped and not self._covers(task):
                 self._replace(task)
 
+    def is_now(self, member: Member) -> None:
+        """This node has joined again, under another instance."""
+        with self._changed:
+            self._me = (member.node, member.instance)
+
     def stop(self) -> None:
-        """End soon, and for good."""
+        """End the present fill soon, and start no other."""
         with self._changed:
             self._stopped = True
             self._replace(None)
 
     def _covers(self, task: _Task | None) -> bool:
-        """Whether what is done, or being done, is all that is to be done."""
+        """Whether the present task, which may be done already, makes `task` unnecessary."""
         known = self._task
         if known is None or task is None:
             return known is task
@@ -101,7 +108,7 @@ class Filling(threading.Thread):
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Fill."""
+        """Carry out one task after the other."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._task is not self._done)
@@ -111,7 +118,7 @@ class Filling(threading.Thread):
             try:
                 if task is not None:
                     self._fill(task)
-            except Exception:  # clients fill, too
+            except Exception:  # a failed fill is not fatal: clients fill, too
                 log.exception("node %s: filling %s failed", self._me[0], _names(task))
             with self._changed:
                 self._mover, self._done = None, task

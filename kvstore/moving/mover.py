@@ -1,11 +1,11 @@
-"""Moving a node's blocks to the shards that gain them by a change of members, the hottest first.
+"""Moves a node's blocks to the shards that gain them by a change of members, the hottest first.
 
-A node that leaves moves what others own without it; nodes that stay copy to one that joins what it owns from then on.
-Each of the node's shards lists its keys by recency, and the blocks that another shard gains go there: what it has
-already is not sent, what arrives damaged is not moved. For each of the node's shards there is a thread with a `Carrier`
-of its own, which has its own connections and one batch of blocks in memory.
+A node that leaves moves its blocks to their owners without it. When a node joins, each other node copies to it the
+blocks that it now owns. Each of the node's shards lists its keys by recency. Then each block that another shard gains
+is sent there, unless that shard has it already or the block is damaged. Each of the node's shards has a thread with a
+`Carrier`, which has its own connections and one batch of blocks in memory.
 
-A block that was moved is a new one where it arrives: it has the priority and the time to live of its namespace there.
+At its new shard a moved block is a new block, with the priority and the time to live of its namespace there.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from kvstore.wire.asking import AskError, Asking, KeyArray
 log = logging.getLogger("kvstore.moving")
 
 TURN_BYTES: Final = 64 << 20  # of one namespace, before the next one has its turn
-LIST_KEYS: Final = MAX_HOTTEST_BYTES // MIN_KEY_BYTES  # as many as fit an answer
-REST_RATIO: Final = 3.0  # who is gentle rests so many times as long as it worked: it works a quarter of the time
-GENTLE_THREADS: Final = 8  # of all senders together; where there are more, each rests longer: they fill the same nodes
+LIST_KEYS: Final = MAX_HOTTEST_BYTES // MIN_KEY_BYTES  # as many as can fit one reply
+REST_RATIO: Final = 3.0  # a gentle mover rests so many times as long as it works: it works a quarter of the time
+# The senders of a gentle plan all fill the same nodes. With more threads than this in all of them, each rests longer.
+GENTLE_THREADS: Final = 8
 
 
 class Mover:
-    """Carries out a plan for the blocks of `node`, one of its senders, whose shards are reached at `shards`.
+    """Carries out a plan for the blocks of `node`, which is one of the plan's senders.
 
-    `shards` must not be empty. `told` is called with what is done so far, from any of the mover's threads, one at a
-    time. `settled`: copies that count as done before, not in its report; it adds those that it makes or finds.
+    `shards`: the addresses of the node's shards, at least one. `told` is called with each new report, from any of the
+    mover's threads, one call at a time. `settled`: copies that earlier movers made or found; they are skipped and not
+    in the report. The mover adds the copies that it makes or finds.
     """
 
     def __init__(
@@ -53,13 +55,16 @@ class Mover:
         threads = len(plan.senders) * len(shards)
         self._shards = shards
         self._gentle = plan.gentle
-        self._gains = Gains(node, plan) if plan.after else None  # None: nobody is left
+        self._gains = Gains(node, plan) if plan.after else None  # None: no node is left that could take blocks
         self.progress = Progress(told, REST_RATIO * max(1.0, threads / GENTLE_THREADS) if plan.gentle else 0.0)
         self._connections = Connections(self.progress)
         self._receivers = Receivers(plan, self.progress, settled)
 
     def run(self, deadline: float) -> MoveReport:
-        """Move until all is moved, the monotonic time `deadline` has come, or `stop` is called. To be called once."""
+        """Move until all blocks are moved, the monotonic time `deadline` has come, or `stop` is called.
+
+        Call it once. -> the final report. Shards that fail are logged and skipped.
+        """
         self.progress.deadline = deadline
         if self._gains is not None:
             with ThreadPoolExecutor(len(self._shards), "kvstore-moving") as pool:
@@ -69,21 +74,21 @@ class Mover:
         return self.progress.report
 
     def stop(self) -> None:
-        """From another thread: end soon."""
+        """Make `run` return soon. Any thread."""
         self.progress.stop()
         self._connections.interrupt()
 
-    # ---- its threads, one a shard ----------------------------------------------------------------------------
+    # ---- the mover's threads, one a shard --------------------------------------------------------------------
 
     def _list(self, shard: ShardAddress) -> list[Listed]:
-        """What is to be moved from a shard: before anything is read from it, for that changes the recency."""
+        """-> the blocks to move from a shard. Listing comes before any reading, because reads change the recency."""
         try:
             with self._connections.opened(shard) as asking:
                 namespaces = [some for some in asking.info().namespaces if some.blocks or some.disk_blocks]
                 return [self._list_namespace(asking, namespace) for namespace in namespaces]
         except AskError as error:
             self._give_up(shard, error)
-        except Exception:  # a defect of ours must cost one shard's blocks, not the node its orderly leaving
+        except Exception:  # a bug must cost one shard's blocks, not keep the node from leaving in order
             log.exception("moving: internal error")
         return []
 
@@ -135,7 +140,7 @@ class Mover:
 
 
 def turns(listed: Sequence[Listed]) -> Iterator[tuple[Listed, slice]]:
-    """All blocks, the hottest of each namespace before the less hot of any."""
+    """-> slices of all blocks in turns of `TURN_BYTES`: first the hottest of each namespace, then the next of each."""
     waiting = [(some, 0) for some in listed if len(some.keys)]
     while waiting:
         later = []

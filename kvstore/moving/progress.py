@@ -1,4 +1,4 @@
-"""How far a mover is: what it has moved, whether it is over, and when it rests."""
+"""The progress of a mover: its counts, its deadline, how it is stopped, and how long it rests."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import Final
 
 import msgspec
 
-CALL_S: Final = 10.0  # a shard that takes longer to answer is left out
+CALL_S: Final = 10.0  # a shard that takes longer to answer has failed
 
 
 class MoveReport(msgspec.Struct, frozen=True):
-    """What became of the copies that were to be made: blocks, counted once for each shard that gains them. The rest of
-    `total` was not reached in time, or was not sent because the other shard is full."""
+    """Counts of copies: blocks, counted once for each shard that gains them.
+
+    The rest of `total` was not reached in time, or was not sent because the other shard is full.
+    """
 
     total: int
     moved: int
-    present: int  # the other shard had them
-    failed: int  # gone or damaged here, or not taken there
+    present: int  # the other shard had them already
+    failed: int  # gone or damaged on this shard, or not stored by the other one
 
     @property
     def done(self) -> int:
-        """Nothing more is to be done for these."""
+        """Copies that need no more work in this mover."""
         return self.moved + self.present + self.failed
 
 
 class Progress:
-    """Of one mover. Any thread.
+    """The progress of one mover, shared by its threads. Any thread.
 
-    `told` is called with each new report, from any thread, one at a time; it may call `stop`. `rest_ratio`: after each
-    piece of work whoever did it rests so many times as long as it took.
+    `told` is called with each new report, from any thread, one call at a time; it may call `stop`. `rest_ratio`: after
+    each piece of work its thread rests so many times as long as the work took.
     """
 
     def __init__(self, told: Callable[[MoveReport], None], rest_ratio: float) -> None:
@@ -43,7 +45,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """Nothing more is to be done."""
+        """Tell all threads of the mover to end."""
         self._stopped.set()
 
     @property
@@ -53,22 +55,22 @@ class Progress:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be done: stopped, or the deadline has come."""
+        """Whether the mover must end: it was stopped, or the deadline has come."""
         return self.stopped or time.monotonic() >= self.deadline
 
     @property
     def call_s(self) -> float:
-        """How long the next call to a shard may take."""
+        """How long the next call to a shard may take, in seconds."""
         return max(0.001, min(CALL_S, self.deadline - time.monotonic()))
 
     def begin(self, total: int) -> None:
-        """So many copies are to be made."""
+        """Start the report: `total` copies are to be made."""
         with self._lock:
             self.report = MoveReport(total, 0, 0, 0)
             self._told(self.report)
 
     def count(self, moved: int = 0, present: int = 0, failed: int = 0) -> None:
-        """So many more copies are done."""
+        """Add copies to the report."""
         with self._lock:
             so_far = self.report
             self.report = MoveReport(
@@ -77,7 +79,7 @@ class Progress:
             self._told(self.report)
 
     def rest(self, began: float) -> None:
-        """A piece of work that began at that monotonic time is done: rest for it. Ends early with `stop`."""
+        """Rest after a piece of work that began at the monotonic time `began`. Blocks; `stop` ends the rest."""
         if self._rest_ratio:
             now = time.monotonic()
             self._stopped.wait(max(0.0, min(self._rest_ratio * (now - began), self.deadline - now)))

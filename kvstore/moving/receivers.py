@@ -1,4 +1,4 @@
-"""The shards that gain blocks, as all threads of one mover know them: which are full, which failed, what they have."""
+"""The shards that gain blocks, shared by all threads of one mover: which are full, which failed, what they have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("kvstore.moving")
 class Receivers:
     """The shards of `plan.after`, by their numbers in a `Targets`. Any thread.
 
-    `settled`: copies that were made or found before; what this mover makes or finds is added.
+    `settled`: copies that earlier movers made or found; copies that this mover makes or finds are added.
     """
 
     def __init__(self, plan: Plan, progress: Progress, settled: Settled | None) -> None:
@@ -28,15 +28,15 @@ class Receivers:
         self._progress = progress
         self._settled = settled
         self._lock = threading.Lock()
-        self._failed: set[tuple[int, bytes | None]] = set()  # with a namespace: for that one only
+        self._failed: set[tuple[int, bytes | None]] = set()  # target and namespace; None: for all namespaces
         self._full: set[int] = set()
 
     def is_full(self, target: int) -> bool:
-        """Whether nothing more is sent there because it has no room."""
+        """Whether the shard has no room and so gets no more blocks."""
         return target in self._full
 
     def set_full(self, target: int) -> None:
-        """It has no room: nothing more is sent there."""
+        """The shard has no room: send it no more blocks."""
         with self._lock:
             new = target not in self._full
             self._full.add(target)
@@ -44,11 +44,11 @@ class Receivers:
             log.info("moving: shard %s is full: nothing more is copied to it", self.shards[target].name)
 
     def has_failed(self, target: int, canonical: bytes) -> bool:
-        """Whether nothing more is sent there, or nothing of this namespace, because of an error."""
+        """Whether the shard gets no more blocks, at all or of this namespace, because of an error."""
         return not self._failed.isdisjoint({(target, None), (target, canonical)})
 
     def set_failed(self, target: int, canonical: bytes, error: AskError) -> None:
-        """Nothing more is sent there; if it only refused, nothing of this namespace."""
+        """Send the shard no more blocks; if it only refused a request, no more of this namespace."""
         what = target, canonical if isinstance(error, Refused) else None
         with self._lock:
             new = what not in self._failed
@@ -58,12 +58,12 @@ class Receivers:
             log.warning("moving: nothing more %sis sent to shard %s: %s", of_it, self.shards[target].name, error)
 
     def settle(self, target: int, canonical: bytes, keys: KeyArray) -> None:
-        """The shard has these."""
+        """The shard has these blocks."""
         if self._settled is not None and len(keys):
             self._settled.add(self._holder(target, canonical), keys)
 
     def strike_out_settled(self, canonical: bytes, keys: KeyArray, targets: Targets) -> None:
-        """Take out of `targets` the copies that were made or found before."""
+        """Remove from `targets` the copies that were made or found before."""
         if self._settled is not None:
             for target in numbers_in(targets):
                 gained = np.argwhere(targets == target)

@@ -1,4 +1,4 @@
-"""Which copies of blocks need no more work: what a drain remembers from one pass to the next."""
+"""Remembers, from one pass of a drain to the next, which copies of blocks need no more work."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ import numpy.typing as npt
 from kvstore.wire import MAX_KEY_BYTES
 from kvstore.wire.asking import KeyArray
 
-Holder = tuple[str, str, bytes]  # an instance of a node, its shard, and a namespace
+Holder = tuple[str, str, bytes]  # a node's instance, the name of its shard, and a namespace
 _Fingerprints = npt.NDArray[np.uint64]
 
 
 class Settled:
-    """Copies that movers before this one made or found: they are not looked at again. A full shard may have evicted
-    some since; those it would only take in place of others. 8 bytes a copy. Any thread."""
+    """Copies that earlier movers made or found, and that are not checked again. Any thread.
+
+    A full shard may have evicted some of them since, but it could take them again only in place of others. 8 bytes a
+    copy.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[Holder, list[_Fingerprints]] = {}
-        # Keys may have most bytes in common: random weights tell all apart, but for one pair in 2**57.
+        # Keys may have most bytes in common; with random weights only one pair of keys in 2**57 has equal fingerprints.
         self._weights = np.random.default_rng().integers(0, 1 << 64, MAX_KEY_BYTES, dtype=np.uint64)
 
     def add(self, holder: Holder, keys: KeyArray) -> None:
-        """The holder has these, or had them."""
+        """Note that the holder has these blocks, or had them."""
         with self._lock:
             self._found.setdefault(holder, []).append(np.sort(self._fingerprints(keys)))
 
     def among(self, holder: Holder, keys: KeyArray) -> npt.NDArray[np.bool_]:
-        """Which of these were added."""
+        """-> for each key, whether it was added for this holder."""
         with self._lock:
             found = self._found.get(holder)
             if not found:

@@ -1,1 +1,1 @@
-"""`kvstore-server`: the supervisor, its settings, its place in a cluster."""
+"""`kvstore-server`: the supervisor, its settings, its HTTP pages, and its membership in a cluster."""

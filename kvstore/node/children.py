@@ -1,7 +1,7 @@
-"""The shards as the supervisor has them: each a listening socket, and the process that serves it now.
+"""The supervisor's shards: each is a listening socket, and the process that serves it now.
 
-The socket is the supervisor's. A shard that dies keeps its port and the connections that wait there, and the process
-started in its place takes them over.
+The supervisor owns the socket. So when a shard's process dies, its port and the connections that wait in its backlog
+stay, and the process that replaces it serves them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("kvstore.server")
 
 MAX_RESTART_DELAY_S: Final = 5.0
 FIRST_RESTART_DELAY_S: Final = 0.1
-STABLE_S: Final = 10.0  # a shard that lived so long restarts without delay
+STABLE_S: Final = 10.0  # a shard that ran for so long is restarted without delay
 BIND_RETRY_S: Final = 1.0
 _BACKLOG: Final = 512
 # A shard runs the supervisor's own code, whatever the working directory holds (`python -m` would look there first).
@@ -44,7 +44,10 @@ class StartError(Exception):
 
 
 def bind(host: str, port: int, shards: int) -> list[socket.socket]:
-    """Listening sockets for all shards: `port`, `port`+1 …, or free ones for port 0. Raises `StartError`."""
+    """-> listening sockets for all shards: on `port`, `port`+1 …, or on free ports for port 0. Raises `StartError`.
+
+    Blocks for up to `BIND_RETRY_S` while a port is in use.
+    """
     sockets: list[socket.socket] = []
     deadline = time.monotonic() + BIND_RETRY_S
     for number in range(shards):
@@ -56,7 +59,7 @@ def bind(host: str, port: int, shards: int) -> list[socket.socket]:
             except (OSError, OverflowError) as error:
                 code = error.errno if isinstance(error, OSError) else None
                 if code == errno.EADDRINUSE and time.monotonic() < deadline:
-                    time.sleep(0.05)  # a predecessor that was just killed
+                    time.sleep(0.05)  # an earlier server that was just killed may still have the port
                     continue
                 for other in sockets:
                     other.close()
@@ -82,9 +85,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class Child:
-    """One shard. Used by the supervisor's main thread; `not_serving` may be read by any.
+    """One shard. Used by the supervisor's main thread; any thread may read `not_serving`.
 
-    Its `pid_fd` and, until it is ready, its `ready_fd` are registered with the `selector`, with the child as data.
+    Its `pid_fd` and, until it is ready, its `ready_fd` are registered with `selector`, with this object as data.
     """
 
     def __init__(self, number: int, listener: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -92,22 +95,24 @@ class Child:
         self.listener = listener
         self.process: subprocess.Popen[bytes] | None = None
         self.pid_fd = -1
-        self.ready_fd = -1  # it says there that it is ready; -1: it has
+        self.ready_fd = -1  # the pipe on which the process reports that it is ready; -1: it has
         self.restart_at = 0.0
-        self.not_serving = "its process is starting"  # why it does not serve; empty: it does
+        self.not_serving = "its process is starting"  # the reason; empty: it serves
         self._selector = selector
         self._started = 0.0
         self._delay_s = 0.0
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """The host and port on which it listens."""
         host, port = self.listener.getsockname()[:2]
         return host, port
 
     def start(self, make_config: Callable[[Child, int], ShardConfig]) -> None:
-        """Start the shard's process, configured by `make_config(child, ready_fd)`. Raises `OSError`, with nothing left
-        of it."""
+        """Start the shard's process, configured by `make_config(child, ready_fd)`.
+
+        Raises `OSError`; then no process and no descriptor is left.
+        """
         with contextlib.ExitStack() as undo:
             ready_r, ready_w = os.pipe()
             undo.callback(os.close, ready_r)
@@ -131,6 +136,7 @@ class Child:
             [sys.executable, "-c", _RUN_SHARD, _CODE],
             stdin=subprocess.PIPE,
             pass_fds=(self.listener.fileno(), ready_fd),
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy else starts a thread for every core
         )
         assert process.stdin is not None
         try:
@@ -141,7 +147,7 @@ class Child:
         return process
 
     def take_ready(self) -> bool:
-        """Its `ready_fd` can be read: whether it is ready. False: it died before that."""
+        """Read and close `ready_fd`, which is readable. -> whether the process is ready; False: it died before that."""
         ready = bool(os.read(self.ready_fd, 1))
         self._selector.unregister(self.ready_fd)
         os.close(self.ready_fd)
@@ -151,7 +157,7 @@ class Child:
         return ready
 
     def bury(self) -> None:
-        """Its process has ended: clear up, and decide when it is to be started again."""
+        """Its process has ended: clean up, and set the time of the restart."""
         process = self.process
         assert process is not None
         status = process.wait()
@@ -177,7 +183,7 @@ class Child:
         )
 
     def start_failed(self, error: OSError) -> None:
-        """Its process cannot be started now: try again later."""
+        """Its process cannot be started now: set the time of the next attempt."""
         self.restart_at = time.monotonic() + MAX_RESTART_DELAY_S
         self.not_serving = f"its process cannot be started: {error}"
         log.error(

@@ -1,4 +1,4 @@
-"""`kvstore-server`: its command line, made from the settings. Exit status 0: fine, 1: failed, 2: bad usage."""
+"""The command line of `kvstore-server`, made from the settings. Exit status 0: success, 1: failed, 2: bad usage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _flag(name: str) -> str:
 
 
 def _option(described: Described) -> Any:
-    """The flag of a setting. `load` reads its text as it reads that of a variable, so that errors are the same."""
+    """-> the flag of a setting. The flag is text that `load` parses like a variable's, so that errors are the same."""
     switch = described.kind is bool
     return Annotated[
         bool | None if switch else str | None,
@@ -56,7 +56,7 @@ def _option(described: Described) -> Any:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """The flags in the order of the help: settings, then what else the command can do."""
+    """-> the flags in the order of the help: first the settings, then the other actions of the command."""
     settings = [each for each in describe(ServerConfig) if not each.setting.file_only]
     options: list[tuple[str, Any, bool | None]] = [
         ("config", Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG_HELP)], None)

@@ -1,4 +1,4 @@
-"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual come."""
+"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual are generated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvstore._cext import BlockIndex
 from kvstore.cluster.url import ETCD_SCHEME, MAX_NAME, EtcdURL, is_name, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
 from kvstore.node.settings import MAX_HOST, HostPort, Misfit, Setting, Size, Sources
 from kvstore.sizes import spell_size
-from kvstore.store.rules import MAX_TTL_SECONDS, NamespaceRule
+from kvstore.store.rules import MAX_TTL_SECONDS, POLICIES, NamespaceRule
 
 ENVIRONMENT_PREFIX: Final = "KVSTORE_SERVER_"
 CONFIG_VARIABLE: Final = f"{ENVIRONMENT_PREFIX}CONFIG"
@@ -25,7 +24,9 @@ MIN_DISK_BYTES: Final = 8 << 20
 MIN_DISK_SEGMENT_BYTES: Final = 1 << 20
 DISK_SEGMENT_BYTES: Final = 256 << 20
 WILDCARDS: Final = ("0.0.0.0", "::", "")
-DISK_SEGMENTS: Final = (16, 1024)  # at least, if they can be of any size; at most, where that takes larger ones
+# The least and the most segments that a shard of a new disk tier gets. Fewer, if segments would be smaller than
+# `MIN_DISK_SEGMENT_BYTES`; with more, segments are made larger than `DISK_SEGMENT_BYTES`.
+DISK_SEGMENTS: Final = (16, 1024)
 MAX_SECONDS: Final = 86_400
 
 SERVER: Final = "Server"
@@ -37,7 +38,7 @@ NAMESPACES: Final = "Namespaces"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of `kvstore-server`, as given."""
+    """All settings of `kvstore-server`; `check` tells whether they fit each other."""
 
     host: Annotated[str, Setting(SERVER, "Address to listen on.", "HOST")] = "127.0.0.1"
     port: Annotated[
@@ -74,7 +75,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Setting(
             MEMORY,
             "Which blocks are evicted first.",
-            choices=BlockIndex.POLICIES,
+            choices=POLICIES,
             more="persistence.md#eviction-policies",
         ),
     ] = "default"
@@ -188,7 +189,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cluster_url(self) -> EtcdURL | None:
-        """The cluster that the node registers in. Raises `Misfit` for a URL that names none."""
+        """The cluster in which the node registers; None: no cluster. Raises `Misfit` for a bad URL."""
         if self.cluster is None:
             return None
         if not self.cluster.startswith(ETCD_SCHEME):
@@ -211,22 +212,22 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def advertised_host(self) -> str:
-        """Where the other members and the clients of a cluster reach the node."""
+        """The host at which other members and clients of the cluster reach the node."""
         return self.advertise or self.host
 
     @property
     def shard_memory_bytes(self) -> int:
-        """Block memory of one shard."""
+        """Block memory of one shard, in bytes."""
         return self.memory // self.shards
 
     @property
     def shard_disk_bytes(self) -> int:
-        """What one shard's folder may take on disk."""
+        """The most that one shard's folder may take on disk, in bytes."""
         return self.disk_size // self.shards
 
     @property
     def disk_segment_bytes(self) -> int:
-        """The size of a new disk tier's segment files: a power of two, some dozens to some hundreds of them."""
+        """The size of a new disk tier's segment files: a power of two, for some dozens to some hundreds of files."""
         size = MIN_DISK_SEGMENT_BYTES
         while size * DISK_SEGMENTS[0] <= self.shard_disk_bytes // 2 and (
             size < DISK_SEGMENT_BYTES or self.shard_disk_bytes // size > DISK_SEGMENTS[1]
@@ -235,7 +236,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return size
 
     def check(self) -> None:
-        """Raise `Misfit` where settings do not fit each other."""
+        """Raise `Misfit` when settings do not fit each other."""
         if self.disk == "":
             raise Misfit("disk", "expected the path of a folder")
         if self.shard_disk_bytes < MIN_DISK_BYTES:
@@ -283,8 +284,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
-    """The settings from all sources. `file`: None for the one that KVSTORE_SERVER_CONFIG names, if it is set; a flag
-    that is None was not given. Raises `ConfigError`."""
+    """-> the settings from all sources. Raises `ConfigError`.
+
+    file: the TOML file; None: the file that KVSTORE_SERVER_CONFIG names, if it is set. flags: None as a value means
+    that the flag was not given.
+    """
     sources = Sources(ServerConfig, ENVIRONMENT_PREFIX)
     if file is not None:
         sources.read_file(file)

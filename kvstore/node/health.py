@@ -1,7 +1,7 @@
-"""How the node is: each question asks the shards, so the answer is of now.
+"""The health of a node: every check queries the shards, so its result is current.
 
-All shards are asked at once, each on a thread of its own. One question a shard is under way at a time, and whoever
-asks meanwhile gets its answer: a shard that hangs holds one thread, however many probes wait for it. An answer takes
+All shards are queried at once, each on its own thread. At most one query a shard is in progress; callers that come
+meanwhile share its result. So a shard that hangs holds one thread, however many probes wait for it. A check takes
 `VERDICT_S` at most. Any thread may use a `Health`.
 """
 
@@ -21,7 +21,7 @@ from kvstore.wire import ShardInfo
 from kvstore.wire.asking import AskError, Asking
 
 if TYPE_CHECKING:
-    from kvstore.node.registration import RegistrationStatus
+    from kvstore.node.registration_status import RegistrationStatus
 
 log = logging.getLogger("kvstore.server")
 
@@ -31,13 +31,13 @@ VERDICT_S: Final = 2.0  # for all shards together
 
 @dataclass(frozen=True)
 class NodeView:
-    """What the supervisor knows itself. Its functions may be called by any thread."""
+    """The supervisor's own state, for health checks and metrics. Any thread may call its functions."""
 
     addresses: Sequence[tuple[str, int]]  # of the shards
-    not_serving: Callable[[int], str]  # why a shard is not served by a process; empty: it is
+    not_serving: Callable[[int], str]  # why no process serves this shard; empty: one does
     stopping: Callable[[], bool]
     restarts: Callable[[], int]  # of shards, so far
-    cluster: Callable[[], RegistrationStatus] | None  # the node's membership, if it is to be a member
+    cluster: Callable[[], RegistrationStatus] | None  # the node's membership; None: not in a cluster
 
 
 class ShardState(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class ShardState(msgspec.Struct, frozen=True):
 
     shard: int
     ready: bool
-    reason: str  # why not
+    reason: str  # why it is not ready
 
 
 class ClusterState(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What /readyz answers."""
+    """The content of /readyz."""
 
     ready: bool
     reasons: list[str]
@@ -66,7 +66,7 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Health:
-    """Asks the shards of a node."""
+    """Queries the shards of a node. Any thread; calls block for up to `VERDICT_S`."""
 
     def __init__(self, node: NodeView) -> None:
         self.node = node
@@ -77,11 +77,11 @@ class Health:
         self._silent = [False] * count
 
     def close(self) -> None:
-        """Ask no more."""
+        """Make no more queries. Does not block."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def shards(self) -> list[ShardInfo | str]:
-        """The state of each shard, or why the shard did not answer."""
+        """-> for each shard its state, or the reason why it did not answer."""
         questions = [self._question(shard) for shard in range(len(self.node.addresses))]
         wait(questions, VERDICT_S)
         return [_answer(question) for question in questions]
@@ -115,7 +115,7 @@ class Health:
         return Readiness(not reasons, reasons, shards, cluster)
 
     def _question(self, shard: int) -> Future[ShardInfo]:
-        """The question to a shard that is under way, or a new one."""
+        """-> the query of a shard that is in progress, or a new one."""
         with self._lock:
             question = self._asked[shard]
             if question is None or question.done():

@@ -1,6 +1,6 @@
-"""Prometheus metrics of a node: each scrape asks every shard for its state, so nothing is counted twice or late.
+"""Prometheus metrics of a node. Each scrape queries the state of every shard, so the metrics are always current.
 
-A shard that does not answer is `kvstore_shard_up 0` and nothing else.
+A shard that does not answer has `kvstore_shard_up 0` and no other metrics.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from prometheus_client.registry import Collector
 
 import kvstore
 from kvstore.node.health import Health
+from kvstore.shard.turns import STAGES
 from kvstore.wire import PROTOCOL_VERSION, DiskInfo, NamespaceInfo, ShardInfo
 
 if TYPE_CHECKING:
-    from kvstore.node.registration import RegistrationStatus
+    from kvstore.node.registration_status import RegistrationStatus
 
 _BUILD: Final = {
     "version": kvstore.__version__,
@@ -30,7 +31,7 @@ _BUILD: Final = {
 
 @dataclass(frozen=True)
 class _Family:
-    """One metric: its name, what it means, and where its value is."""
+    """One metric: its name, its help text, and its type. The dict key names the field that has its value."""
 
     name: str
     help: str
@@ -42,6 +43,7 @@ _SHARD: Final[dict[str, _Family]] = {
     "memory_limit_bytes": _Family("kvstore_memory_limit_bytes", "Block memory the shard may use."),
     "memory_used_bytes": _Family("kvstore_memory_used_bytes", "Segments that belong to a namespace, in bytes."),
     "rss_bytes": _Family("kvstore_resident_bytes", "Resident memory of the shard process."),
+    "held_limit_bytes": _Family("kvstore_held_limit_bytes", "The most that the shard holds for its clients."),
     "index_bytes": _Family("kvstore_index_bytes", "Memory of the indexes of both tiers."),
     "connections": _Family("kvstore_connections", "Open client connections."),
     "streams": _Family("kvstore_streams", "GETs in progress."),
@@ -54,6 +56,7 @@ _SHARD: Final[dict[str, _Family]] = {
     "evicted": _Family("kvstore_shard_evicted_blocks", "Blocks evicted from memory, of all namespaces.", True),
     "bytes_in": _Family("kvstore_received_bytes", "Bytes received from clients.", True),
     "bytes_out": _Family("kvstore_sent_bytes", "Bytes sent to clients.", True),
+    "longest_turn_s": _Family("kvstore_longest_turn_seconds", "The longest turn of the shard's loop since its start."),
     "errors": _Family("kvstore_errors", "Requests refused and connections closed for a fault of the client.", True),
 }
 _NAMESPACE: Final[dict[str, _Family]] = {
@@ -94,13 +97,13 @@ _DISK: Final[dict[str, _Family]] = {
 
 
 class NodeCollector(Collector):
-    """The state of a node and its shards whenever it is scraped."""
+    """Collects the metrics of a node and its shards at each scrape. Any thread; blocks for up to `VERDICT_S`."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, now."""
+        """Yield all metrics, with current values."""
         node = self._health.node
         yield InfoMetricFamily("kvstore_build", "Versions of the server, of its protocol and of Python.", value=_BUILD)
         up = GaugeMetricFamily("kvstore_shard_up", "1 when the shard answers.", labels=["shard"])
@@ -116,6 +119,24 @@ class NodeCollector(Collector):
         if node.cluster is not None:
             yield from _cluster_metrics(node.cluster())
         yield from _families(_SHARD, ["shard"], [((str(shard.shard),), shard) for shard in shards])
+        slow = CounterMetricFamily(
+            "kvstore_slow_turns",
+            "Turns of the shard's loop that took over 50 ms, by the stage that took most of their time.",
+            labels=["shard", "stage"],
+        )
+        for shard in shards:
+            for stage in STAGES:
+                slow.add_metric([str(shard.shard), stage], shard.slow_turns.get(stage, 0))
+        yield slow
+        held = GaugeMetricFamily(
+            "kvstore_held_bytes",
+            "Memory beside blocks and index that the shard holds for its clients, by what holds it.",
+            labels=["shard", "holder"],
+        )
+        for shard in shards:
+            for holder, size in shard.held_bytes.items():
+                held.add_metric([str(shard.shard), holder], size)
+        yield held
         disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
         yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
         yield _in_state(

@@ -1,19 +1,19 @@
-"""A node's membership: its record in etcd, for as long as the node lives and wants to be a member.
+"""A node's membership in a cluster: its record in etcd, from the start of the node until it leaves.
 
-A thread of the supervisor renews the lease every quarter of its time and does nothing else, so that no other slow
-request costs the lease. Another looks every second whether the record is still the node's own and whether an operator
-asked it to drain. A node's life as a member:
+One thread of the supervisor only renews the lease, every quarter of its time, so that no slow request to etcd can cost
+the lease. Another thread checks every second whether the record is still the node's own and whether an operator has
+requested a drain. The states of a node:
 
-* *joining* for its grace period, *serving* at once if it is the only member: there is nothing to fill from;
-* *serving*, until it is told to leave: it withdraws, or *drains* first, moving its hottest blocks to their next owners;
-* a lease that ended (the supervisor was stopped or cut off for longer) or a record that is gone (etcd lost its data) is
-  no end: the node joins anew, since its keys may have been set elsewhere meanwhile.
+* *joining* for its grace period; the only member of a cluster skips this state, because no node can fill it;
+* *serving*, until it is told to leave: it withdraws, or *drains* first, moving its hottest blocks to their next owners.
 
-Meanwhile it copies to other nodes that join what they own from then on (`kvstore.moving.filling`).
+When the lease has ended (the supervisor was stopped or cut off for longer) or the record is gone (etcd lost its data),
+the node joins anew, because its keys may have been set on other nodes meanwhile. It also joins anew when one of its
+shards has died: a new instance is filled by the others (`kvstore.moving.filling`), as this node fills them.
 
-While etcd cannot be reached, the node goes on as it was. When two processes have one id, the record belongs to the
-first; the second stays out, logs that, and registers when the record is gone. Only a node that has just started may
-replace a record, if that names an address on which this node listens now: then the record is of an earlier run.
+While etcd cannot be reached, the node goes on in its present state. When two processes have one node id, the record
+belongs to the first; the second one stays out, logs that, and registers when the record is gone. Only a node that has
+just started may replace a record, and only one with an address on which it now listens: that is from an earlier run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import logging
 import random
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -35,7 +35,7 @@ from kvstore.cluster.members import DirectoryError, Member, Membership, State
 from kvstore.cluster.url import EtcdURL
 from kvstore.moving.draining import Draining
 from kvstore.moving.filling import Filling
-from kvstore.moving.progress import MoveReport
+from kvstore.node.registration_status import RegistrationStatus
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
@@ -43,33 +43,18 @@ log = logging.getLogger("kvstore.cluster")
 REQUEST_TIMEOUT_S: Final = 2.0
 LOOK_S: Final = 1.0
 CONFLICT_LOG_S: Final = 10.0
-LEAVE_S: Final = 0.5  # for clients to turn away, before connections close
+LEAVE_S: Final = 0.5  # so that clients see that the node has left before its connections close
 RETRY_S: Final = (0.1, 0.5)
-STOP_S: Final = 3.0  # for the thread to end
+STOP_S: Final = 3.0  # how long `stop` waits for each thread
 SAY_TRIES: Final = 20
-
-
-@dataclass(frozen=True)
-class RegistrationStatus:
-    """What the metrics show of a node's membership."""
-
-    registered: bool
-    state: str  # of the node; "out": it is no member, and will not be until it is started again
-    epoch: int  # of the last view
-    members: Mapping[str, int]  # in the last view, by state
-    directory_up: bool
-    directory_errors: int
-    changes: int  # of view
-    drain: Drain | None = None
-    fill: MoveReport | None = None  # of nodes that joined: the present one, or the last
 
 
 class Registration:
     """The membership of one node. Any thread may call it.
 
-    `member`: the node's record, whatever its state. `shards`: the same shards as they are reached from this process.
-    `drained` is called, on a thread of its own, when what `drain` began is over and the node is out of the cluster.
-    Raises `DirectoryError` without the package requests.
+    `member`: the node's record; its state is ignored. `shards`: the same shards, at addresses that this process can
+    reach. `drained` is called, on a thread of its own, when a drain that `drain` began has ended and the node has left
+    the cluster. Raises `DirectoryError` when the package requests is missing.
     """
 
     def __init__(
@@ -90,16 +75,16 @@ class Registration:
         self._grace_s = grace_s
         self._drained = drained
         self._directory = EtcdDirectory(url, REQUEST_TIMEOUT_S)
-        # An endpoint that is silent must not cost the lease: another is asked within it.
+        # The timeout is short enough to try another endpoint within the lease when one does not answer.
         self._keeper = EtcdDirectory(url, max(0.5, lease_s / 4))
         self._follower = Follower(str(url), self._on_view, name=self.node)
-        self._lock = threading.Lock()  # one at a time writes the record
+        self._lock = threading.Lock()  # held to write the record
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-registration", daemon=True)
         self._keeping = threading.Thread(target=self._keep_lease, name="kvstore-lease", daemon=True)
-        self._lease: int | None = None  # under which the record is
-        self._ended: int | None = None  # a lease that is no more
+        self._lease: int | None = None  # of the record; None: not registered
+        self._ended: int | None = None  # a lease that has ended
         self._may_take_over = True
         self._joined = 0.0
         self._was_in = False
@@ -108,13 +93,14 @@ class Registration:
         self._lost = ""
         self._filling = Filling(member, shards, grace_s)
         self._draining: Draining | None = None
-        self._drain_asked = False  # by an operator, who is told how far it is
+        self._drain_asked = False  # an operator requested the drain: write its progress to etcd
         self._drain_said: Drain | None = None
         self._out = False
+        self._emptied = False  # a shard has lost its blocks, and the others do not know yet
         self._started = False
 
     def start(self, metrics: str) -> None:
-        """Register, as soon as etcd can be asked. `metrics`: HOST:PORT where the node serves them, or nothing."""
+        """Register as soon as etcd answers. Does not block. metrics: HOST:PORT of the node's metrics, or empty."""
         self._member = msgspec.structs.replace(self._member, metrics=metrics)
         self._started = True
         self._filling.start()
@@ -123,7 +109,7 @@ class Registration:
         self._keeping.start()
 
     def drain(self, seconds: float) -> None:
-        """Begin to move blocks away, for `seconds` at most, and then withdraw. Over at once without `start`."""
+        """Move blocks away, for `seconds` at most, then withdraw. Does not block. Over at once before `start`."""
         if not self._started:
             self._drained()
             return
@@ -138,9 +124,13 @@ class Registration:
 
         threading.Thread(target=wait, name="kvstore-drained", daemon=True).start()
 
+    def shard_restarted(self) -> None:
+        """A shard has died and serves again, without its memory: have the other nodes fill it. Does not block."""
+        self._emptied = True
+        self._wake.set()
+
     def stop(self) -> None:
-        """Withdraw and let clients turn away. Takes some seconds at most, also without etcd; `start` need not have been
-        called."""
+        """Withdraw, and wait until clients have seen it: for some seconds at most. Also before `start`."""
         self._stopped.set()
         self._wake.set()
         self._filling.stop()
@@ -157,7 +147,7 @@ class Registration:
         self._keeper.close()
 
     def status(self) -> RegistrationStatus:
-        """What the metrics tell."""
+        """-> the present state of the membership."""
         view = self._follower.current
         draining = self._draining
         return RegistrationStatus(
@@ -228,17 +218,19 @@ class Registration:
             return
         if not self._check_record():
             return
+        if self._emptied and self._draining is None:
+            self._join_again(self._lease)
         self._check_drain()
         if self._draining is not None and self._member.state != "draining":
-            self._write("draining")  # etcd could not be reached when the drain began
+            self._write("draining")  # etcd did not answer when the drain began
         elif self._member.state == "joining" and self._is_filled():
             self._write("serving")
 
     def _join(self) -> None:
-        """Register under a new lease, unless another process is this node."""
+        """Register under a new lease, unless another process is registered with this node's id."""
         found = self._directory.read_member(self.node)
         mine = found is not None and (
-            found.instance == self._member.instance  # an answer of etcd was lost
+            found.instance == self._member.instance  # registered before, but etcd's answer was lost
             or (self._may_take_over and not _addresses(found).isdisjoint(_addresses(self._member)))
         )
         if found is not None and not mine:
@@ -258,20 +250,28 @@ class Registration:
         self._may_take_over = False
         self._conflict_said_at = None
         self._joined = time.monotonic()
-        log.info(
-            "node %s %s cluster %s: state=%s shards=%d zone=%s address=%s",
-            self.node,
-            "is again in" if self._was_in else "is in",
-            self.url,
-            state,
-            len(member.shards),
-            member.zone,
-            member.shards[0].host,
-        )
+        how = "is again in" if self._was_in else "is in"
+        text = "node %s %s cluster %s: state=%s shards=%d zone=%s address=%s"
+        log.info(text, self.node, how, self.url, state, len(member.shards), member.zone, member.shards[0].host)
         self._was_in = True
 
+    def _join_again(self, lease: int) -> None:
+        """Become a new instance, which joins: then the other nodes copy to it what it owns and lacks."""
+        others = any(member.node != self.node for member in self._directory.membership().members)
+        state: State = "joining" if others else "serving"
+        member = msgspec.structs.replace(self._member, instance=uuid.uuid4().hex, state=state)
+        self._emptied, written = False, False  # before, because another shard may die meanwhile
+        try:
+            written = self._directory.register(member, lease)
+        finally:
+            self._emptied = self._emptied or not written
+        if written:
+            self._member, self._joined = member, time.monotonic()
+            self._filling.is_now(member)
+            log.warning("node %s: a shard started anew and lost its memory; state=%s, to be filled", self.node, state)
+
     def _check_record(self) -> bool:
-        """Whether the record is still this node's."""
+        """Whether the record is still this node's. If not, the node drops its lease and joins anew or stays out."""
         found = self._directory.read_member(self.node)
         if found is not None and found.instance == self._member.instance:
             return True
@@ -284,7 +284,7 @@ class Registration:
         return False
 
     def _stay_out(self, found: Member | None) -> None:
-        """Log it when the lease of an earlier run must have ended, and then every `CONFLICT_LOG_S`."""
+        """Log an error every `CONFLICT_LOG_S`, but not before the lease of an earlier run must have ended."""
         self._may_take_over = False
         now = time.monotonic()
         if self._conflict_said_at is None:
@@ -303,19 +303,18 @@ class Registration:
         )
 
     def _is_filled(self) -> bool:
-        """Whether the grace period since it joined is over. Time alone decides, even when no other node serves any
-        more: clients look at a block's previous places only while the node is joining."""
+        """Whether the grace period is over. Time alone decides: clients ask previous owners only while it joins."""
         return time.monotonic() - self._joined >= self._grace_s
 
     def _write(self, state: State) -> None:
-        """Change the state, in the record too."""
+        """Change the node's state, here and in its record."""
         member = msgspec.structs.replace(self._member, state=state)
         if self._lease is not None and self._directory.register(member, self._lease):
             log.info("node %s: state=%s (was %s)", self.node, state, self._member.state)
             self._member = member
 
     def _withdraw(self) -> bool:
-        """Leave the cluster for good. False: it was no member."""
+        """Leave the cluster until the next start. -> False when the node was not a member."""
         with self._lock:
             self._out = True
             lease, self._lease = self._lease, None
@@ -332,7 +331,7 @@ class Registration:
     # ---- draining --------------------------------------------------------------------------------------------------
 
     def _check_drain(self) -> None:
-        """Look whether an operator asks for a drain, and say how far it is."""
+        """Start a drain that an operator has requested, and write its progress to etcd."""
         if self._draining is not None:
             progress = self._draining.progress
             if self._drain_asked and progress != self._drain_said:
@@ -343,7 +342,7 @@ class Registration:
         if asked is None:
             return
         if asked.instance != self._member.instance:
-            self._directory.end_drain(self.node)  # of an earlier run
+            self._directory.end_drain(self.node)  # the request was for an earlier run
         elif asked.state == "asked":
             log.info("node %s: asked to drain, for at most %g s", self.node, asked.seconds)
             self._drain_asked = True
@@ -370,7 +369,7 @@ class Registration:
                 )
 
     def _members_now(self) -> Sequence[Member]:
-        """Those that are known, with this node's record as it is."""
+        """-> the members in the last view, with this node's present record."""
         view = self._follower.current
         others = [member for member in view.members if member.node != self.node] if view else []
         return [*others, self._member]

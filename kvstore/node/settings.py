@@ -1,7 +1,7 @@
-"""Settings described once: a msgspec struct whose fields are `Annotated` with a `Setting`.
+"""Settings that are described once: a msgspec struct whose fields are `Annotated` with a `Setting`.
 
-From that one description come a command's flags, the variables, the keys of the TOML file, what an error says was
-expected, the commented file that `--print-config` writes, and the table in docs/operations.md. The same name
+From that description come a command's flags, the variables, the keys of the TOML file, the error messages, the
+commented file that `--print-config` writes, and the table in docs/operations.md. A setting has the same name
 everywhere: field and key `log_level`, flag `--log-level`, variable `KVSTORE_SERVER_LOG_LEVEL`. A flag wins over a
 variable, a variable over the file, the file over the default.
 """
@@ -33,11 +33,11 @@ ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
 
 class ConfigError(Exception):
-    """The settings cannot be used. The message says which, where it came from, and what is expected."""
+    """The settings cannot be used. The message says which setting, where it came from, and what is expected."""
 
 
 class Misfit(ConfigError):
-    """A setting that is fine alone does not fit the others."""
+    """A setting is valid by itself but does not fit the others."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}")
@@ -46,7 +46,7 @@ class Misfit(ConfigError):
 
 
 class Size(int):
-    """Bytes, written as 4GiB."""
+    """A number of bytes, written like 4GiB."""
 
     def __str__(self) -> str:
         return spell_size(self)
@@ -57,37 +57,37 @@ class HostPort(str):
 
     @classmethod
     def of(cls, host: str, port: int) -> HostPort:
-        """The address of both."""
+        """-> the address of a host and a port."""
         return cls(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
     @property
     def host(self) -> str:
-        """Without the brackets."""
+        """The host, without brackets."""
         return self.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """0: any that is free."""
+        """The port; 0: any free port."""
         return int(self.rpartition(":")[2])
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is said of a setting beside its name, type, bounds and default."""
+    """The description of a setting beside its name, type, bounds and default."""
 
     section: str
     help: str  # one or more sentences for an operator
-    value: str = ""  # what stands for the value in the help: SECONDS, FOLDER
+    value: str = ""  # the placeholder of the value in the help: SECONDS, FOLDER
     choices: tuple[str, ...] = ()
-    unset: str = ""  # what it means when the default is None: "no disk tier"
-    more: str = ""  # page and anchor in docs/ that tells more
-    file_only: bool = False  # tables of the file: neither flag nor variable
-    example: str = ""  # of such a table
+    unset: str = ""  # the meaning of a default of None: "no disk tier"
+    more: str = ""  # page and anchor in docs/ with more about it
+    file_only: bool = False  # tables of the file; they have no flag and no variable
+    example: str = ""  # for `file_only`: the content of an example table
 
 
 @dataclass(frozen=True)
 class Described:
-    """One setting with everything that is known about it."""
+    """One setting with its name, type, default, bounds and description."""
 
     name: str
     kind: type  # int, bool, str, Size, HostPort; list for tables of the file
@@ -98,19 +98,19 @@ class Described:
 
     @property
     def flag(self) -> str:
-        """As in `--log-level`."""
+        """The flag, such as `--log-level`."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def value(self) -> str:
-        """What stands for its value in the help."""
+        """The placeholder of its value in the help."""
         if self.setting.choices:
             return "|".join(self.setting.choices)
         return self.setting.value or {Size: "SIZE", HostPort: "HOST:PORT", int: "N"}.get(self.kind, "TEXT")
 
     @property
     def expected(self) -> str:
-        """What a value has to be."""
+        """Describe the values that are allowed."""
         if self.setting.choices:
             return f"one of {', '.join(self.setting.choices)}"
         if self.kind is int and self.low is not None and self.high is not None:
@@ -125,12 +125,12 @@ class Described:
 
     @property
     def problem(self) -> str:
-        """Of any other value."""
+        """The error message for a value that is not allowed."""
         return f"expected {self.expected}"
 
     @property
     def default_text(self) -> str:
-        """The default as people read it."""
+        """The default as text for people."""
         if self.default in (None, "", []):
             return self.setting.unset or "none"
         if isinstance(self.default, bool):
@@ -139,7 +139,7 @@ class Described:
 
 
 def describe(config: type[msgspec.Struct]) -> tuple[Described, ...]:
-    """All settings of a struct, in order."""
+    """-> all settings of a struct, in order."""
     hints = get_type_hints(config, include_extras=True)
     return tuple(_describe(field, hints[field.name]) for field in msgspec.structs.fields(config))
 
@@ -156,7 +156,7 @@ def _describe(field: msgspec.structs.FieldInfo, hint: Any) -> Described:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """The types and annotations in a type hint."""
+    """Yield the types and annotations in a type hint."""
     if get_origin(hint) is Annotated:
         yield from _parts(hint.__origin__)
         yield from hint.__metadata__
@@ -171,7 +171,10 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 class Sources(Generic[ConfigT]):
-    """Values of settings, and where each of them came from: a flag, a variable, the file, or the default."""
+    """Collects the values of settings and the origin of each: a flag, a variable, the file, or the default.
+
+    Read sources in the order of their precedence, the file first: a later value replaces an earlier one.
+    """
 
     def __init__(self, config: type[ConfigT], environment_prefix: str) -> None:
         self._config = config
@@ -181,7 +184,7 @@ class Sources(Generic[ConfigT]):
         self._origins: dict[str, str] = {}
 
     def read_file(self, file: Path, named_by: str = "--config") -> None:
-        """Add what a TOML file sets. Raises `ConfigError`."""
+        """Add the values in a TOML file. Raises `ConfigError`."""
         where = f"{named_by} {shlex.quote(str(file))}"
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -195,7 +198,10 @@ class Sources(Generic[ConfigT]):
             self._add(name, value, str(file) if is_tables else f"{file}: {name} = {_shown(value)}")
 
     def read_environment(self, environment: Mapping[str, str], others: tuple[str, ...]) -> None:
-        """Add what variables set; `others`: variables with the prefix that are no settings. Raises `ConfigError`."""
+        """Add the values of variables. Raises `ConfigError`.
+
+        others: variables that have the prefix but are no settings.
+        """
         names = {self._variable(name): name for name in self._described}
         given = {name for name in environment if name.startswith(self._prefix)} - set(others)
         for variable in sorted(given):
@@ -212,7 +218,7 @@ class Sources(Generic[ConfigT]):
             self._add(names[variable], value, f"{variable}={shlex.quote(value)}")
 
     def read_flags(self, flags: Mapping[str, Any]) -> None:
-        """Add what flags set; one that is None was not given."""
+        """Add the values of flags. None means that the flag was not given."""
         for name, value in flags.items():
             if value is not None:
                 flag = self._described[name].flag
@@ -222,13 +228,13 @@ class Sources(Generic[ConfigT]):
                 self._add(name, value, shown)
 
     def config(self) -> ConfigT:
-        """All settings. Raises `ConfigError` for a value that is not as described."""
+        """-> all settings. Raises `ConfigError` for a value that is not allowed."""
         for name, value in self._values.items():
             self._check(self._described[name], value)
         return msgspec.convert(self._values, self._config, strict=False, dec_hook=_decode)
 
     def error(self, misfit: Misfit) -> ConfigError:
-        """The error of a setting that does not fit the others, with its origin."""
+        """-> the error of a setting that does not fit the others, with the setting's origin."""
         described = self._described[misfit.name]
         origin = self._origins.get(misfit.name) or f"{described.flag} {described.default_text} (the default)"
         return ConfigError(f"{origin}: {misfit.problem}")
@@ -258,7 +264,7 @@ class Sources(Generic[ConfigT]):
 
 
 def _decode(kind: type, value: Any) -> Any:
-    """A `Size` or a `HostPort` from what a file, a variable or a flag gives. Raises `ValueError`."""
+    """Make a `Size` or a `HostPort` from a value of a file, a variable or a flag. Raises `ValueError`."""
     if isinstance(value, kind):
         return value
     if kind is Size:
@@ -279,7 +285,7 @@ def _text(value: Any) -> str:
 
 
 def _of_table(name: str, error: msgspec.ValidationError) -> str:
-    """What is wrong in one of the file's tables: "[[namespaces]] number 2, priority: expected `int` <= 3"."""
+    """Describe an error in a table of the file: "[[namespaces]] number 2, priority: expected `int` <= 3"."""
     problem, _, path = str(error).partition(" - at ")
     found = re.search(r"\[(\d+)\](?:\.(\w+))?`$", path)
     number = f" number {int(found[1]) + 1}" if found else ""
@@ -291,7 +297,7 @@ def _of_table(name: str, error: msgspec.ValidationError) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as TOML writes it; tables are not shown."""
+    """-> a value in TOML notation; "..." for tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, dict)):
@@ -302,7 +308,7 @@ def _shown(value: Any) -> str:
 
 
 def to_toml(config: msgspec.Struct, heading: str) -> str:
-    """All settings as a TOML file with comments: read back, it gives `config` again."""
+    """-> all settings as a TOML file with comments. Reading the file gives `config` again."""
     lines = _comment(heading)
     section = ""
     described = describe(type(config))
@@ -335,7 +341,7 @@ def _tables(described: Described, rows: list[msgspec.Struct]) -> list[str]:
 
 
 def listed(config: msgspec.Struct) -> dict[str, str]:
-    """All settings, and their values as people read them."""
+    """-> all settings, with their values as text for people."""
     return {each.name: _read_by_people(getattr(config, each.name)) for each in describe(type(config))}
 
 
@@ -348,6 +354,6 @@ def _read_by_people(value: Any) -> str:
 
 
 def changed(config: msgspec.Struct) -> dict[str, str]:
-    """Those of them that are not as by default."""
+    """-> the settings whose values are not the defaults, as `listed` gives them."""
     default = type(config)()
     return {name: text for name, text in listed(config).items() if getattr(config, name) != getattr(default, name)}

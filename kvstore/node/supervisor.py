@@ -1,9 +1,9 @@
-"""The supervisor: binds the ports, starts the shards, restarts what dies, stops what runs.
+"""The supervisor: binds the ports, starts the shards, restarts shards that die, and stops all of them at the end.
 
-It owns the listening sockets, so a shard that dies keeps its port and its clients' pending connections; the shard
-started in its place begins empty, which for its clients is nothing but misses. The supervisor holds no data and does
-nothing while all is well. If it dies itself, the kernel ends its shards (parent-death signal). In a cluster it is who
-registers the node, and withdraws it before the shards stop.
+It owns the listening sockets, so a shard that dies keeps its port and its clients' pending connections. The shard that
+replaces it has no blocks in memory, so its clients get misses. The supervisor holds no blocks and is idle while all
+shards run. If it dies itself, the kernel ends its shards (parent-death signal). In a cluster it registers the node, and
+withdraws it before the shards stop.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout
 from kvstore.logs import fields
 from kvstore.node.children import Child, StartError, bind
 from kvstore.node.config import WILDCARDS, ServerConfig
-from kvstore.node.health import Health, NodeView
 from kvstore.node.settings import HostPort, changed, listed
 from kvstore.shard.setup import ShardConfig
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ShardAddress
 
 if TYPE_CHECKING:
+    from kvstore.node.health import Health
     from kvstore.node.registration import Registration
     from kvstore.node.web import HTTPServer
 
 log = logging.getLogger("kvstore.server")
 
 DRAIN_S: Final = 5.0
-DISK_STOP_S: Final = 360.0  # a shard may have its memory to write, and the index to commit
+DISK_STOP_S: Final = 360.0  # for a shard to write its memory to disk and to commit the index
 START_S: Final = 30.0
 
 
 def _open_disk(config: ServerConfig) -> Layout | None:
-    """The disk tier's folder, made if it is new and used by nobody else. Raises `StartError`."""
+    """-> the disk tier's folder, made if it is new; None: no disk tier. Raises `StartError`, also when it is in use."""
     if config.disk is None:
         return None
     try:
         layout = open_layout(Path(config.disk).absolute(), config.shards, config.disk_segment_bytes)
         for shard in range(config.shards):
-            os.close(lock_shard(layout.shard_directory(shard)))  # the shard takes it again
+            os.close(lock_shard(layout.shard_directory(shard)))  # a check only: the shard locks it again
     except DiskFormatError as error:
         raise StartError(f"disk tier: {error}") from None
     return layout
@@ -72,12 +72,12 @@ def _bracketed(host: str) -> str:
 
 
 class Supervisor:
-    """One node."""
+    """One node: its shards, its HTTP server and its membership. The main thread runs it; `run` blocks."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._signals = 0  # that asked it to stop
-        self._signal = signal.SIGTERM  # the last of them
+        self._signals = 0  # signals to stop, so far
+        self._signal = signal.SIGTERM  # the last signal
         self._stopping = False
         self._restarts = 0
         self._selector = selectors.DefaultSelector()
@@ -94,7 +94,7 @@ class Supervisor:
             self.node = config.cluster_node_id
         else:
             self.node = f"{socket.gethostname()}:{self.port}"
-        # Placement hashes the shards' names: with blocks on disk they must be the same after every restart.
+        # Placement hashes the names of the shards, so with blocks on disk they must not change at a restart.
         name = self._disk.identity if self._disk is not None else self.node
         self._addresses = [
             ShardAddress(f"{name}/{child.number}", "", child.address[1], float(config.shard_memory_bytes))
@@ -104,9 +104,9 @@ class Supervisor:
         self._draining = False
 
     def run(self) -> int:
-        """Serve until told to stop. -> the process's exit status."""
+        """Serve until a signal to stop. -> the exit status of the process."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it moves blocks over many connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # moving blocks needs many connections
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         started = time.monotonic()
@@ -144,7 +144,7 @@ class Supervisor:
         return 0
 
     def _log_start(self) -> None:
-        """One line: the version, where it listens, what is not as by default."""
+        """Log one line: the version, the addresses, and the settings that are not the defaults."""
         addresses = [f"{_bracketed(host)}:{port}" for host, port in (child.address for child in self._children)]
         http = ""
         if self._http is not None and self.config.http is not None:
@@ -167,7 +167,7 @@ class Supervisor:
         )
 
     def _log_stop(self) -> None:
-        """One line when it begins to stop."""
+        """Log one line when the server begins to stop."""
         log.info(
             "%s: stopping; requests that have begun may take %g s more",
             self._signal.name,
@@ -219,7 +219,7 @@ class Supervisor:
         return self._registration is not None and self.config.drain_seconds > 0
 
     def _begin_to_leave(self) -> None:
-        """Drain first, if that is wanted."""
+        """Begin to drain, if that is configured; otherwise begin to stop."""
         self._log_stop()
         if self._registration is None or not self._drains_first:
             self._stopping = True
@@ -245,6 +245,7 @@ class Supervisor:
     def _serve_http(self) -> None:
         if self._http is None:
             return
+        from kvstore.node.health import Health, NodeView
         from kvstore.node.web import Pages
 
         addresses = [child.address for child in self._children]
@@ -262,7 +263,7 @@ class Supervisor:
 
     @property
     def _metrics_address(self) -> str:
-        """HOST:PORT where the other members find the metrics; empty: nowhere."""
+        """HOST:PORT at which other members reach the metrics; empty: they cannot."""
         if self._http is None or self.config.http is None:
             return ""
         host, others = self.config.http.host, self.config.advertised_host
@@ -273,9 +274,13 @@ class Supervisor:
         return str(HostPort.of(host, self._http.port))
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        """Asked once: leave, and drain first if that is wanted. Asked again: stop, without a drain or in the midst of
-        one. Asked once more than that: now. A drain that ended by itself takes no step of these: shards that write
-        their memory to disk are not killed by who meant to end the drain."""
+        """Handle a signal to stop.
+
+        Without a drain, the first signal stops the server and the next one kills the shards. With a drain, the first
+        signal begins the drain, the second ends it and stops the server, and the third kills the shards. The second one
+        never kills, even if the drain has ended by itself: it may be meant to end the drain, while shards are already
+        writing their memory to disk.
+        """
         self._signals += 1
         self._signal = signal.Signals(number)
         if self._signals > 1:
@@ -317,7 +322,7 @@ class Supervisor:
         )
 
     def _await_ready(self) -> bool:
-        """Wait until every shard accepts requests; False: stopped or failed before that."""
+        """Wait until every shard accepts requests. -> False when the server was stopped or a shard failed before."""
         deadline = time.monotonic() + START_S
         while any(child.ready_fd >= 0 for child in self._children):
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
@@ -336,7 +341,7 @@ class Supervisor:
         return True
 
     def _watch(self) -> None:
-        """Wait for something to happen to the shards, and deal with it."""
+        """Wait for an event: a shard is ready or has died, a restart is due, or a signal came. Then handle it."""
         now = time.monotonic()
         due = [child.restart_at for child in self._children if child.process is None]
         for key, _ in self._selector.select(max(0.0, min(due) - now) if due else None):
@@ -346,6 +351,8 @@ class Supervisor:
             elif key.fd == child.ready_fd:
                 if child.take_ready():
                     log.warning("shard %d is serving again, pid %d", child.number, child.process.pid)
+                    if self._registration is not None:
+                        self._registration.shard_restarted()
             elif key.fd == child.pid_fd:
                 child.bury()
         now = time.monotonic()
@@ -358,7 +365,7 @@ class Supervisor:
                     child.start_failed(error)
 
     def _stop(self) -> None:
-        """Let the shards finish, then see that they are gone."""
+        """Stop the HTTP server and the shards. Blocks; kills shards that have not ended by their deadline."""
         if self._http is not None:
             self._http.close()
         if self._health is not None:

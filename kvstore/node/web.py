@@ -1,7 +1,7 @@
-"""The node over HTTP: `/metrics`, `/healthz`, `/readyz`, and a page that lists them.
+"""The node's HTTP server: `/metrics`, `/healthz`, `/readyz`, and a page that lists them.
 
-Requests have threads, `MAX_REQUESTS` of them at most. When all are taken, the oldest connection is closed to make
-room: a scraper that reads slowly, or a client that says nothing, keeps no probe out.
+Each request has a thread; there are `MAX_REQUESTS` threads at most. When all are in use, the oldest connection is
+closed, so that a scraper that reads slowly or a client that sends nothing cannot keep probes out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("kvstore.server")
 
 MAX_REQUESTS: Final = 32
 PLACE_WAIT_S: Final = 0.2  # for the oldest connection to end
-READ_S: Final = 5.0  # for a client to say something, and to take an answer
+READ_S: Final = 5.0  # for a client to send its request, and to take the response
 _TEXT: Final = "text/plain; charset=utf-8"
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests at once\n"
 
@@ -41,10 +41,10 @@ class Pages:
     """The WSGI application. Any number of threads call it at once."""
 
     def __init__(self, health: Health, settings: str) -> None:
-        """`settings`: those in effect, as text."""
+        """settings: the settings in effect, as text."""
         registry = CollectorRegistry()
         registry.register(NodeCollector(health))
-        ProcessCollector(registry=registry)  # of this process, the supervisor
+        ProcessCollector(registry=registry)  # for this process, the supervisor
         self._metrics = make_wsgi_app(registry)
         self._health = health
         self._settings = settings
@@ -123,13 +123,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(found, _Handler)  # type: ignore[arg-type]
 
     def server_bind(self) -> None:
-        """Bind, without asking DNS for the name of this host as the standard library does."""
+        """Bind, but do not look up this host's name in DNS as the standard library does."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread; on the accepting thread."""
+        """Start a thread for a connection. Runs on the accepting thread."""
         if not self._take_place():
             with contextlib.suppress(OSError):
                 request.settimeout(PLACE_WAIT_S)
@@ -156,7 +156,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         return self._places.acquire(timeout=PLACE_WAIT_S)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer; on the connection's thread."""
+        """Answer a request. Runs on the connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -168,12 +168,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection failed: its client left, or was too slow."""
+        """Log a failed connection: its client left, or was too slow."""
         log.debug("http: %s: the connection failed", client_address[0], exc_info=True)
 
 
 class HTTPServer:
-    """Listens from its making on, answers from `start` on. Raises `OSError` when it cannot listen."""
+    """Listens once it is constructed, and answers requests after `start`. Raises `OSError` when it cannot listen."""
 
     def __init__(self, address: HostPort) -> None:
         self._server = _Server(address)
@@ -181,12 +181,12 @@ class HTTPServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvstore-http", daemon=True)
 
     def start(self, pages: Pages) -> None:
-        """Answer requests, on threads of its own."""
+        """Answer requests, on the server's own threads."""
         self._server.set_app(pages)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more requests. Those that have begun end by themselves."""
+        """Accept no more requests. Requests in progress end by themselves."""
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()

@@ -1,1 +1,1 @@
-"""One shard's process: the loop, its connections, what requests mean."""
+"""One shard's process: the event loop, its connections, and the handling of requests."""

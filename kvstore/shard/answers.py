@@ -1,8 +1,8 @@
-"""What each request means: the store and the disk tier are asked, and the client is told.
+"""Handles requests: calls the store and the disk tier, and queues the reply.
 
-A request of one frame goes to `handle`, one with keys to `handle_keyed`; a SET to `begin_write`, which reserves slots
-for its payload, and to `commit` when all of it is there. What breaks a rule raises `WireError`, which the client is
-sent.
+A request of one frame goes to `handle`, a request with keys to `handle_keyed`. A SET goes to `begin_write`, which
+reserves slots for its payload, and to `commit` when all payload has arrived. A request that breaks a rule raises
+`WireError`; the reader sends it to the client as ERROR.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy.typing as npt
 from kvstore import __version__, wire
 from kvstore._cext import BlockIndex
 from kvstore.disk.tier import DiskTier
+from kvstore.shard.account import REMOVAL_BYTES, REMOVALS
+from kvstore.shard.background import Background
 from kvstore.shard.peer import Peer
-from kvstore.shard.purging import Purges
 from kvstore.shard.setup import ShardConfig
-from kvstore.shard.state import SMALL_BUFFER_BYTES, ShardState
+from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
 from kvstore.store.namespace import NamespaceStore, find_parent
 from kvstore.store.namespaces import Store
@@ -29,8 +30,11 @@ from kvstore.store.tier import Slots
 from kvstore.wire import ErrorCode, Outcome, WireError
 
 MAX_PINNED_SHARE: Final = 0.5
-PREFIX_PIN_S: Final = 2.0  # how long a GET of a prefix keeps its blocks from eviction: it is sent in less, mostly
-_OUTCOME_OF_VERDICT: Final = np.zeros(4, dtype=np.uint8)  # by its negative: `BlockIndex.reserve`; 0 is a slot
+COUNT_PINS_S: Final = 0.1
+COUNT_PINS_AT_LIMIT_S: Final = 0.01
+PREFIX_PIN_S: Final = 2.0  # how long a GET of a prefix pins its blocks; mostly they are sent in less time
+# By the negative of a verdict of `BlockIndex.reserve`; 0 stands for a slot:
+_OUTCOME_OF_VERDICT: Final = np.zeros(4, dtype=np.uint8)
 _OUTCOME_OF_VERDICT[[0, -BlockIndex.EXISTED, -BlockIndex.DUPLICATE, -BlockIndex.NO_SPACE]] = (
     Outcome.CREATED,
     Outcome.EXISTED,
@@ -48,23 +52,23 @@ class Write:
     slots: Slots
     keys: bytes
     existed: npt.NDArray[np.bool_] | None  # of a SET with `force`: which keys were there before
-    parent: bytes  # the key before the first in its chain, as far as known
+    parent: bytes  # the key before the first one in its chain; empty: not known
     ends_chain: bool
     arrived: int = 0  # blocks
 
 
 class Answers:
-    """What one shard answers. Used by the loop's thread only."""
+    """Handles the requests of all clients of one shard. Used by the loop's thread only."""
 
     def __init__(self, config: ShardConfig, store: Store, disk: DiskTier | None, state: ShardState) -> None:
         self._config = config
         self._store = store
         self._disk = disk
         self._state = state
-        self.purges = Purges(store, disk, self._reply_for_good)
+        self.background = Background(store, disk, state.account, self._reply_for_good)
 
     def handle(self, peer: Peer, request: wire.Request) -> None:
-        """A request of one frame."""
+        """Handle a request of one frame. Raises `WireError`."""
         if isinstance(request, wire.Hello):
             self._hello(peer, request)
         elif isinstance(request, wire.Credit):
@@ -78,7 +82,7 @@ class Answers:
                 peer.end_stream(stream)
         elif isinstance(request, wire.Ping):
             peer.reply(wire.Pong(request.id))
-        elif isinstance(request, wire.Sync):  # every SET before it was placed as it arrived
+        elif isinstance(request, wire.Sync):  # every SET before it on this connection is complete already
             peer.reply(wire.SyncReply(request.id))
         elif isinstance(request, wire.Info):
             peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
@@ -90,7 +94,7 @@ class Answers:
         elif isinstance(request, wire.Purge):
             if not (peer.namespace or request.all):
                 raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first", request.id)
-            self.purges.add(peer, request)
+            self.background.purge(peer, request)
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
         if request.protocol != wire.PROTOCOL_VERSION:
@@ -126,7 +130,7 @@ class Answers:
 
     @staticmethod
     def _note_replicas(peer: Peer, namespace: NamespaceStore | None) -> None:
-        """Whoever moves this namespace's blocks keeps as many copies as its clients do."""
+        """Note the largest number of copies that a client keeps: nodes that move blocks make as many copies."""
         if namespace is not None and namespace.replicas < peer.replicas:
             namespace.replicas = peer.replicas
 
@@ -137,14 +141,10 @@ class Answers:
         if namespace is None:
             peer.reply(wire.HottestReply(request.id, 0, b"", 0))
             return
-        limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes)
-        keys, total = namespace.hottest(request.skip, limit, self._state.now)
-        if len(keys) > SMALL_BUFFER_BYTES:
-            self._state.check_buffer_room(len(keys), request.id)
-        peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, total))
+        self.background.hottest(peer, request, namespace)
 
     def handle_keyed(self, peer: Peer, request: wire.KeyedRequest, keys: bytes) -> None:
-        """A request whose keys have arrived."""
+        """Handle a request whose keys have arrived. Raises `WireError`."""
         namespace = self._store.find(peer.namespace, request.key_bytes)
         self._note_replicas(peer, namespace)
         peer.remember(keys)
@@ -161,20 +161,41 @@ class Answers:
             self._lookup(peer, request, namespace, keys)
 
     def _delete(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore | None, keys: bytes) -> None:
+        if request.damaged and namespace is not None:
+            self.background.delete_damaged(peer, request, namespace, keys)
+            return
+        if request.damaged:
+            peer.reply(wire.DeleteReply(request.id, 0))
+            return
         disk = self._disk
-        if namespace is None and disk is not None and disk.volume.recovering:  # it may turn out to be on disk
+        # While the disk tier recovers, the blocks may be on disk although the namespace is not known yet.
+        if namespace is None and disk is not None and disk.volume.recovering:
             namespace = self._store.open(peer.namespace, request.key_bytes)
+        held = 0
         if namespace is not None and disk is not None:
+            held = REMOVAL_BYTES * request.count + len(keys)
+            self._state.account.check(held)
             disk.fetching.disown(namespace, keys)
         deleted = namespace.delete(keys, self._state.now) if namespace else 0
-        self._reply_for_good(peer, wire.DeleteReply(request.id, deleted))
+        self._reply_for_good(peer, wire.DeleteReply(request.id, deleted), held)
 
-    def _reply_for_good(self, peer: Peer, reply: wire.Reply) -> None:
-        """Tell the client what holds even if the server dies now: what was removed does not come back from disk."""
+    def _reply_for_good(self, peer: Peer, reply: wire.Reply, held: int = 0) -> None:
+        """Send a reply once no removed block can come back from disk, even if the server dies.
+
+        held: bytes that the removal holds until then.
+        """
         if self._disk is None:
             peer.reply(reply)
-        else:
-            self._disk.volume.after_removals(peer.promise(reply))
+            return
+        account = self._state.account
+        account.take(REMOVALS, held)
+        promise = peer.promise(reply)
+
+        def keep() -> None:
+            account.give_back(REMOVALS, held)
+            promise()
+
+        self._disk.volume.after_removals(keep)
 
     def _lookup(
         self,
@@ -201,13 +222,24 @@ class Answers:
             peer.reply(wire.ContainsReply(request.id, present))
 
     def _may_pin(self, namespace: NamespaceStore, count: int) -> bool:
-        """Pins never cover so much of a namespace that it could not take new blocks."""
-        index = namespace.memory.index
+        """Whether `count` more blocks may be pinned: pins must leave the namespace room for new blocks.
+
+        Counting the pins of a million blocks takes milliseconds, so it is not done for each request: between two counts
+        each pin adds to the number, also one of a block that is pinned already.
+        """
+        index, now = namespace.memory.index, self._state.now
         slots = index.slots + self._store.arena.free * index.slots_per_segment
-        return index.pinned(self._state.now) + count <= slots * MAX_PINNED_SHARE
+        room = slots * MAX_PINNED_SHARE - count
+        age_s = now - namespace.pins_counted_at
+        if age_s > COUNT_PINS_S or (namespace.pins > room and age_s > COUNT_PINS_AT_LIMIT_S):
+            namespace.pins, namespace.pins_counted_at = index.pinned(now), now
+        if namespace.pins > room:
+            return False
+        namespace.pins += count
+        return True
 
     def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
-        """Reserve a slot for every block that is wanted."""
+        """Reserve a slot for every block of a SET that is to be stored. Raises `WireError`."""
         self._state.sets += 1
         if self._state.draining:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
@@ -223,7 +255,7 @@ class Answers:
         return Write(request, namespace, slots, keys, existed, parent, ends_chain)
 
     def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
-        """All blocks of a SET are in their slots: they are readable from here on."""
+        """All blocks of a SET are in their slots: make them readable, and reply."""
         request, namespace, slots = write.request, write.namespace, write.slots
         checksums = np.frombuffer(sums, dtype="<u8")
         index = namespace.memory.index
@@ -236,7 +268,7 @@ class Answers:
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed
         existed = int((slots == BlockIndex.EXISTED).sum())
-        if existed:  # the chain's new tail must not outlive the head it hangs on
+        if existed:  # touch the blocks that existed, so that the chain's head is not evicted before its new tail
             namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
         namespace.wake_parked()
         reply = wire.SetReply(
@@ -247,13 +279,13 @@ class Answers:
             forced=forced,
             duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
             error=int((slots == BlockIndex.NO_SPACE).sum()),
-            outcomes=_outcomes(slots, replaced) if request.outcomes else b"",
+            outcomes=self._outcomes(write, replaced) if request.outcomes else b"",
         )
         written = slots[slots >= 0]
         if self._disk is None or not len(written):
             peer.reply(reply)
             return
-        if request.force and namespace.disk is not None:  # what is on disk was replaced
+        if request.force and namespace.disk is not None:  # the copies on disk are outdated
             namespace.disk.delete(index.keys_of(written))
         self._disk.writing.was_set(namespace, written, self._state.now)
         if request.force:
@@ -261,8 +293,25 @@ class Answers:
         else:
             peer.reply(reply)
 
+    def _outcomes(self, write: Write, replaced: npt.NDArray[np.bool_] | None) -> bytes:
+        """-> one `Outcome` a block."""
+        outcomes = _OUTCOME_OF_VERDICT[-np.minimum(write.slots, 0)]
+        if replaced is not None:
+            outcomes[replaced] = Outcome.FORCED
+        namespace, now = write.namespace, self._state.now
+        existed = np.flatnonzero(outcomes == Outcome.EXISTED)
+        if len(existed):  # when this SET began; who was writing one may still be, or have given up
+            keys = np.frombuffer(write.keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[existed]
+            found = namespace.memory.index.acquire(keys.tobytes(), now, 0, False)
+            namespace.memory.index.release(found)
+            absent = found < 0
+            if absent.any():
+                on_disk = np.frombuffer(namespace.on_disk(keys[absent].tobytes(), now), dtype=np.bool_)
+                outcomes[existed[absent][~on_disk]] = Outcome.PENDING
+        return bytes(outcomes)
+
     def info(self) -> wire.ShardInfo:
-        """This shard's state."""
+        """The state and the counters of this shard."""
         config, state, arena = self._config, self._state, self._store.arena
         with open("/proc/self/statm") as statm:
             rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -296,12 +345,8 @@ class Answers:
             misses=self._store.misses,
             created=self._store.created,
             evicted=self._store.memory.evicted,
+            slow_turns=state.turns.slow,
+            longest_turn_s=state.turns.longest_s,
+            held_bytes=state.account.held,
+            held_limit_bytes=state.account.limit_bytes,
         )
-
-
-def _outcomes(slots: Slots, replaced: npt.NDArray[np.bool_] | None) -> bytes:
-    """One `Outcome` a block."""
-    outcomes = _OUTCOME_OF_VERDICT[-np.minimum(slots, 0)]
-    if replaced is not None:
-        outcomes[replaced] = Outcome.FORCED
-    return bytes(outcomes)

@@ -1,8 +1,8 @@
 """One shard: one process, one event loop, one index, one arena, one port.
 
-A level-triggered epoll loop over the listening socket and its connections. Everything the shard does happens between
-two polls, in this thread; bytes move inside system calls with the GIL released. The loop accepts, reads, flushes,
-enforces deadlines, gives the disk tier its turns, and drains; what requests mean is in `answers`.
+A level-triggered epoll loop over the listening socket and its connections. All work of the shard but that of the disk's
+threads is done between two polls, in this thread; bytes move inside system calls with the GIL released. The loop
+accepts, reads, flushes, enforces deadlines, gives the disk tier its turns, and drains. `answers` handles the requests.
 
 The supervisor starts it (`kvstore.shard.process`).
 """
@@ -15,6 +15,7 @@ import logging
 import select
 import socket
 import time
+from collections import Counter
 from typing import Final
 
 from kvstore.disk.tier import DiskTier
@@ -23,20 +24,27 @@ from kvstore.shard.peer import Peer
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
+from kvstore.shard.turns import Line
 from kvstore.store.namespaces import Store
 
 log = logging.getLogger("kvstore.shard")
 
 MAX_CONNECTIONS: Final = 2048
+MAX_CONNECTIONS_OF_ADDRESS: Final = 1024
+IDLE_S: Final = 30.0  # a connection that was not used for so long gives way to a new one when all are taken
+BACKED_UP_S: Final = 0.5  # for a client that does not take its replies to take them, and be read further
+ACCEPTS: Final = 64  # connections accepted in a turn
+NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+ACCEPT_PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
 HOUSEKEEPING_S: Final = 0.1
-DISK_TURN_S: Final = 0.02  # how often work of the disk tier is looked after
-DISK_FINISH_S: Final = 300.0  # what a clean stop may take to write what is only in memory
-QUIET_BYTES: Final = 1 << 20  # less than this in a turn is no traffic
+DISK_TURN_S: Final = 0.02  # how often the loop wakes while the disk tier has work that is started by time
+DISK_FINISH_S: Final = 300.0  # how long a clean stop may take to write the blocks that are only in memory
+QUIET_BYTES: Final = 1 << 20  # less payload than this does not count as traffic
 DEAD_PEER_MS: Final = 30_000
 
 
 class Shard:
-    """The event loop and what it serves."""
+    """The event loop, and the connections, store and disk tier that it serves. One thread."""
 
     def __init__(self, config: ShardConfig, listener: socket.socket) -> None:
         self._config = config
@@ -44,13 +52,16 @@ class Shard:
         self._store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
         log.info("%d bytes of block memory in %s", config.memory_bytes, self._store.arena.pages)
         self._readers: dict[int, MessageReader] = {}  # by descriptor
-        self._to_flush: set[Peer] = set()  # who may have something to send
+        self._to_read: Line[MessageReader] = Line()  # connections that may have sent bytes
+        self._to_flush: Line[Peer] = Line()  # connections that may have bytes to send
         self._listener = listener
         self._poll = select.epoll()
+        self._accepts_again = float("inf")  # when to poll the listener again, after a pause
+        self._addresses: Counter[str] = Counter()  # connections
         self._drain_until: float | None = None
-        self._behind = False  # the disk tier is, and who sets must wait
-        self._finishing = False  # clients are gone, the disk tier is brought up to date
-        self._traffic = (0, 0.0)  # payload bytes so far, and when there were last more of them
+        self._behind = False  # the disk tier is behind with its writes, and clients that set must wait
+        self._finishing = False  # all clients are gone, and the disk tier writes the blocks that are only in memory
+        self._traffic = (0, 0.0)  # payload bytes at the last turn with traffic, and when that was
         self._disk: DiskTier | None = None
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
@@ -59,42 +70,59 @@ class Shard:
     # ---- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until drained."""
+        """Serve until drained. Blocks; at the end closes connections, disk tier and arena."""
         listener, poll, state, disk = self._listener, self._poll, self._state, self._disk
+        turns = state.turns
         poll.register(listener.fileno(), select.EPOLLIN)
         housekeeping = 0.0
         while not self._drained():
             events = poll.poll(self._patience_s())
             state.now = now = time.monotonic()
+            turns.begin(now)
             for fd, event in events:
                 if fd == listener.fileno():
-                    self._accept()
+                    self._accept(now)
                     continue
                 if disk is not None and self._on_disk_event(disk, fd, event):
                     continue
                 reader = self._readers.get(fd)
                 if reader is None:
                     continue
-                if event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-                    reader.on_readable(now)
+                gone = event & (select.EPOLLHUP | select.EPOLLERR)
+                if gone and not self._may_read(reader):  # poll reports it whether we read or not
+                    reader.peer.close("the client is gone")
+                    continue
+                if gone or event & select.EPOLLIN:
+                    self._to_read.add(reader, reader.slow)
                 if event & select.EPOLLOUT:
-                    self._to_flush.add(reader.peer)
-            self._answers.purges.step(now)
+                    self._to_flush.add(reader.peer, bool(reader.peer.streams))
+            turns.done("events")
+            self._read_all(now)
+            turns.done("requests")
+            self._answers.background.step(now)
+            turns.done("background")
             if disk is not None:
                 self._pump_disk(disk, now)
+                turns.done("disk")
             self._flush_all(now)
+            turns.done("replies")
             if now >= housekeeping:
                 housekeeping = now + HOUSEKEEPING_S
                 self._enforce_deadlines(now)
                 self._store.expire(now)
+                if now >= self._accepts_again:
+                    self._accepts_again = float("inf")
+                    poll.register(listener.fileno(), select.EPOLLIN)
+                turns.done("housekeeping")
+            turns.end()
         self._close_all()
         if disk is not None:
             disk.close()
         self._store.arena.close()
 
     def _patience_s(self) -> float:
-        """How long the loop may sleep when nothing happens."""
-        if self._answers.purges.pending:
+        """How long the loop may sleep when no event comes, in seconds."""
+        if self._to_read or self._to_flush or self._answers.background.pending:
             return 0.0
         disk = self._disk
         if disk is None or not (disk.restless or disk.working):
@@ -105,7 +133,7 @@ class Shard:
     def _on_disk_event(disk: DiskTier, fd: int, event: int) -> bool:
         try:
             return disk.on_event(fd, event)
-        except Exception:  # a defect of ours must cost the disk tier, not everybody the cache
+        except Exception:  # a bug must turn the disk tier off, not end the whole cache
             log.exception("disk: internal error")
             disk.volume.fail_with(errno.EIO)
             return True
@@ -121,10 +149,11 @@ class Shard:
             disk.volume.fail_with(errno.EIO)
         if disk.writing.behind != self._behind:
             self._behind = disk.writing.behind
-            self._to_flush.update(reader.peer for reader in self._readers.values())  # read no further, or again
+            for reader in self._readers.values():  # so that `_flush` polls anew
+                self._to_flush.add(reader.peer)
 
     def drain(self) -> None:
-        """Finish what has begun, take nothing new; safe to call from a signal handler."""
+        """Finish requests in progress, take no new connections or SETs, then end. Safe to call in a signal handler."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._config.drain_s
             self._state.draining = True
@@ -147,39 +176,88 @@ class Shard:
         for reader in list(self._readers.values()):
             reader.peer.close("the server is shutting down")
 
-    def _accept(self) -> None:
-        for _ in range(64):
+    def _accept(self, now: float) -> None:
+        for _ in range(ACCEPTS):
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # the client left already, or no descriptor is free: the others go on
+            except OSError as error:  # the client left already, or no descriptor is free; other connections go on
                 log.warning("accept failed: %s", error)
+                if error.errno in NOTHING_LEFT:  # poll would report the listener for ever
+                    self._poll.unregister(self._listener.fileno())
+                    self._accepts_again = now + ACCEPT_PAUSE_S
                 return
-            if len(self._readers) >= MAX_CONNECTIONS or self._drain_until is not None:
+            host = address[0]
+            if self._drain_until is not None or not self._has_room(host, now):
                 sock.close()
                 continue
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
-            peer = Peer(self._state, sock, f"{address[0]}:{address[1]}", self._to_flush, self._forget)
+            self._addresses[host] += 1
+            peer = Peer(self._state, sock, host, address[1], self._to_flush, self._forget)
             reader = self._readers[sock.fileno()] = MessageReader(peer, self._answers, self._state)
             self._state.connections += 1
             reader.events = select.EPOLLIN
             self._poll.register(sock.fileno(), reader.events)
             self._to_flush.add(peer)
 
+    def _has_room(self, host: str, now: float) -> bool:
+        """Whether an address may have one more connection. Where all are taken, the one idle for longest is closed."""
+        if self._addresses[host] >= MAX_CONNECTIONS_OF_ADDRESS:
+            log.warning(
+                "%s has %d connections, the most of one address; another one is closed", host, self._addresses[host]
+            )
+            return False
+        if len(self._readers) < MAX_CONNECTIONS:
+            return True
+        idle = min((reader for reader in self._readers.values() if reader.idle), key=_last_heard, default=None)
+        if idle is None or now - idle.last_heard < IDLE_S:
+            log.warning("%d connections are open, the most of a shard; one of %s is closed", len(self._readers), host)
+            return False
+        idle.peer.close("idle, and its place is needed")
+        return True
+
     def _forget(self, peer: Peer) -> None:
-        """The connection is closing: its socket is about to be closed."""
+        """Drop a connection whose socket is about to be closed."""
         self._readers.pop(peer.sock.fileno()).abandon()
         self._state.connections -= 1
+        self._addresses[peer.host] -= 1
+        if not self._addresses[peer.host]:
+            del self._addresses[peer.host]
         with contextlib.suppress(OSError):
             self._poll.unregister(peer.sock.fileno())
 
+    @staticmethod
+    def _grace_s(reader: MessageReader) -> float:
+        """How much later than its deadline a message may be finished: what has arrived may wait for us."""
+        if not reader.paused:
+            return 0.0
+        return BACKED_UP_S if reader.peer.backed_up else float("inf")
+
+    def _held_back(self, reader: MessageReader) -> bool:
+        """It sets, and must wait for the disk."""
+        return reader.writer and self._behind
+
+    def _may_read(self, reader: MessageReader) -> bool:
+        peer = reader.peer
+        return not (peer.closed or peer.closing or peer.backed_up or self._held_back(reader))
+
+    def _read_all(self, now: float) -> None:
+        for reader in self._to_read.turn():
+            if self._may_read(reader):
+                reader.on_readable(now)
+                self._read_on(reader)
+
+    def _read_on(self, reader: MessageReader) -> None:
+        """Poll does not tell of messages that wait in a paused reader: put it in the line again."""
+        if reader.paused and self._may_read(reader):
+            self._to_read.add(reader, slow=True)
+
     def _flush_all(self, now: float) -> None:
-        while self._to_flush:
-            peer = self._to_flush.pop()
+        for peer in self._to_flush.turn():
             if not peer.closed:
                 self._flush(peer, now)
 
@@ -188,8 +266,9 @@ class Shard:
         if peer.closed:
             return
         reader = self._readers[peer.sock.fileno()]
+        self._read_on(reader)
         events = select.EPOLLOUT if more else 0
-        if not (peer.closing or peer.backed_up or (reader.writer and self._behind)):
+        if self._may_read(reader):
             events |= select.EPOLLIN
         if events != reader.events:
             reader.events = events
@@ -198,20 +277,22 @@ class Shard:
     def _enforce_deadlines(self, now: float) -> None:
         for reader in list(self._readers.values()):
             peer = reader.peer
-            held_back = reader.writer and self._behind
+            held_back = self._held_back(reader)
             reader.keep_alive(now, held_back)
-            if held_back:  # it waits for us, not we for it
+            if held_back:  # the delay is the server's: the client's deadline must not run
                 reader.deadline += HOUSEKEEPING_S
                 continue
-            if now > reader.deadline:
+            if now > reader.deadline + self._grace_s(reader):
                 self._state.errors += 1
                 peer.close("a message or handshake was not finished by its deadline")
                 continue
             if peer.stalled(now):
                 peer.close("the client takes nothing of its replies")
                 continue
-            if reader.write is not None:  # what breaks the protocol's promise of more may lie below the low-water mark
-                reader.on_readable(now)
+            # The socket's low-water mark relies on the bytes that the client has still to send. If it sends fewer,
+            # epoll never reports them, so read what is there.
+            if reader.write is not None:
+                self._to_read.add(reader, reader.slow)
             for stream in list(peer.streams.values()):
                 if now > stream.deadline + 2.0:
                     peer.close("a reply was not taken by its deadline")
@@ -220,3 +301,7 @@ class Shard:
                     stream.give_up_waiting()
                     peer.resume(stream)
         self._flush_all(now)
+
+
+def _last_heard(reader: MessageReader) -> float:
+    return reader.last_heard

@@ -1,7 +1,7 @@
-"""One client: what is known of it, and the replies and streams on their way to it.
+"""One client's connection: the client's attributes, and the replies and streams that are sent to it.
 
-Replies go first, then the streams in turn, one part each. The kernel's socket buffer is the only queue; while a client
-does not take its replies, nothing more is read from it. What it sends is read by its `MessageReader`.
+Replies are sent first, then the streams in turn, one part each. Blocks are queued only in the kernel's socket buffer.
+While a client does not read its replies, the shard reads nothing more from it. `MessageReader` reads its messages.
 """
 
 from __future__ import annotations
@@ -13,68 +13,71 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore import wire
-from kvstore.shard.state import SMALL_BUFFER_BYTES, ShardState
+from kvstore.shard.account import CHAINS, CONNECTION_BYTES, CONNECTIONS, REPLIES, REPLY_BYTES, STREAMS
+from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Outgoing, Stream
+from kvstore.shard.turns import Line
 from kvstore.wire import ErrorCode, WireError, zmtp
 
 log = logging.getLogger(__name__)
 
 WRITE_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one reader does not starve the others
-MAX_REMEMBERED_BYTES: Final = 16 << 20  # while the shard buffers less, what clients asked for last is remembered
-MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond it nothing more is read from this client
-_REPLY_COST_BYTES: Final = 64  # what a queued reply takes beside its bytes
+MAX_REMEMBERED_BYTES: Final = 16 << 20  # while the shard buffers less, the keys that clients asked for are remembered
+MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond this nothing more is read from this client
 MAX_PROMISED_REPLIES: Final = 64
 MAX_STREAMS: Final = 256
-KEEP_ALIVE_S: Final = 1.0  # a client that must wait hears of us so often
+KEEP_ALIVE_S: Final = 1.0  # how often a client that must wait is sent a PING
 STALL_S: Final = 30.0
 _IOV: Final = 512
 
 
 class Peer:
-    """A client and what is sent to it. Used by the loop's thread only.
+    """A client, and the replies and streams that are sent to it. Used by the loop's thread only.
 
-    to_flush: the loop's set of those that may have something to send. on_close: called once, before the socket is
-    closed.
+    to_flush: the loop's line of peers that may have bytes to send; a peer adds itself. on_close: called once, before
+    the socket is closed.
     """
 
     def __init__(
         self,
         state: ShardState,
         sock: socket.socket,
-        address: str,
-        to_flush: set[Peer],
+        host: str,
+        port: int,
+        to_flush: Line[Peer],
         on_close: Callable[[Peer], None],
     ) -> None:
         self.sock = sock
-        self.address = address
+        self.host = host
+        self.address = f"{host}:{port}"
         self.closed = False
         self.closing = False  # close when all replies are sent
-        self.namespace: bytes = b""  # as HELLO gave it, canonical
+        self.namespace: bytes = b""  # canonical JSON, from HELLO
         self.client = ""
-        self.replicas = 1  # copies it keeps of each block
-        self.chain = b""  # the keys it asked for last: a SET usually continues them
+        self.replicas = 1  # copies that the client keeps of each block
+        self.chain = b""  # the keys that the client asked for last: a SET usually continues them
         self.streams: dict[int, Stream] = {}
         self._state = state
         self._to_flush = to_flush
         self._on_close = on_close
         self._promised = 0  # replies that wait for the disk
-        self._progress = state.now  # when the kernel last took something we had to send
+        self._progress = state.now  # when the kernel last took bytes for this client, or new ones came to be sent
         self._replies: deque[bytes] = deque([zmtp.greeting() + zmtp.ready(b"ROUTER")])
         self._replies_bytes = 0
-        self._large_replies_bytes = 0  # of them, what counts in `buffered_bytes`
-        self._large_sending_bytes = 0
-        self._turn: deque[Stream] = deque()  # streams that may have something to send
+        self._sending_replies_bytes = 0  # of the replies in `_sending`
+        state.account.take(CONNECTIONS, CONNECTION_BYTES)
+        self._turn: deque[Stream] = deque()  # streams that may have parts to send
         self._sending: list[bytes | memoryview] = []
         self._sent: Outgoing | None = None
 
     def remember(self, keys: bytes) -> None:
-        """What a client asks for tells where in its chain the blocks belong that it sets next."""
-        if self.chain.startswith(keys):  # a GET of what the question before it found
+        """Remember the keys of a request: they tell the place in the chain of blocks that the client sets next."""
+        if self.chain.startswith(keys):  # a GET of the blocks that the look-up before it found
             return
-        state = self._state
-        state.buffered_bytes -= len(self.chain)
-        self.chain = keys if state.buffered_bytes + len(keys) <= MAX_REMEMBERED_BYTES else b""
-        state.buffered_bytes += len(self.chain)
+        account = self._state.account
+        account.give_back(CHAINS, len(self.chain))
+        self.chain = keys if account.fits(len(keys), MAX_REMEMBERED_BYTES) else b""
+        account.take(CHAINS, len(self.chain))
 
     # ---- replies ---------------------------------------------------------------------------------------------
 
@@ -83,62 +86,63 @@ class Peer:
         self.queue(zmtp.frame(wire.encode(reply), False))
 
     def queue(self, data: bytes) -> None:
-        """Queue bytes of the wire."""
+        """Queue bytes in wire format."""
+        if self.closed:
+            return
         self._replies.append(data)
-        self._replies_bytes += len(data) + _REPLY_COST_BYTES
-        if len(data) > SMALL_BUFFER_BYTES:
-            self._large_replies_bytes += len(data)
-            self._state.buffered_bytes += len(data)
-        self._to_flush.add(self)
+        self._replies_bytes += len(data) + REPLY_BYTES
+        self._state.account.take(REPLIES, len(data) + REPLY_BYTES)
+        self._to_flush.add(self, bool(self.streams))
 
     def promise(self, reply: wire.Reply) -> Callable[[], None]:
-        """A reply that has to wait. -> what to call, once, when it may be sent."""
+        """Hold a reply back that has to wait. -> a function to call once, when the reply may be sent."""
         self._promised += 1
 
         def keep() -> None:
             self._promised -= 1
-            if not self.closed:
-                self.reply(reply)
+            self.reply(reply)
 
         return keep
 
     # ---- streams ---------------------------------------------------------------------------------------------
 
     def add_stream(self, stream: Stream) -> None:
-        """Begin to send a GET's parts. Raises `WireError` when the client or the shard has too many."""
+        """Start to send the parts of a GET. Raises `WireError` when the client or the shard has too many GETs."""
         if len(self.streams) >= MAX_STREAMS:
             raise WireError(
                 ErrorCode.LIMIT, f"{MAX_STREAMS} GETs are in progress on this connection; wait for one to end"
             )
         if stream.id in self.streams:
             raise WireError(ErrorCode.PROTOCOL, f"request id {stream.id} is in use by a GET in progress")
-        self._state.check_buffer_room(stream.nbytes)
-        self._state.buffered_bytes += stream.nbytes
+        self._state.account.draw(STREAMS, stream.nbytes)
         self._state.streams += 1
         self.streams[stream.id] = stream
         self.resume(stream)
 
     def resume(self, stream: Stream) -> None:
-        """The stream may have something to send (again)."""
+        """The stream may have parts to send (again)."""
         if stream not in self._turn:
             self._turn.append(stream)
-        self._to_flush.add(self)
+        self._to_flush.add(self, bool(self.streams))
 
     def end_stream(self, stream: Stream) -> None:
-        """Send no more of it, and give its memory back."""
+        """Send no more parts of a stream, and release its memory."""
         if self.streams.pop(stream.id, None) is not None:
             stream.close()
-            self._state.buffered_bytes -= stream.nbytes
+            self._state.account.give_back(STREAMS, stream.nbytes)
             self._state.streams -= 1
         if stream in self._turn:
             self._turn.remove(stream)
 
-    # ---- how it is doing -------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------
 
     @property
     def backed_up(self) -> bool:
-        """The client does not take its replies: read no more from it."""
-        return self._replies_bytes > MAX_QUEUED_REPLIES_BYTES or self._promised > MAX_PROMISED_REPLIES
+        """The client does not read its replies, or too many wait for the disk: read no more from it."""
+        return (
+            self._replies_bytes > (0 if self._state.account.full else MAX_QUEUED_REPLIES_BYTES)
+            or self._promised > MAX_PROMISED_REPLIES
+        )
 
     @property
     def promised(self) -> bool:
@@ -147,22 +151,22 @@ class Peer:
 
     @property
     def idle(self) -> bool:
-        """Nothing to send, now or later."""
+        """There is nothing to send, now or later."""
         return not (self._sending or self._replies or self.streams or self._promised)
 
     def stalled(self, now: float) -> bool:
-        """The client has taken nothing of what waits for it for a long time."""
+        """Bytes wait to be sent, and the client has taken none for `STALL_S`."""
         return bool(self._sending) and now - self._progress > STALL_S
 
     def keep_alive(self, now: float) -> None:
-        """Send a PING if nothing was sent for a while; something that waits to be sent says that we are there, too."""
+        """Queue a PING if nothing was sent for `KEEP_ALIVE_S` and no bytes are waiting to be sent."""
         if not self._sending and now - self._progress > KEEP_ALIVE_S:
             self.queue(zmtp.command(b"PING", bytes(2)))
 
     # ---- sending ---------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> bool:
-        """Send what the kernel takes. True: more is waiting for it."""
+        """Send as much as the kernel takes, up to `WRITE_BUDGET_BYTES`. -> True when more is waiting to be sent."""
         budget = WRITE_BUDGET_BYTES
         try:
             while budget > 0:
@@ -182,7 +186,7 @@ class Peer:
         except OSError as error:
             self.close(f"connection lost: {error}")
             return False
-        except Exception:  # a defect of ours must cost one client its connection, not everybody the cache
+        except Exception:  # a bug must end one client's connection, not the whole cache
             self.close_after_defect()
             return False
         return True
@@ -191,8 +195,7 @@ class Peer:
         if self._replies:
             self._sending = [b"".join(self._replies)]
             self._replies.clear()
-            self._replies_bytes = 0
-            self._large_sending_bytes, self._large_replies_bytes = self._large_replies_bytes, 0
+            self._sending_replies_bytes, self._replies_bytes = self._replies_bytes, 0
             self._progress = now
             return True
         while self._turn:
@@ -210,8 +213,8 @@ class Peer:
         return False
 
     def _release_sent(self) -> None:
-        self._state.buffered_bytes -= self._large_sending_bytes
-        self._large_sending_bytes = 0
+        self._state.account.give_back(REPLIES, self._sending_replies_bytes)
+        self._sending_replies_bytes = 0
         sent, self._sent = self._sent, None
         if sent is not None and sent.release is not None:
             sent.release()
@@ -219,20 +222,23 @@ class Peer:
     # ---- the end ---------------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
-        """Drop the connection and everything it holds."""
+        """Close the connection and release everything that it holds. Later calls do nothing."""
         if self.closed:
             return
         self.closed = True
         log.debug("client %s %r: closed: %s", self.address, self.client, reason)
         self._release_sent()
-        self._state.buffered_bytes -= len(self.chain) + self._large_replies_bytes
+        account = self._state.account
+        account.give_back(CHAINS, len(self.chain))
+        account.give_back(REPLIES, self._replies_bytes)
+        account.give_back(CONNECTIONS, CONNECTION_BYTES)
         for stream in list(self.streams.values()):
             self.end_stream(stream)
         self._on_close(self)
         self.sock.close()
 
     def close_after_defect(self) -> None:
-        """Log the exception being handled, a defect of ours, and drop the connection."""
+        """Log the exception being handled, which is a bug in the server, and close the connection."""
         log.exception("client %s: internal error", self.address)
         self._state.errors += 1
         self.close("internal error")

@@ -1,7 +1,7 @@
-"""A shard's process: it gets its configuration, serves, and ends.
+"""A shard's process: reads its configuration, serves, and ends.
 
 A node's supervisor starts it with an inherited listening socket, the configuration as JSON on standard input, and a
-pipe on which the shard says that it is ready. It dies with its supervisor.
+pipe to which the shard writes when it is ready. The shard dies with its supervisor.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def main() -> None:
     """Entry point of a shard process."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Otherwise glibc raises it after the first large free, and then a segment's index, freed, stays in the heap for
-    # ever, in pieces: measured, 1 MiB for each of 1 000 namespaces that came and went.
+    # Otherwise glibc raises this threshold after the first large free. From then on the freed index of a segment stays
+    # in the heap for ever, in pieces: measured, 1 MiB for each of 1 000 namespaces that came and went.
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ShardConfig)
@@ -45,11 +45,10 @@ def main() -> None:
     except (OSError, OverflowError) as error:
         log.error("%d bytes of memory cannot be reserved for blocks: %s; lower --memory", config.memory_bytes, error)
         sys.exit(1)
-    if config.disk is not None:  # a descriptor a segment file
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection and segment file needs a descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     signal.signal(signal.SIGTERM, lambda *_: shard.drain())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when its shards end
     os.write(config.ready_fd, b"1")
     os.close(config.ready_fd)
     shard.run()

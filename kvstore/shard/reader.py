@@ -1,20 +1,23 @@
-"""The messages of one connection as they arrive: ZMTP handshake, headers, keys, payload.
+"""Reads the messages of one connection as they arrive: ZMTP handshake, headers, keys, payload.
 
-The header frame decides what follows; keys are collected (bounded), payload goes from the kernel straight into the
-slots reserved for it, and what is not wanted (a block that exists, the rest of a refused message) into a scratch
-buffer. A message that breaks a rule is answered with ERROR and its remaining frames are discarded; only a connection
-that cannot be followed any more (no ZMTP, a frame over the limit) is closed.
+The header frame decides which frames follow. Keys are collected in a buffer (bounded). Payload goes from the kernel
+straight into the slots reserved for it; unwanted bytes (a block that exists, the rest of a refused message) go into a
+scratch buffer. A message that breaks a rule is answered with ERROR and its remaining frames are discarded. The
+connection is closed only when its messages cannot be told apart any more (no ZMTP, a frame over the limit).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
 from kvstore import wire
+from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES
 from kvstore.shard.answers import Answers, Write
 from kvstore.shard.peer import Peer
-from kvstore.shard.state import SMALL_BUFFER_BYTES, ShardState
+from kvstore.shard.state import ShardState
+from kvstore.shard.turns import SLICE_S, SLOW_S
 from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore.wire.zmtp import ZMTPError
 
@@ -22,22 +25,26 @@ log = logging.getLogger(__name__)
 
 READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
 HANDSHAKE_S: Final = 5.0
-MESSAGE_S: Final = 30.0  # for a message whose header has not come yet
+MESSAGE_S: Final = 30.0  # for a message whose header has not arrived yet
 
 
 class OverlongFrame(WireError):
-    """A frame so large that it is not even read to be discarded: its sender is told, and the connection ends."""
+    """A frame that is too large even to be read and discarded: the client gets ERROR, and the connection is closed."""
 
 
 class MessageReader:
-    """What `peer` sends. Implements `zmtp.FrameSink`; used by the loop's thread only."""
+    """Reads and dispatches the messages of `peer`. Implements `zmtp.FrameSink`; used by the loop's thread only."""
 
     def __init__(self, peer: Peer, answers: Answers, state: ShardState) -> None:
         self.peer = peer
         self.events = 0  # what the loop polls the socket for
-        self.writer = False  # it has sent a SET
-        self.deadline = state.now + HANDSHAKE_S  # of the handshake or message that is arriving
+        self.last_heard = state.now  # when the client sent something
+        self._until = 0.0  # the end of its slice of the turn
+        self.slow = False  # its last slice was a long one
+        self.writer = False  # the client has sent a SET
+        self.deadline = state.now + HANDSHAKE_S  # of the handshake or message that is arriving, monotonic
         self.write: Write | None = None  # the SET whose payload is arriving
+        self._write_bytes = 0  # what it holds
         self._answers = answers
         self._state = state
         self._receiver = zmtp.Receiver(peer.sock, self)
@@ -47,28 +54,43 @@ class MessageReader:
         self._frame = 0  # index of the next frame in the current message
         self._request: wire.Set | wire.KeyedRequest | None = None
         self._skipping = False
-        self._refused = False  # once: one line of log a connection, whatever it goes on to send
-        self._collecting = 0
+        self._refused = False  # after the first refusal of a connection, log the next ones at DEBUG only
+        self._collecting = 0  # bytes of the frame that is being collected
+
+    @property
+    def paused(self) -> bool:
+        """Messages have arrived that wait for this connection's next slice, or for its client to take replies."""
+        return self._receiver.paused
 
     @property
     def idle(self) -> bool:
-        """Nothing half received, nothing to send."""
-        return self._frame == 0 and self.peer.idle
+        """No message is partly received, and there is nothing to send."""
+        return self._frame == 0 and not self.paused and self.peer.idle
 
     def keep_alive(self, now: float, held_back: bool) -> None:
-        """Say that we are there to a client that waits while nothing is read from it (`held_back`), or nothing behind
-        what it is sending: a PING of its own would not be answered."""
+        """Send a PING to a client that waits and whose own PING could not be answered now.
+
+        That is a client from which nothing is read (`held_back`), whose reply waits for the disk, or that is in the
+        middle of a SET.
+        """
         if self._speaks_ping and (held_back or self.peer.promised or self.write is not None):
             self.peer.keep_alive(now)
 
     def abandon(self) -> None:
-        """The connection ends: give back what a message half received holds."""
+        """The connection ends: release the slots and buffers of a partly received message."""
         self.abort_write()
-        self._state.buffered_bytes -= self._collecting
+        self._state.account.give_back(FRAMES, self._collecting)
         self._collecting = 0
 
     def on_readable(self, now: float) -> None:
-        """The socket has something for us."""
+        """Handle what has arrived, for about `SLICE_S` and `READ_BUDGET_BYTES` at most."""
+        self.last_heard = now
+        began = time.monotonic()
+        self._until = began + SLICE_S
+        self._read()
+        self.slow = time.monotonic() - began > SLOW_S
+
+    def _read(self) -> None:
         try:
             if len(self._greeting) < zmtp.GREETING_BYTES and not self._read_greeting():
                 return
@@ -88,7 +110,7 @@ class MessageReader:
             self.peer.close(str(error))
         except OSError as error:
             self.peer.close(f"connection lost: {error}")
-        except Exception:  # a defect of ours must cost one client its connection, not everybody the cache
+        except Exception:  # a bug must end one client's connection, not the whole cache
             self.peer.close_after_defect()
 
     def _read_greeting(self) -> bool:
@@ -106,7 +128,11 @@ class MessageReader:
         return True
 
     def command(self, name: bytes, body: bytes) -> None:
+        if self._frame and name not in {b"PING", b"PONG"}:
+            raise ZMTPError(f"a command {name!r} inside a message")
         if name == b"READY":
+            if self._ready:
+                raise ZMTPError("a second READY")
             kind = zmtp.socket_type(body)
             if kind not in {b"DEALER", b"REQ", b"ROUTER"}:
                 raise ZMTPError(f"a socket of type {kind!r}: expected b'DEALER'")
@@ -131,11 +157,11 @@ class MessageReader:
             views = zmtp.discard_views(size)
         if views is None:
             self._collecting = size
-            self._state.buffered_bytes += size
+            self._state.account.take(FRAMES, size)
         return views
 
     def _place(self, size: int) -> list[memoryview] | None:
-        """Where the next frame goes: None collects it."""
+        """-> the memory for the next frame; None to have it collected in a buffer."""
         if self._skipping:
             return zmtp.discard_views(size)
         if self._frame == 0:
@@ -153,8 +179,8 @@ class MessageReader:
                 )
         elif self.write is not None:
             return self._place_payload(self.write, size)
-        if size > SMALL_BUFFER_BYTES:
-            self._state.check_buffer_room(size)
+        if size > SMALL_BYTES:
+            self._state.account.check(size)
         return None
 
     def _place_payload(self, write: Write, size: int) -> list[memoryview] | None:
@@ -185,13 +211,16 @@ class MessageReader:
             views.extend(zmtp.discard_views(block_bytes) if slot < 0 else namespace.views(slots[at : at + 1]))
         return views
 
+    def go_on(self) -> bool:
+        return not (self.peer.closed or self.peer.backed_up) and time.monotonic() < self._until
+
     def bytes_after_frame(self) -> int:
         write = self.write
         return (write.request.count - write.arrived) * write.namespace.block_bytes if write is not None else 0
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if self._collecting:
-            self._state.buffered_bytes -= self._collecting
+            self._state.account.give_back(FRAMES, self._collecting)
             self._collecting = 0
         if not self._skipping:
             try:
@@ -207,7 +236,7 @@ class MessageReader:
             self.deadline = float("inf")
 
     def _take(self, data: bytes | bytearray | None, more: bool) -> None:
-        """A frame is complete."""
+        """Handle a complete frame."""
         if self._frame == 0:
             assert data is not None
             self._take_header(data, more)
@@ -218,8 +247,7 @@ class MessageReader:
             if data is not None:
                 if more:
                     raise WireError(ErrorCode.PROTOCOL, "a frame after the checksums: expected the message's end")
-                write, self.write = self.write, None
-                self._answers.commit(self.peer, write, bytes(data))
+                self._answers.commit(self.peer, self._end_write(self.write), bytes(data))
             elif not more:
                 raise WireError(
                     ErrorCode.PROTOCOL,
@@ -243,7 +271,7 @@ class MessageReader:
                 f"{type(request).__name__.upper()} is one frame, but more frames follow it",
                 request.id,
             )
-        # Small requests with large replies:
+        # These requests are small, but their replies may be large.
         if self.peer.backed_up and isinstance(request, wire.Hello | wire.Info | wire.Hottest):
             raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
         self._answers.handle(self.peer, request)
@@ -253,7 +281,11 @@ class MessageReader:
             self.writer = True
             if not more:
                 raise WireError(ErrorCode.PROTOCOL, "SET without its payload and checksums frames")
+            size = WRITE_BYTES + len(keys) + request.count * WRITE_BLOCK_BYTES
+            self._state.account.check(size)
             self.write = self._answers.begin_write(self.peer, request, keys)
+            self._write_bytes = size
+            self._state.account.take(WRITES, size)
         elif more:
             raise WireError(
                 ErrorCode.PROTOCOL,
@@ -263,7 +295,7 @@ class MessageReader:
             self._answers.handle_keyed(self.peer, request, keys)
 
     def _refuse(self, error: WireError) -> None:
-        """Tell the sender, forget the message, skip what is left of it."""
+        """Reply with ERROR, drop the message, and discard its remaining frames."""
         request_id = self._request.id if self._request is not None else error.request_id
         self._skipping = True
         self.abort_write()
@@ -272,9 +304,14 @@ class MessageReader:
         self._refused = True
         self.peer.reply(wire.Error(request_id, int(error.code), str(error)))
 
+    def _end_write(self, write: Write) -> Write:
+        self._state.account.give_back(WRITES, self._write_bytes)
+        self.write, self._write_bytes = None, 0
+        return write
+
     def abort_write(self) -> None:
-        """Give the slots of an unfinished SET back."""
+        """Give back the slots of an unfinished SET."""
         if self.write is not None:
-            write, self.write = self.write, None
+            write = self._end_write(self.write)
             write.namespace.memory.index.abort(write.slots)
             write.namespace.wake_parked()

@@ -1,4 +1,4 @@
-"""What a node tells each of its shards at the start."""
+"""The configuration that a node's supervisor passes to each of its shards at the start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.wire import ShardAddress
 
 
 class ShardConfig(msgspec.Struct, frozen=True):
-    """What the supervisor tells a shard."""
+    """One shard's configuration; the supervisor sends it as JSON. `listen_fd` and `ready_fd` are inherited."""
 
     node: str
     shard: int

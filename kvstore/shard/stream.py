@@ -1,14 +1,14 @@
 """A GET in progress: the parts of its reply, made one at a time as the connection can take them.
 
-Nothing is held for a whole request: a group of a few parts is made ready at a time, and each part references its slots
-until the kernel has taken its bytes, so a reader that stops reading holds one group. A part says how many bytes of
-its group are still to come: they are certain, and the reader sleeps until they are there. A key that another client
-is writing is waited for, until it is there, gone, or the deadline passes. What is not there when its turn comes is a
-miss.
+A stream never holds all slots of its request: it makes a group of a few parts ready at a time, and each part references
+its slots until the kernel has taken its bytes. So a client that stops reading holds the slots of one group. A part says
+how many bytes of its group are still to come; these bytes are certain to follow, so the client can sleep until they
+are there. When another client is writing a block, the stream waits for it until the block is there, the write is given
+up, or the deadline passes. A block that is not there when its turn comes is a miss.
 
-Credit: a reader that asked for it is sent no more payload than it granted, so that other replies on its connection
-never queue behind blocks nobody takes. The deadline of such a stream starts anew with every grant: a slow consumer
-is no failure, a vanished one is.
+Credit: a client that uses credit is sent no more payload than it granted, so that other replies on its connection never
+queue behind blocks that the client does not read. The deadline of such a stream starts anew with every grant: a slow
+client does not fail, a client that vanished does.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.disk.tier import DiskTier
+from kvstore.shard.account import STREAM_BYTES
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
 from kvstore.store.tier import Slots
 from kvstore.wire import GROUP_BYTES, Get, Part, encode
 from kvstore.wire.zmtp import frame, frame_head
 
-READ_AHEAD_BYTES: Final = 32 << 20  # what a GET has the disk read before its turn comes
+READ_AHEAD_BYTES: Final = 32 << 20  # how far ahead of its next part a GET has blocks read from disk
 
 Positions = npt.NDArray[np.uint32]
 
 
 @dataclass(eq=False)
 class Outgoing:
-    """Bytes to send, and what to do once the kernel has them (or never will)."""
+    """Bytes to send, and a call to make when the kernel has taken them or the connection ends."""
 
     views: list[bytes | memoryview]
     release: Callable[[], None] | None = None
 
 
 class Stream:
-    """The reply to one GET."""
+    """The reply to one GET. Used by the loop's thread only. Its peer must call `close` at the end."""
 
     __slots__ = (
         "_ahead",
@@ -85,16 +86,16 @@ class Stream:
         self.done = False
         self._store = store
         self._disk = disk
-        self._resume = resume  # called when there may be something to send again
+        self._resume = resume  # called when there may be parts to send again
         self._keys = memoryview(keys)
         self._key_bytes = request.key_bytes
         self._count = request.count
         self._next = 0
-        self._ahead = 0  # blocks before this one were looked for on disk
-        self._fetched = False  # something came from disk
-        self._used = request.refresh  # whether it counts as a use of the blocks
-        self._waiting = array("I")  # positions: compact, for many GETs of many keys may wait
-        self._group: deque[tuple[Positions, Slots]] = deque()  # of the parts made ready
+        self._ahead = 0  # blocks before this position were looked up on disk
+        self._fetched = False  # at least one block was read from disk
+        self._used = request.refresh  # whether this GET counts as a use of its blocks
+        self._waiting = array("I")  # positions; an array, because many GETs of many keys may wait
+        self._group: deque[tuple[Positions, Slots]] = deque()  # parts that are ready, not yet sent
         self._hit = self._miss = 0
         self._limit_s = request.deadline_ms / 1000
         self.deadline = now + self._limit_s
@@ -102,12 +103,14 @@ class Stream:
             self._next, self._miss = self._count, self._count
         elif request.prefix:
             self._cut_to_prefix(namespace, keys, now, pin_until)
-        else:  # the chain is touched as one, whatever order its parts leave in
+        else:  # touch the chain as a whole, because its parts may be sent in any order
             namespace.contains(keys, now, self._used, store.ticks(self._count))
 
     def _cut_to_prefix(self, namespace: NamespaceStore, keys: bytes, now: float, pin_until: float) -> None:
-        """Ask for the leading run only that is there, or is being written. It is touched and, until `pin_until`, kept
-        from eviction: a gap would make what comes behind it worthless."""
+        """Reduce the request to the leading run of blocks that are there or are being written.
+
+        The run is touched and, until `pin_until`, pinned: an evicted block would make all blocks after it useless.
+        """
         length = namespace.match_prefix(keys, now, self._used, self._store.ticks(self._count), pin_until)
         self._miss = self._count - length
         self._count = length
@@ -115,27 +118,27 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """What this stream keeps in the server's memory, at most."""
-        return len(self._keys) + self._count * self._waiting.itemsize
+        """The most bytes of the server's memory that this stream takes."""
+        return STREAM_BYTES + len(self._keys) + self._count * self._waiting.itemsize
 
     def grant(self, credit: int, now: float) -> None:
-        """The reader took something."""
+        """The client grants `credit` more bytes of payload: the deadline starts anew."""
         if self.credit is not None:
             self.credit += credit
             self.deadline = now + self._limit_s
 
     def wake(self) -> None:
-        """A block that was being written is there, or is not coming."""
+        """A write of a block has ended, or was given up: look again."""
         self._resume(self)
 
     def give_up_waiting(self) -> None:
-        """The deadline passed: what is still being written is a miss."""
+        """The deadline has passed: count all blocks that are not ready to be sent as misses."""
         self._miss += len(self._waiting) + self._count - self._next
         del self._waiting[:]
         self._next = self._ahead = self._count
 
     def next_part(self, now: float) -> Outgoing | None:
-        """The next part, or None: nothing can be sent now (no credit, or all that is left is being written)."""
+        """-> the next part; None when none can be sent now (no credit, or all blocks left are still being written)."""
         namespace = self.namespace
         if namespace is None:
             return self._end()
@@ -144,7 +147,7 @@ class Stream:
         return self._part(namespace, *self._group.popleft(), now)
 
     def _make_group(self, namespace: NamespaceStore, now: float) -> bool:
-        """Make the next parts ready; False: nothing can be sent now."""
+        """Make the next parts ready. -> False when no part can be sent now."""
         block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
         room = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
         if self.credit is not None:
@@ -156,7 +159,7 @@ class Stream:
             self._read_ahead(namespace, now)
             positions, slots = self._acquire(namespace, room, now)
             if len(positions) or self._waiting or self._next == self._count:
-                break  # otherwise all that was looked for is gone: look further
+                break  # otherwise all blocks looked up so far are misses: look up more
         if self._next < self._count or self._waiting:
             if not len(positions):
                 namespace.parked.add(self.wake)
@@ -170,7 +173,7 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """The stream is over, sent to its end or not: what was made ready and not sent is let go."""
+        """The stream is over, complete or not: release the slots of parts that were ready and not sent."""
         namespace = self.namespace
         if namespace is not None:
             namespace.parked.discard(self.wake)
@@ -179,7 +182,7 @@ class Stream:
         self._group.clear()
 
     def _read_ahead(self, namespace: NamespaceStore, now: float) -> None:
-        """Have the disk read what comes next, so that it is in memory when its turn comes."""
+        """Start to read the next blocks from disk, so that they are in memory when their turn comes."""
         if namespace.disk is None or namespace.disk.empty:
             self._ahead = self._count
         if self._ahead == self._count:
@@ -187,7 +190,7 @@ class Stream:
         window = max(1, min(READ_AHEAD_BYTES, self._store.limit_bytes // 4) // namespace.block_bytes)
         end = min(self._count, self._next - len(self._waiting) + window)
         if end - self._ahead < min(self._count - self._ahead, max(1, window // 4)):
-            return  # many at a time
+            return  # wait until the look-up is worth its cost: many blocks at a time
         keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[self._ahead : end]
         self._ahead = end
         present = namespace.memory.index.contains(keys.reshape(-1), now, False, 0)
@@ -196,19 +199,19 @@ class Stream:
             self._fetch(namespace, keys[absent], now)
 
     def _fetch(self, namespace: NamespaceStore, keys: npt.NDArray[np.uint8], now: float) -> npt.NDArray[np.bool_]:
-        """Have blocks that are not in memory read from disk. -> which of them are worth waiting for."""
+        """Start to read blocks from disk that are not in memory. -> for each key, whether to wait for it."""
         assert self._disk is not None
         expected = self._disk.fetching.fetch(namespace, keys.tobytes(), now) < -1
         self._fetched = self._fetched or bool(expected.any())
         return expected
 
     def _acquire(self, namespace: NamespaceStore, room: int, now: float) -> tuple[Positions, Slots]:
-        """Reference up to `room` blocks that are there, waiting ones first."""
+        """Reference up to `room` blocks that are in memory, those that were waited for first."""
         found: list[tuple[Positions, Slots]] = []
         if self._waiting:
             waiting, self._waiting = np.array(self._waiting, dtype=np.uint32), array("I")
             positions, slots = self._find(namespace, waiting, now)
-            if len(positions) > room:  # one look at all of them is cheaper than several at some
+            if len(positions) > room:  # one look-up of all of them is cheaper than several look-ups of some
                 namespace.memory.index.release(slots[room:])
                 self._waiting.extend(positions[room:].tolist())
             found.append((positions[:room], slots[:room]))
@@ -226,7 +229,7 @@ class Stream:
         return positions, slots
 
     def _find(self, namespace: NamespaceStore, positions: Positions, now: float) -> tuple[Positions, Slots]:
-        """Reference those that are in memory; the others are waited for or counted as misses."""
+        """Reference the blocks that are in memory; add the others to `_waiting` or count them as misses."""
         keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[positions]
         slots = namespace.memory.index.acquire(keys.reshape(-1), now, 0, False)
         there = slots >= 0
@@ -250,7 +253,9 @@ class Stream:
         if last and self._used:
             namespace.hits += self._hit
             namespace.misses += self._miss
-            if self._fetched:  # block by block they became the most recent; as a chain, its tail goes first
+            # Reading from disk touched the blocks one by one; touch the chain as a whole, so that its tail is evicted
+            # first.
+            if self._fetched:
                 keys = bytes(self._keys)
                 namespace.memory.index.contains(keys, now, True, self._store.ticks(self._count))
         if not len(positions):

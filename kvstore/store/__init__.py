@@ -1,1 +1,1 @@
-"""Block memory: the arena, namespaces over it, and who gives way."""
+"""Block memory: the arena, the namespaces that share it, and the choice of blocks to evict."""

@@ -1,17 +1,16 @@
 """The arena: one shard's block memory.
 
-One mapping of the shard's whole limit, cut into segments of equal size. A segment belongs to nobody (free) or to one
-namespace, which cuts it into slots of its block size. Address space is reserved at once; memory is touched ahead of
-need by a small thread, so that a block never waits for page faults in the middle of a transfer, and a server that is
-half empty uses half its memory.
+The arena is one mapping of the shard's whole limit, cut into segments of equal size. A segment is free or belongs to
+one namespace, which cuts it into slots of its block size. Address space is reserved at once. A thread touches memory
+ahead of need, so that a transfer never waits for page faults, and a server that is half empty uses half its memory.
 
-The mapping is a memfd, in huge pages where the system has set enough of them aside or gives them to shared memory.
-Where it gives them to private memory only (the usual setting), huge pages are worth more than a file descriptor that
-nobody else maps: they make reads through the server about 5 % faster.
+The mapping is a memfd, in huge pages where the system has reserved enough of them or allows them for shared memory.
+Where the system allows them for private memory only (the usual setting), the mapping is private: huge pages make reads
+through the server about 5 % faster, and no other process maps the memfd anyway.
 
 Invariant: the mapping never grows, so the blocks of a shard can never take more than its limit.
-Threads: `take` and `give_back` belong to the shard's loop; the pre-faulting thread only touches pages of free
-segments, and populating a page that was taken meanwhile changes nothing in it.
+Threads: only the shard's loop calls `take`, `give_back` and `allow`. The pre-faulting thread only touches pages
+of free segments; populating a page of a segment that was taken meanwhile does not change its content.
 """
 
 from __future__ import annotations
@@ -45,7 +44,10 @@ def _free_huge_pages_bytes() -> int:
 
 
 def _transparent_huge_pages(setting: str) -> bool:
-    """Whether the kernel gives transparent huge pages on request: `enabled` for private memory, `shmem_enabled`."""
+    """Whether the kernel gives transparent huge pages on request.
+
+    setting: `enabled` for private memory, `shmem_enabled` for shared memory.
+    """
     try:
         with open(f"/sys/kernel/mm/transparent_hugepage/{setting}") as file:
             chosen = file.read()
@@ -55,7 +57,7 @@ def _transparent_huge_pages(setting: str) -> bool:
 
 
 def _map(size: int) -> tuple[mmap.mmap, str]:
-    """`size` bytes of memory that takes none until it is touched, and what kind of pages it has."""
+    """-> a mapping of `size` bytes, which takes no memory until it is touched, and the kind of its pages."""
     if size % HUGE_PAGE_BYTES == 0 and _free_huge_pages_bytes() >= size:
         return _map_memfd(size, _MFD_HUGETLB), "reserved huge pages"
     if _transparent_huge_pages("shmem_enabled"):
@@ -93,6 +95,7 @@ class Arena:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._free = list(range(count - 1, -1, -1))  # a stack: the lowest segment first
         self._populated = bytearray(count)
+        self._allowed = count
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._populate_ahead, name="kvstore-prefault", daemon=True)
@@ -101,11 +104,11 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Segments that belong to no namespace."""
+        """How many segments belong to no namespace."""
         return len(self._free)
 
     def take(self) -> int | None:
-        """A free segment's number, or None."""
+        """Take a free segment. -> its number, or None."""
         if not self._free:
             return None
         segment = self._free.pop()
@@ -113,12 +116,17 @@ class Arena:
         return segment
 
     def give_back(self, segment: int) -> None:
-        """Return a segment none of whose bytes anybody reads or writes any more."""
+        """Return a segment. No read or write of it may be in progress."""
         self._free.append(segment)
 
-    def discard_free(self) -> None:
-        """Return the memory of free segments to the system; they are touched again when they are needed."""
-        for segment in self._free:
+    def allow(self, segments: int) -> None:
+        """Keep pages of so many segments at most, those of namespaces included, as far as these are not more already.
+
+        The memory of other free segments goes back to the system; their pages fault again when they are used.
+        """
+        self._allowed = segments
+        spare = max(0, segments - (self.segments - self.free))
+        for segment in self._free[: len(self._free) - spare]:
             if self._populated[segment]:
                 self._populated[segment] = 0
                 self._map.madvise(self._discard, segment * self.segment_bytes, self.segment_bytes)
@@ -129,7 +137,7 @@ class Arena:
         return self.memory[start : start + self.segment_bytes]
 
     def close(self) -> None:
-        """Stop the pre-faulting thread. The mapping goes with the process."""
+        """Stop the pre-faulting thread; blocks until it has ended. The mapping stays until the process ends."""
         self._closing = True
         self._wake.set()
         self._thread.join()
@@ -138,14 +146,15 @@ class Arena:
         while not self._closing:
             self._wake.wait()
             self._wake.clear()
-            for segment in self._free[-1 : -1 - _AHEAD_SEGMENTS : -1]:
+            ahead = min(_AHEAD_SEGMENTS, self._allowed - (self.segments - self.free))
+            for segment in self._free[: -1 - ahead : -1] if ahead > 0 else ():
                 if not self._populated[segment] and not self._closing:
                     if not self._populate(segment):
                         return
                     self._populated[segment] = 1
 
     def _populate(self, segment: int) -> bool:
-        """Touch every page of a segment; False when the kernel cannot (before Linux 5.14): pages fault when used."""
+        """Touch every page of a segment. -> False when the kernel cannot (before Linux 5.14): pages fault when used."""
         start = self._address + segment * self.segment_bytes
         for offset in range(0, self.segment_bytes, _POPULATE_STEP_BYTES):
             step = min(_POPULATE_STEP_BYTES, self.segment_bytes - offset)

@@ -1,7 +1,7 @@
-"""One namespace's blocks on disk, as the index in memory knows them.
+"""One namespace's blocks on disk: the index of them that is in memory.
 
-What every tier has, and somebody who is told of all that leaves: the disk tier, which keeps an index on disk, too.
-Nothing here touches the disk.
+A `NamespaceTier` that also reports every key that leaves it, because the disk tier must remove the key from the
+persistent index, too. Nothing here touches the disk. Only the thread of the shard's loop uses this module.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvstore.wire import namespace_id
 
 
 class DiskBlocks(NamespaceTier):
-    """Slots are slots of segment files.
+    """A namespace's tier whose slots are slots of segment files.
 
-    on_removed: told the keys of all that leaves this index, so that it leaves the persistent one, too; some of them may
-    not have been in it.
+    on_removed: called with the keys of all blocks that leave this index, concatenated; some of the keys may not have
+    been in it.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class DiskBlocks(NamespaceTier):
         index.keep_lapsed = True
         self._on_removed = on_removed
         self.canonical = canonical
-        self.recovering = False  # more of it may turn up
+        self.recovering = False  # recovery may still add blocks
 
     @property
     def name(self) -> str:
-        """For the log."""
+        """The namespace's name for the log."""
         return f"namespace {namespace_id(self.canonical).hex()[:12]}"
 
     @property
     def empty(self) -> bool:
-        """As far as is known it holds no block, and no block of it is being read or written."""
+        """It has no block, no read or write of one is in progress, and recovery cannot add one."""
         return super().empty and not self.recovering
 
     def contains(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        """One byte a key: 1 when the block is on disk, not only on its way there."""
+        """-> one byte a key: 1 when the block is on disk; 0 also while it is being written there."""
         index = self.index
         if not index.writing:
             return index.contains(keys, now, refresh, tick, pin_until)
@@ -58,16 +58,16 @@ class DiskBlocks(NamespaceTier):
         return (slots >= 0).astype(np.uint8).tobytes()
 
     def file_offsets(self, slots: Slots) -> Offsets:
-        """Where each slot begins in its segment's file, in bytes."""
+        """-> the offset of each slot in its segment's file, in bytes."""
         return (slots % self.index.slots_per_segment).astype(np.int64) * self.block_bytes
 
     def by_segment(self, slots: Slots) -> Iterator[tuple[int, Slots]]:
-        """The segments of `slots`, each with the rows of those that are in it."""
+        """Yield each segment that has some of `slots`, with their positions in `slots`."""
         ordinals = slots // self.index.slots_per_segment
         for ordinal in np.unique(ordinals).tolist():
             yield self.segments[ordinal], np.flatnonzero(ordinals == ordinal).astype(np.int32)
 
-    # ---- what leaves ---------------------------------------------------------------------------------------------
+    # ---- removals ------------------------------------------------------------------------------------------------
 
     def evict(self, count: int, now: float) -> int:
         keys = bytearray()
@@ -77,11 +77,11 @@ class DiskBlocks(NamespaceTier):
         return evicted
 
     def remove_lapsed(self) -> None:
-        """Tell of blocks that were found past their time since the last call."""
+        """Report blocks that were found expired since the last call."""
         self._on_removed(self, self.index.take_lapsed())
 
     def expire(self, now: float, limit: int) -> None:
-        """Free what is past its time among the next `limit` slots, and record what was found so by others."""
+        """Free expired blocks among the next `limit` slots, and report all blocks that were found expired."""
         self.index.expire(now, limit)
         self.remove_lapsed()
 
@@ -95,7 +95,7 @@ class DiskBlocks(NamespaceTier):
         return super().drop(slots)
 
     def delete(self, keys: bytes) -> int:
-        """Delete blocks. -> how many there were."""
+        """Delete blocks. -> how many existed."""
         deleted = self.index.delete(keys)
         self._on_removed(self, keys)
         return deleted

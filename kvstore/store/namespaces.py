@@ -1,9 +1,9 @@
-"""All namespaces of one shard, and the account of its memory: blocks, and the indexes of both tiers.
+"""All namespaces of one shard, and the accounting of its memory: blocks, and the indexes of both tiers.
 
-A namespace is made by its first SET, and forgotten when it has been empty for a while. `Disk` is all that the store
-asks of a disk tier.
+The first SET makes a namespace; it is forgotten when it has been empty for `EMPTY_S`. `Disk` is the store's only
+interface to a disk tier.
 
-One thread, the shard's loop, uses all of this.
+Only the thread of the shard's loop uses this module.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from kvstore.store.namespace import NamespaceStore
 from kvstore.store.rules import NamespaceRule
 from kvstore.store.tier import NamespaceTier, Slots, Tier
 from kvstore.wire import ErrorCode, WireError, decode_namespace, frame_blocks, namespace_id
+from kvstore.wire.status import segment_slots
 
 MAX_NAMESPACES: Final = 1024
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
 EXPIRE_STEP: Final = 16384  # slots looked at a time
-EMPTY_S: Final = 5.0  # a namespace that is empty for so long is forgotten
-SLOT_BYTES: Final = 112  # of an index, at most, beside the key
-MAX_INDEX_SHARE: Final = 0.5  # of the limit: a disk so large that its index would take more is not filled
+EMPTY_S: Final = 5.0  # a namespace that has been empty for so long is forgotten
+SLOT_BYTES: Final = 112  # the most that an index takes for a slot, beside the key
+MAX_INDEX_SHARE: Final = 0.5  # of the limit: the disk is filled only until its index would take more
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What the store asks of a disk tier."""
+    """The store's interface to a disk tier."""
 
     blocks: Tier[DiskBlocks]  # of all namespaces
     open: Callable[[bytes, int, int], DiskBlocks | None]
-    """A new namespace's blocks, by canonical JSON, bytes of a key and of a block; None: they do not fit a segment."""
+    """Make a new namespace's blocks on disk, from its canonical JSON, the bytes of a key and the bytes of a block.
+    -> None when a block does not fit a segment."""
     forget: Callable[[DiskBlocks], None]
-    """The namespace is gone, and its blocks with it."""
+    """Drop a namespace that is gone, and its blocks on disk."""
 
 
 class Store:
@@ -56,34 +58,34 @@ class Store:
         self.disk: Disk | None = None
         self._namespaces: dict[bytes, NamespaceStore] = {}
         self._tick = 1
-        self._hits_forgotten = self._misses_forgotten = self._created_forgotten = 0  # of namespaces that are gone
+        self._hits_forgotten = self._misses_forgotten = self._created_forgotten = 0  # counts of forgotten namespaces
 
     def __iter__(self) -> Iterator[NamespaceStore]:
         return iter(self._namespaces.values())
 
     def ticks(self, count: int) -> int:
-        """Reserve `count` recency ticks; the lowest is returned."""
+        """Reserve `count` recency ticks. -> the lowest one."""
         tick = self._tick
         self._tick += max(count, 1)
         return tick
 
     def skip_ticks(self, past: int) -> None:
-        """Give no tick up to `past` any more: blocks of an earlier run have them."""
+        """Never return a tick up to `past`: blocks of an earlier run have them."""
         self._tick = max(self._tick, past + 1)
 
     @property
     def index_bytes(self) -> int:
-        """Memory of all indexes, of both tiers."""
+        """Memory of all indexes of both tiers, in bytes."""
         return self.memory.index_bytes + (self.disk.blocks.index_bytes if self.disk else 0)
 
     @property
     def hits(self) -> int:
-        """Blocks that were asked for and sent, since the start."""
+        """Blocks that clients asked for and were sent, since the start."""
         return self._hits_forgotten + sum(namespace.hits for namespace in self)
 
     @property
     def misses(self) -> int:
-        """Blocks that were asked for and not there, since the start."""
+        """Blocks that clients asked for and that were not there, since the start."""
         return self._misses_forgotten + sum(namespace.misses for namespace in self)
 
     @property
@@ -92,7 +94,7 @@ class Store:
         return self._created_forgotten + sum(namespace.created for namespace in self)
 
     def check_namespace(self, canonical: bytes) -> int:
-        """`block_bytes` of a namespace this shard could hold; `WireError` says why it could not."""
+        """-> `block_bytes` of a namespace. Raises `WireError` when this shard cannot hold the namespace."""
         block_bytes = decode_namespace(canonical).block_bytes
         if block_bytes > self.arena.segment_bytes:
             raise WireError(
@@ -103,11 +105,11 @@ class Store:
         return block_bytes
 
     def get(self, canonical: bytes) -> NamespaceStore | None:
-        """The namespace, if it is known here."""
+        """-> the namespace, if this shard has it."""
         return self._namespaces.get(canonical)
 
     def find(self, canonical: bytes, key_bytes: int) -> NamespaceStore | None:
-        """The namespace, if it holds anything; `WireError` when its keys have another length."""
+        """-> the namespace, if it is not empty. Raises `WireError` when its keys have another length."""
         found = self._namespaces.get(canonical)
         if found is None or found.empty:
             return None
@@ -119,7 +121,10 @@ class Store:
         return found
 
     def open(self, canonical: bytes, key_bytes: int) -> NamespaceStore:
-        """The namespace, made if it is new. The first block set decides its key length."""
+        """-> the namespace, made if it is new. Raises `WireError` when it cannot be made.
+
+        The first block that is set decides the key length; an empty namespace takes another one.
+        """
         found = self.find(canonical, key_bytes) or self._namespaces.get(canonical)
         if found is not None:
             if found.key_bytes == key_bytes:
@@ -128,7 +133,7 @@ class Store:
         block_bytes = self.check_namespace(canonical)
         if len(self._namespaces) >= MAX_NAMESPACES:
             self._forget_an_empty_one()
-        index = BlockIndex(key_bytes, self.arena.segment_bytes // block_bytes, self.policy)
+        index = BlockIndex(key_bytes, segment_slots(self.arena.segment_bytes, block_bytes), self.policy)
         model = decode_namespace(canonical).model
         rule = next((rule for rule in self._rules if fnmatchcase(model, rule.match)), None)
         namespace = NamespaceStore(
@@ -167,7 +172,10 @@ class Store:
         )
 
     def reserve(self, namespace: NamespaceStore, keys: bytes, force: bool, now: float, priority: int = 0) -> Slots:
-        """Reserve a memory slot for every block that is wanted. -> slots or verdicts."""
+        """Reserve a memory slot for every block that is in neither tier; with `force`, for every block.
+
+        -> a slot or a negative verdict of `BlockIndex.reserve` for each key.
+        """
         index, count = namespace.memory.index, len(keys) // namespace.key_bytes
         priority = max(priority, namespace.priority)
         on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8) != 0
@@ -178,7 +186,7 @@ class Store:
         if force:
             wanted = keys
         room = count if force else missing
-        # What a SET names itself must not give way to its other blocks.
+        # Blocks of this SET that are there already must not be evicted to make room for its other blocks.
         held = index.acquire(wanted, now, 0, False) if room > index.free and room < count else None
         self.memory.make_room(namespace.memory, room, now)
         reserved = index.reserve(wanted, force, self.ticks(count), priority)
@@ -191,9 +199,9 @@ class Store:
         return slots
 
     def expire(self, now: float) -> None:
-        """Free what is past its time, some of it at a time, and forget namespaces that have been empty for `EMPTY_S`.
+        """Free expired blocks, looking at some slots a call, and forget namespaces that have been empty for `EMPTY_S`.
 
-        Called every fraction of a second.
+        The loop calls it every fraction of a second.
         """
         for namespace in list(self):
             namespace.memory.index.expire(now, EXPIRE_STEP)
@@ -208,20 +216,26 @@ class Store:
 
     @property
     def room_bytes(self) -> int:
-        """What memory takes in whole segments before a block is evicted; a large index takes of it, too."""
+        """Bytes of whole segments that can still be filled before a block is evicted; a large index reduces them."""
         used = (self.arena.segments - self.arena.free) * self.arena.segment_bytes
         allowed = max(0, self.limit_bytes - used - self._index_excess()) // self.arena.segment_bytes
         return min(allowed, self.arena.free) * self.arena.segment_bytes
 
-    # ---- what indexes may take ---------------------------------------------------------------------------------
+    # ---- memory of the indexes ---------------------------------------------------------------------------------
 
     def _memory_may_grow(self, growing: NamespaceTier, now: float) -> bool:
-        """Whether one more segment keeps the shard inside its limit (small blocks need much index)."""
-        in_use = (self.arena.segments - self.arena.free + 1) * self.arena.segment_bytes
-        return in_use + self._index_excess() <= self.limit_bytes or not growing.segments
+        """Whether the shard stays within its limit with one more segment and its index (small blocks need large ones).
+
+        A namespace's first segment is no exception: what does not fit takes the place of older blocks, or is refused.
+        """
+        excess = self._index_excess(growing.index.slots_per_segment * (growing.index.key_bytes + SLOT_BYTES))
+        if excess:
+            self.arena.allow((self.limit_bytes - excess) // self.arena.segment_bytes)
+        in_use = self.arena.segments - self.arena.free
+        return (in_use + 1) * self.arena.segment_bytes + excess <= self.limit_bytes
 
     def disk_may_grow(self, slots: int, key_bytes: int, now: float) -> bool:
-        """Whether so many more slots on disk may have their index in memory; memory for blocks gives way to it."""
+        """Whether memory may hold the index of `slots` more slots on disk. Gives back memory segments to make room."""
         excess = self._index_excess(slots * (key_bytes + SLOT_BYTES))
         if excess > self.limit_bytes * MAX_INDEX_SHARE:
             return False
@@ -230,7 +244,7 @@ class Store:
         while excess + (self.arena.segments - self.arena.free) * self.arena.segment_bytes > self.limit_bytes:
             if not self.memory.shrink(now):
                 break
-        self.arena.discard_free()
+        self.arena.allow((self.limit_bytes - excess) // self.arena.segment_bytes)
         return True
 
     def _index_excess(self, more: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""What an operator sets for namespaces by their model."""
+"""What an operator can choose: eviction policies by name, and rules for namespaces by their model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import msgspec
 from kvstore.wire import MAX_PRIORITY, MAX_TTL_S
 
 MAX_TTL_SECONDS: Final = MAX_TTL_S
+POLICIES: Final = ("default", "lru")  # those of `BlockIndex`, so that a supervisor need not load it (and numpy)
 
 
 class NamespaceRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the namespaces whose model matches a pattern; the first rule that matches counts."""
 
-    match: str  # as a shell's: * ? [seq]
+    match: str  # a pattern with * ? [seq], as in a shell
     ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_SECONDS)] = 0
-    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = 0  # at least that of each block
+    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = 0  # the lowest priority that a block gets

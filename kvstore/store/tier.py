@@ -1,11 +1,11 @@
-"""One tier of a shard, memory or disk: segments of a space, an index a namespace over them, and who gives way.
+"""One tier of a shard, memory or disk: a space cut into segments, one index a namespace, and the reclaiming of room.
 
-A namespace grows by whole segments. When the space has none left, the least recently used block of the tier decides:
-if it is the growing namespace's own, blocks of it are evicted; if it is another's, that namespace gives back the
-segment it used least. Recency is one counter for the whole shard, so namespaces compare fairly. Within a namespace
-the index's policy decides.
+A namespace grows by whole segments. When the space has no free segment, the least recently used block of the tier
+decides: if it belongs to the growing namespace, that namespace evicts blocks; if it belongs to another one, that one
+gives back its least recently used segment. Recency is one counter for the whole shard, so that namespaces can be
+compared. Within a namespace the index's policy chooses the blocks.
 
-One thread, the shard's loop, uses all of this.
+Only the thread of the shard's loop uses this module.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Offsets = npt.NDArray[np.int64]
 
 
 class Space(Protocol):
-    """Segments of equal size: the arena, or the segment files."""
+    """A number of segments of equal size: the arena, or the segment files."""
 
     segment_bytes: int
 
     @property
     def segments(self) -> int:
-        """How many there may be."""
+        """The most segments that there may be."""
 
     @property
     def free(self) -> int:
-        """How many belong to no namespace."""
+        """How many segments belong to no namespace."""
 
     def take(self) -> int | None:
-        """A free segment's number, or None."""
+        """Take a free segment. -> its number, or None."""
 
     def give_back(self, segment: int) -> None:
-        """Return a segment none of whose bytes anybody reads or writes any more."""
+        """Return a segment. No read or write of it may be in progress."""
 
 
 class NamespaceTier:
@@ -51,17 +51,17 @@ class NamespaceTier:
         self.index = index
         self.segments: dict[int, int] = {}  # index ordinal -> segment of the space
         self.evicted = 0
-        self._starts = np.zeros(0, dtype=np.int64)  # by ordinal: where the segment begins in the space
+        self._starts = np.zeros(0, dtype=np.int64)  # by ordinal: the segment's offset in the space, in bytes
 
     @property
     def empty(self) -> bool:
-        """It holds no block, and no block of it is being read or written."""
+        """It has no block, and no read or write of one is in progress."""
         index = self.index
         return not (index.ready or index.writing or index.gone)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the space this namespace holds."""
+        """Bytes of the segments that this namespace holds."""
         return len(self.segments) * self.space.segment_bytes
 
     def attach(self, segment: int) -> int:
@@ -81,17 +81,17 @@ class NamespaceTier:
         return dropped
 
     def evict(self, count: int, now: float) -> int:
-        """Make up to `count` slots free by the index's policy. -> how many."""
+        """Evict up to `count` blocks, chosen by the index's policy. -> how many were evicted."""
         evicted = self.index.evict(count, now)
         self.evicted += evicted
         return evicted
 
     def drop(self, slots: Slots) -> int:
-        """Forget blocks that are no good. -> how many there were."""
+        """Remove damaged blocks. -> how many were removed."""
         return self.index.drop(slots)
 
     def offsets(self, slots: Slots) -> Offsets:
-        """Where each slot begins in the space, in bytes."""
+        """-> the offset of each slot in the space, in bytes."""
         ordinals, places = np.divmod(slots, self.index.slots_per_segment)
         offsets: Offsets = self._starts[ordinals] + places.astype(np.int64) * self.block_bytes
         return offsets
@@ -107,55 +107,48 @@ class Tier(Generic[Member]):
         self.space = space
         self.members: list[Member] = []
         self._evicted_of_removed = 0
-        self._may_grow = may_grow  # whether one more segment's index is within the shard's memory
+        self._may_grow = may_grow  # whether a member may take one more segment, within the shard's limits
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the indexes."""
+        """Memory of the indexes, in bytes."""
         return sum(member.index.nbytes for member in self.members)
 
     @property
     def evicted(self) -> int:
-        """Blocks evicted from all namespaces, those that are gone as well."""
+        """Blocks evicted so far, also from namespaces that are gone."""
         return self._evicted_of_removed + sum(member.evicted for member in self.members)
 
     def remove(self, member: Member) -> None:
-        """The namespace is gone: its blocks with it."""
+        """The namespace is gone: drop its blocks and return its segments."""
         for ordinal in list(member.segments):
             member.detach(ordinal)
         self.members.remove(member)
         self._evicted_of_removed += member.evicted
 
     def make_room(self, member: Member, count: int, now: float) -> None:
-        """See that `member` has `count` free slots, as far as what is pinned or in use allows."""
+        """Make `count` slots of `member` free, as far as pinned blocks and blocks in use allow."""
         index = member.index
         while index.free < count:
             segment = self.space.take() if self.space.free and self._may_grow(member, now) else None
             if segment is not None:
                 member.attach(segment)
-                continue
-            if self._reclaim(member, now):
-                continue
-            if not member.evict(count - index.free, now):
+            elif not self._reclaim_for(member, now) and not member.evict(count - index.free, now):
                 return
 
-    def _reclaim(self, growing: Member, now: float) -> bool:
-        """Take a segment from the namespace whose oldest block is older than every block of `growing`."""
+    def _reclaim_for(self, growing: Member, now: float) -> bool:
+        """Give back a segment of the namespace whose oldest block is older than every block of `growing`."""
         own_oldest = growing.index.oldest_tick()
         others = [other for other in self.members if other is not growing and other.segments]
         for other in sorted(others, key=_reclaim_order):
             if other.index.ready and other.index.oldest_tick() >= own_oldest:
                 return False
-            if not self._give_up(other, now):
-                continue
-            segment = self.space.take()
-            assert segment is not None
-            growing.attach(segment)
-            return True
+            if self._give_up(other, now):
+                return True
         return False
 
     def shrink(self, now: float) -> bool:
-        """Give one segment back to the space, the one used least; False: all are in use."""
+        """Give one of the least recently used segments back to the space. -> False when all are in use."""
         members = [member for member in self.members if member.segments]
         return any(self._give_up(member, now) for member in sorted(members, key=_reclaim_order))
 

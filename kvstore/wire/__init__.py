@@ -1,6 +1,6 @@
-"""What both sides speak: messages (a pure codec), ZMTP framing, and a connection that asks one shard.
+"""The wire protocol of server and clients: messages (a pure codec), ZMTP framing, and a blocking connection to a shard.
 
-This face hands on the codec; the rest is imported from its module.
+This package exports the codec; import everything else from its module.
 """
 
 from kvstore.wire.messages import (
@@ -62,7 +62,7 @@ from kvstore.wire.messages import (
     frame_blocks,
 )
 from kvstore.wire.namespace import NamespaceHeader, decode_namespace, namespace_id
-from kvstore.wire.status import DiskInfo, NamespaceInfo, ShardInfo
+from kvstore.wire.status import DiskInfo, NamespaceInfo, ShardInfo, decode_shard_info
 
 __all__ = [
     "CHECKSUM_BYTES",
@@ -124,6 +124,7 @@ __all__ = [
     "decode_namespace",
     "decode_reply",
     "decode_request",
+    "decode_shard_info",
     "encode",
     "frame_blocks",
     "namespace_id",

@@ -1,10 +1,10 @@
-"""Questions of the server to a shard: a blocking connection with one request at a time.
+"""A blocking connection from the server to a shard, with one request at a time.
 
-For the supervisor's metrics, for discovery and for moving blocks. The client library has connections that many callers
-share, and must not be imported by the server. Copies of a block: kernel -> memory of its own -> kernel.
+For the supervisor's metrics, for discovery and for moving blocks. The server must not import the client library, whose
+connections are shared by many callers. Copies of a block that is moved: kernel -> a buffer of the connection -> kernel.
 
-Nothing a shard says is trusted: sizes are compared with what was asked before anything is allocated or handed out.
-One thread uses an `Asking`; only `interrupt` may be called by another.
+Replies are not trusted: sizes are compared with the request before memory is allocated or returned. One thread uses an
+`Asking`; only `interrupt` may be called by another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.wire.dealer import Answer, Dealer, FrameBuffers, GetAnswer, Refusal
 _IOV: Final = 512
 _NAME: Final = "server"  # for the shard's log
 _KEPT_BUFFERS: Final = 8  # of a frame each
-_RECEIVE_BYTES: Final = 1 << 20  # before the deadline is looked at
+_RECEIVE_BYTES: Final = 1 << 20  # received at most before the deadline is checked again
 
 KeyArray = npt.NDArray[np.uint8]  # (n, key_bytes)
 Positions = npt.NDArray[np.uint32]
@@ -38,17 +38,17 @@ ReplyT = TypeVar("ReplyT", bound=wire.Reply)
 
 
 class AskError(Exception):
-    """The shard did not answer, or not as it should. The connection is closed."""
+    """The shard did not answer, or its reply is invalid. The connection is closed."""
 
 
 class Refused(AskError):
-    """The shard refused one request, and says why. The connection can be used on."""
+    """The shard refused one request; the message says why. The connection can still be used."""
 
 
 class Asking:
-    """A connection to the shard at `address`. Every call takes `timeout_s` at most and raises `AskError`.
+    """A connection to the shard at `address`. Every call blocks for `timeout_s` at most and may raise `AskError`.
 
-    With a `namespace` (canonical JSON) block requests are possible; `replicas`: the copies that are kept of its blocks.
+    Block requests need a `namespace` (canonical JSON). `replicas`: the number of copies that are kept of its blocks.
     """
 
     def __init__(self, address: tuple[str, int], timeout_s: float, namespace: bytes = b"", replicas: int = 1) -> None:
@@ -81,13 +81,13 @@ class Asking:
         self.close()
 
     def close(self) -> None:
-        """Forget the connection."""
+        """Close the connection."""
         sock, self._sock = self._sock, None
         if sock is not None:
             sock.close()
 
     def interrupt(self) -> None:
-        """From another thread: the call that is under way fails soon."""
+        """Make the call in progress fail soon. For other threads."""
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class Asking:
     # ---- requests --------------------------------------------------------------------------------------------
 
     def hello(self, namespace: bytes, replicas: int = 1) -> wire.Welcome:
-        """Use this namespace from now on."""
+        """Use this namespace from now on. -> the shard's WELCOME."""
         try:
             block_bytes = wire.decode_namespace(namespace).block_bytes if namespace else 0
         except wire.WireError as error:
@@ -117,17 +117,19 @@ class Asking:
         return welcome
 
     def info(self) -> wire.ShardInfo:
-        """The shard's state."""
+        """-> the shard's state."""
         self._begin()
         reply = self._ask(wire.InfoReply, wire.Info(self._last_id, self._deadline_ms()))
         try:
-            return msgspec.msgpack.decode(reply.info, type=wire.ShardInfo)
+            return wire.decode_shard_info(reply.info)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._broken(f"its INFO_REPLY holds no shard's state: {error}") from None
 
     def hottest(self, skip: int, limit: int) -> tuple[KeyArray, int]:
-        """Keys of the namespace, most recently used first: up to `limit` after the first `skip`, fewer if they do not
-        fit a reply and none at the end; and how many blocks the namespace has."""
+        """-> keys of the namespace, (n, key_bytes), most recently used first, and the number of its blocks.
+
+        The keys are up to `limit` keys after the first `skip`: fewer if they do not fit a reply, none at the end.
+        """
         self._begin()
         reply = self._ask(wire.HottestReply, wire.Hottest(self._last_id, self._deadline_ms(), skip, limit))
         if not reply.keys:
@@ -142,7 +144,7 @@ class Asking:
         return np.frombuffer(reply.keys, dtype=np.uint8).reshape(-1, size), reply.total
 
     def contains(self, keys: KeyArray, refresh: bool = False) -> npt.NDArray[np.bool_]:
-        """Which of up to `wire.MAX_KEYS` keys are there; `refresh` counts as a use of them."""
+        """-> for each of up to `wire.MAX_KEYS` keys, whether it is there. `refresh`: count as a use of the blocks."""
         self._begin()
         request = wire.Contains(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh)
         reply = self._ask(wire.ContainsReply, request, [keys.tobytes()])
@@ -150,11 +152,11 @@ class Asking:
         return np.frombuffer(reply.present, dtype=np.uint8).astype(np.bool_)
 
     def get(self, keys: KeyArray) -> Iterator[Blocks]:
-        """Blocks as they come: positions in `keys`, the checksums they were set with, and their bytes end to end, in
-        memory that is used again only when nobody looks at it any more. Each position comes once at most; those that
-        do not come are not there.
+        """Yield blocks as they arrive: their positions in `keys`, the checksums they were set with, and their bytes,
+        concatenated, in memory that is reused only when no view of it exists any more. Each position comes once at
+        most; blocks of positions that do not come are not on the shard.
 
-        Nothing else can be asked until the iterator is at its end; who leaves it before that closes the connection.
+        No other request is possible until the iterator is exhausted. Leaving it earlier closes the connection.
         """
         self._begin()
         answer = _Blocks(self._last_id, len(keys), self._block_bytes, self._buffers)
@@ -175,7 +177,7 @@ class Asking:
                 self.close()
 
     def set(self, keys: KeyArray, blocks: Sequence[memoryview], sums: Sums) -> wire.SetReply:
-        """Set blocks, one view and one checksum a key."""
+        """Set blocks: one view of the namespace's block size and one checksum a key. Does not overwrite blocks."""
         self._begin()
         header = wire.Set(self._last_id, self._deadline_ms(), *keys.shape)
         per_frame = wire.frame_blocks(self._block_bytes)
@@ -196,7 +198,7 @@ class Asking:
     # ---- a request and its reply -----------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """A call begins: its deadline, and the id of its request."""
+        """Begin a call: set its deadline and the id of its request."""
         self._deadline = time.monotonic() + self.timeout_s
         self._last_id += 1
 
@@ -247,7 +249,7 @@ class Asking:
             raise self._broken(self._reason(error)) from None
 
     def _check_reply(self, answer: Answer, kind: type) -> wire.Reply | None:
-        """The reply of an answer that is done: of this kind."""
+        """-> the reply of an answer that is done. Raises `Refused` for an ERROR, `AskError` for another kind."""
         reply = answer.reply
         if isinstance(reply, wire.Error):
             raise Refused(f"{self._where}: {reply.message}")
@@ -274,7 +276,7 @@ class Asking:
 
 
 class _Blocks(GetAnswer):
-    """What has come in reply to a GET: its blocks, each part in memory of its own."""
+    """Collects the blocks of a GET, each PART in a buffer of `FrameBuffers`."""
 
     __slots__ = ("_buffers", "_part", "ready")
 

@@ -1,12 +1,12 @@
-"""The dealer's half of a connection: the handshake, and replies to the requests that they answer.
+"""The DEALER's side of a connection: does the handshake, and assigns replies to their requests.
 
-Both who asks one request at a time (`kvstore.wire.asking`) and the client's links, which many callers share, are made
-of it. A `Dealer` is the `zmtp.FrameSink` of one connection; an `Answer` is what has come in reply to one request. For a
-frame of payload the answer names the memory it goes to before any of it is read.
+Two kinds of connections use it: `kvstore.wire.asking`, which sends one request at a time, and the client's links, which
+many callers share. A `Dealer` is the `zmtp.FrameSink` of one connection; an `Answer` collects the reply to one request.
+For a payload frame the answer gives the memory before any byte of the frame is read.
 
-Nothing a shard says is trusted: WELCOME must fit the HELLO, a PART must bring blocks that were asked for, each once,
-and every size is compared with what is expected before memory is allocated or written to. What breaks these rules is
-a `WireError` or a `ZMTPError`, and the end of the connection. Not thread-safe: its owner has a lock, or one thread.
+Messages from a shard are not trusted: WELCOME must fit the HELLO, a PART must contain blocks that were requested, each
+once, and every size is checked before memory is allocated or written to. A message that breaks these rules raises
+`WireError` or `ZMTPError`, and the connection must end. Not thread-safe: the owner uses a lock, or one thread.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.namespace import decode_namespace
 
-MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # INFO of as many namespaces as a shard keeps
+MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
 _HANDSHAKE_BYTES: Final = 1 << 16
 
 
 class Refusal(Exception):
-    """The shard refuses a request: the code and the sentence of its ERROR. The connection can be used on."""
+    """The shard refused a request; has the code and the sentence of its ERROR. The connection can still be used."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -52,42 +52,45 @@ class Refusal(Exception):
 
 
 class Answer:
-    """What has come in reply to one request."""
+    """Collects the reply to one request. A subclass that expects payload must implement `begin_payload`."""
 
     __slots__ = ("complete", "done", "error", "following", "id", "payload_bytes", "reply", "sent_at")
 
     def __init__(self, request_id: int) -> None:
         self.id = request_id
-        self.done = False  # nothing more will come: `reply` is there, or `error`
-        self.complete = False  # the message that is arriving is the last
+        self.done = False  # the reply is complete, or has failed: `reply` or `error` is set
+        self.complete = False  # the message that is arriving is the last one
         self.error: Exception | None = None
         self.reply: Reply | None = None
-        self.payload_bytes = 0  # of the payload frame that comes next
-        self.following = 0  # payload bytes that were announced behind this message
-        self.sent_at = 0.0  # when the sending of the request ended; 0 before, and once the answer began
+        self.payload_bytes = 0  # size of the next frame if it is payload; 0: no payload frame is expected
+        self.following = 0  # payload bytes that the shard has announced to follow this message
+        self.sent_at = 0.0  # when the request was sent completely; 0 before that, and after the reply began
 
     def begin_message(self, reply: Reply) -> None:
-        """The header of a message. Raises `WireError`."""
+        """Take the header of a message. Raises `WireError`."""
         self.reply = reply
         self.complete = True
 
     def begin_payload(self) -> list[memoryview]:
-        """Where the `payload_bytes` of the next frame go: writable views of that length together."""
-        raise NotImplementedError  # `payload_bytes` is 0 where there is none
+        """-> the memory for the next frame: writable views of `payload_bytes` together."""
+        raise NotImplementedError  # not called while `payload_bytes` is 0
 
     def end_payload(self) -> None:
-        """The payload is there."""
+        """The payload is complete in the views of `begin_payload`."""
 
     def fail(self, error: Exception) -> None:
-        """No more will come."""
+        """End the answer with an error, unless it is done."""
         if not self.done:
             self.error = error
             self.done = True
 
 
 class GetAnswer(Answer):
-    """What has come in reply to a GET of `count` keys. A subclass says where the blocks of a PART go: those at
-    `part_positions` of the keys, with `part_sums`."""
+    """Collects the reply to a GET of `count` keys.
+
+    A subclass gives the memory for the blocks of a PART. They are the blocks of the keys at `part_positions`, and have
+    the checksums `part_sums`.
+    """
 
     __slots__ = ("_left", "_most", "_wanted", "block_bytes", "part_positions", "part_sums")
 
@@ -97,7 +100,7 @@ class GetAnswer(Answer):
         self.part_positions: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
         self.part_sums: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self._most = frame_blocks(max(1, block_bytes))
-        self._wanted = np.ones(count, dtype=np.bool_)  # by position: not come yet
+        self._wanted = np.ones(count, dtype=np.bool_)  # by position: the block has not come yet
         self._left = count
 
     def begin_message(self, reply: Reply) -> None:
@@ -130,30 +133,30 @@ class GetAnswer(Answer):
 class Dealer:
     """One connection of a DEALER, from the greeting on. Implements `zmtp.FrameSink`.
 
-    `on_answer` is called with an answer of which `sent_at` is set when its first message begins.
+    `on_answer` is called when a message of an answer begins, if the answer's `sent_at` is set. Does not own the socket.
     """
 
     def __init__(self, sock: socket.socket, on_answer: Callable[[Answer], None]) -> None:
         self.receiver = zmtp.Receiver(sock, self)
         self.pending: dict[int, Answer] = {}  # by request id
-        self.pong = b""  # owed to the shard: the frame to send
+        self.pong = b""  # the PONG frame that the owner must send; empty: none
         self._sock = sock
         self._on_answer = on_answer
         self._ready = False
-        self._frame = 0  # number of the frame that is arriving in its message
-        self._answer: Answer | None = None  # to which the message that is arriving belongs
-        self._following = 0  # payload bytes that are certain to come behind it
-        self._newest = 0  # the highest id of a request
+        self._frame = 0  # index of the arriving frame in its message
+        self._answer: Answer | None = None  # the answer to which the arriving message belongs
+        self._following = 0  # payload bytes that are certain to follow that message
+        self._newest = 0  # the highest request id so far
 
     def expect(self, answer: Answer) -> None:
-        """A request is sent: its answer may come from now on."""
+        """Register the answer of a request. Call this before the request is sent."""
         self._newest = max(self._newest, answer.id)
         self.pending[answer.id] = answer
 
     def abandon(self, answer: Answer) -> None:
-        """Nobody waits for this answer any more: from now on none of its bytes are written to its memory."""
+        """No caller waits for this answer any more: from now on no bytes are written to its memory."""
         self.pending.pop(answer.id, None)
-        self._following = 0  # the shard drops what it announced when it hears CANCEL
+        self._following = 0  # after CANCEL the shard does not send the bytes that it announced
         if self._answer is answer:
             self._answer = None
             self.receiver.discard_rest()
@@ -161,7 +164,7 @@ class Dealer:
     # ---- the handshake ---------------------------------------------------------------------------------------
 
     def greet(self, deadline: float) -> None:
-        """Greeting and READY, both ways. Raises `OSError` (`TimeoutError` after the deadline) and `ZMTPError`."""
+        """Exchange greeting and READY. Blocks. Raises `OSError` (`TimeoutError` after `deadline`) and `ZMTPError`."""
         sock = self._sock
         sock.sendall(zmtp.greeting() + zmtp.ready(b"DEALER"))
         greeting = b""
@@ -171,14 +174,14 @@ class Dealer:
             if not data:
                 raise ConnectionResetError("closed during the handshake")
             greeting += data
-            if greeting[0] != zmtp.SIGNATURE[0]:  # who greets with less may say nothing more
+            if greeting[0] != zmtp.SIGNATURE[0]:  # another protocol: it may never send the full length of a greeting
                 raise zmtp.ZMTPError(f"it greets with {greeting[:10].hex()}: expected a ZMTP greeting")
         zmtp.check_greeting(greeting)
         while not self._ready:
             self._receive(deadline)
 
     def say_hello(self, request: Hello, deadline: float) -> Welcome:
-        """Send HELLO and check what comes back. Raises as `greet` does, `WireError`, and `Refusal`."""
+        """Send HELLO and check the reply. Blocks. Raises like `greet`, and `WireError` and `Refusal`."""
         block_bytes = decode_namespace(request.namespace).block_bytes if request.namespace else 0
         answer = Answer(request.id)
         self.expect(answer)
@@ -194,11 +197,11 @@ class Dealer:
         return welcome
 
     def wait(self, events: int, deadline: float) -> None:
-        """Until the socket is ready for one of `events` (of `select.poll`); `TimeoutError` after the deadline."""
+        """Blocks until the socket is ready for one of `events` (of `select.poll`). Raises `TimeoutError`."""
         poll = select.poll()
         poll.register(self._sock, events)
         left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):  # also when it goes on sending, but no answer
+        if left <= 0 or not poll.poll(left * 1000):  # fails also while the shard sends other bytes, but no answer
             raise TimeoutError("no answer in time")
 
     def _receive(self, deadline: float) -> None:
@@ -254,6 +257,9 @@ class Dealer:
     def bytes_after_frame(self) -> int:
         return self._following
 
+    def go_on(self) -> bool:
+        return True
+
     def command(self, name: bytes, body: bytes) -> None:
         if name == b"READY":
             self._ready = True
@@ -264,8 +270,10 @@ class Dealer:
 
 
 class FrameBuffers:
-    """Memory for payload frames of one block size, used again when nobody looks at it any more: memory that was used
-    before costs no page faults, half of a GET's time. `kept`: how many buffers, of a frame each."""
+    """Memory for payload frames of one block size. A buffer is used again when no view of it exists any more.
+
+    Reused memory has no page faults, which take half of a GET's time. `kept`: how many buffers of one frame are kept.
+    """
 
     def __init__(self, block_bytes: int, kept: int) -> None:
         self._buffer_bytes = frame_blocks(block_bytes) * block_bytes
@@ -273,10 +281,10 @@ class FrameBuffers:
         self._buffers: list[bytearray] = []
 
     def take(self, nbytes: int) -> memoryview:
-        """`nbytes`, at most a frame, that nobody looks at."""
+        """-> a view of `nbytes`, at most a frame, of a buffer that has no other views."""
         for buffer in self._buffers:
             try:
-                buffer.append(0)  # refused while any view of it exists: then its reader still needs it
+                buffer.append(0)  # Python refuses to resize a bytearray while a view of it exists
             except BufferError:
                 continue
             buffer.pop()

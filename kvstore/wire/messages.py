@@ -1,16 +1,16 @@
-"""The wire: message types, limits, errors. A pure codec: no sockets, no clocks, no threads.
+"""The wire protocol: message types, limits, errors. A pure codec: no sockets, no clocks, no threads.
 
 A message is a ZMTP multipart message between a DEALER (client) and a ROUTER (shard). Its first frame is a header:
 a msgpack array ``[tag, field, ...]`` described by one of the structs below. Keys, payload and checksums follow in
-frames of their own and never pass through msgpack. `docs/protocol.md` is normative; golden vectors test it.
+separate frames and never pass through msgpack. `docs/protocol.md` is normative; golden vectors test it.
 
-Safety property: nothing is allocated for a frame before its size was compared with a limit, and a header decodes
-into exactly one of the structs below or raises `WireError` with a code and a sentence for the sender.
+Safety property: no memory is allocated for a frame before its size is compared with a limit, and a header either
+decodes into exactly one of the structs below or raises `WireError` with a code and a sentence for the sender.
 
-Compatibility: fields may be appended with a default; an old peer ignores what it does not know. Anything else is a
-new `PROTOCOL_VERSION`, refused in HELLO.
+Compatibility: fields may be appended with a default; an old peer ignores fields that it does not know. Any other change
+needs a new `PROTOCOL_VERSION`; HELLO with another version is refused.
 
-Over 400 lines because every message of the protocol, its limits and its checks stand in one place.
+Over 400 lines because all messages of the protocol, their limits and their checks are in one place.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ NAMESPACE_VERSION: Final = 1
 MIN_KEY_BYTES: Final = 8
 MAX_KEY_BYTES: Final = 64
 MAX_HEADER_BYTES: Final = 64 * 1024
-MAX_KEYS: Final = 8192  # per request: a client splits longer batches
+MAX_KEYS: Final = 8192  # per request; clients split longer batches
 MAX_NAMESPACE_BYTES: Final = 8 * 1024
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_PIN_S: Final = 60.0
 MAX_PRIORITY: Final = 3
 MAX_TTL_S: Final = 10 * 365 * 86400
 MAX_REPLICAS: Final = 3
-MAX_HOTTEST_BYTES: Final = 8 << 20  # of keys in one HOTTEST reply
+MAX_HOTTEST_BYTES: Final = 8 << 20  # all keys of one HOTTEST reply together
 MAX_DEADLINE_MS: Final = 600_000
 CHECKSUM_BYTES: Final = 8
 
-# What a payload frame of small blocks is filled up to. Measured: one frame a system call keeps both ends' copies
-# overlapping; with 4 MiB a call a transfer took 1.15 times as long.
+# A payload frame of small blocks is filled up to this size. Measured: with one such frame a system call, the copies of
+# both ends overlap; with 4 MiB a call a transfer took 1.15 times as long.
 FRAME_BYTES: Final = 1 << 20
-MAX_FRAME_BLOCKS: Final = 512  # the kernel takes 1024 pieces in one call
-GROUP_BYTES: Final = 4 << 20  # how much of a GET is made ready, and announced, at a time
+MAX_FRAME_BLOCKS: Final = 512  # one system call takes at most 1024 pieces
+GROUP_BYTES: Final = 4 << 20  # so much of a GET is made ready, and announced, at a time
 
 
 def frame_blocks(block_bytes: int) -> int:
-    """How many blocks a payload frame holds: as many as fit `FRAME_BYTES`, at least one."""
+    """-> the number of blocks in a payload frame: as many as fit `FRAME_BYTES`, 1 to `MAX_FRAME_BLOCKS`."""
     return max(1, min(MAX_FRAME_BLOCKS, FRAME_BYTES // block_bytes))
 
 
 class ErrorCode(enum.IntEnum):
-    """Why a request was refused. The number travels; the name is for people."""
+    """Why a request was refused. The number goes over the wire; the name is for people."""
 
     PROTOCOL = 1  # malformed: frame, header, sizes, order
-    VERSION = 2  # protocol or namespace version this server does not speak
-    NO_NAMESPACE = 3  # a block request before a HELLO that names a namespace
+    VERSION = 2  # a protocol or namespace version that this server does not support
+    NO_NAMESPACE = 3  # a block request before a HELLO with a namespace
     BLOCK_SIZE = 4  # payload does not match the namespace's block_bytes
-    KEY_SIZE = 5  # key length out of range, or unlike the namespace's
+    KEY_SIZE = 5  # key length out of range, or different from the namespace's
     LIMIT = 6  # over a limit of the protocol
     NOT_AUTHORIZED = 7
     OUT_OF_MEMORY = 8  # a block of this size can never be placed here
@@ -64,22 +64,23 @@ class ErrorCode(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """What became of one block of a SET."""
+    """The result of a SET for one block."""
 
     CREATED = 0
     EXISTED = 1
     FORCED = 2
     DUPLICATED = 3
     ERROR = 4  # no room for it
+    PENDING = 5  # another client was writing it, and it is not there yet; it counts as one that existed
 
 
 class WireError(Exception):
-    """A message that cannot be accepted: the code and the sentence its sender is told."""
+    """A message cannot be accepted. The error has the code and the sentence that the sender gets."""
 
     def __init__(self, code: ErrorCode, message: str, request_id: int = 0) -> None:
         super().__init__(message)
         self.code = code
-        self.request_id = request_id  # 0: the receiver of the error knows which request it was handling
+        self.request_id = request_id  # 0: the caller that catches the error knows which request it was handling
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -90,15 +91,15 @@ class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Hello(_Header, tag=1, frozen=True):
-    """The first message of a connection. An empty `namespace` allows PING, INFO, SYNC, SCRUB and PURGE of all
-    only."""
+    """The first message of a connection. With an empty `namespace` only PING, INFO, SYNC, SCRUB and PURGE of all
+    namespaces are allowed."""
 
     id: int
     protocol: int
     namespace: bytes = b""  # canonical JSON
     client: str = ""  # for logs
     credentials: bytes = b""
-    replicas: int = 1  # copies this client keeps of each block; who moves blocks keeps as many
+    replicas: int = 1  # copies that this client keeps of each block; nodes that move blocks keep as many
 
 
 class Set(_Header, tag=2, frozen=True):
@@ -109,15 +110,18 @@ class Set(_Header, tag=2, frozen=True):
     count: int
     key_bytes: int
     force: bool = False
-    priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when nothing of a lower one is left
-    outcomes: bool = False  # tell what became of each block, too
-    ttl_s: float = 0.0  # the blocks expire so many seconds from now; 0: as the shard's rule for the namespace says
+    priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when no block of a lower priority is left
+    outcomes: bool = False  # have the reply contain an `Outcome` for each block
+    ttl_s: float = 0.0  # the blocks expire after so many seconds; 0: the shard's rule for the namespace applies
 
 
 class Get(_Header, tag=3, frozen=True):
-    """Frames: header, keys. Answered by PARTs. `credit` > 0: at most so many payload bytes ahead of CREDIT. `refresh`:
-    it counts as a use of the blocks, and in hits and misses. `prefix`: the keys are a chain, and only the leading run
-    that is present is asked for."""
+    """Frames: header, keys. The reply is a series of PARTs.
+
+    `credit` > 0: the shard may send so many bytes of payload before it needs more CREDIT. `refresh`: the GET counts as
+    a use of the blocks, and in hits and misses. `prefix`: the keys are a chain, and only its leading run of blocks that
+    are present is requested.
+    """
 
     id: int
     deadline_ms: int
@@ -129,7 +133,7 @@ class Get(_Header, tag=3, frozen=True):
 
 
 class Contains(_Header, tag=4, frozen=True):
-    """Frames: header, keys. `pin_s` > 0 keeps what is found from eviction for so many seconds."""
+    """Frames: header, keys. `pin_s` > 0: blocks that are found are not evicted for so many seconds."""
 
     id: int
     deadline_ms: int
@@ -140,7 +144,7 @@ class Contains(_Header, tag=4, frozen=True):
 
 
 class MatchPrefix(_Header, tag=5, frozen=True):
-    """Frames: header, keys: a chain, head first."""
+    """Frames: header, keys (a chain, head first). Asks for the length of the leading run that is present."""
 
     id: int
     deadline_ms: int
@@ -151,16 +155,17 @@ class MatchPrefix(_Header, tag=5, frozen=True):
 
 
 class Delete(_Header, tag=6, frozen=True):
-    """Frames: header, keys."""
+    """Frames: header, keys. `damaged`: delete only blocks whose bytes do not match their checksum."""
 
     id: int
     deadline_ms: int
     count: int
     key_bytes: int
+    damaged: bool = False
 
 
 class Sync(_Header, tag=7, frozen=True):
-    """Answered when every SET this connection sent before it is readable."""
+    """The reply comes when the blocks of every earlier SET on this connection are readable."""
 
     id: int
     deadline_ms: int
@@ -177,27 +182,27 @@ class Ping(_Header, tag=9, frozen=True):
 
 
 class Credit(_Header, tag=10, frozen=True):
-    """`bytes` more payload may be sent for GET `id`. No reply."""
+    """`bytes` more bytes of payload may be sent for GET `id`. No reply."""
 
     id: int
     bytes: int
 
 
 class Cancel(_Header, tag=11, frozen=True):
-    """The reader of GET `id` is gone. No reply."""
+    """The client does not want the rest of GET `id`. No reply."""
 
     id: int
 
 
 class Scrub(_Header, tag=12, frozen=True):
-    """Check every block on disk against its checksum, now, in one pass; INFO tells how far it is."""
+    """Check every block on disk against its checksum now, in one pass. INFO tells the progress."""
 
     id: int
     deadline_ms: int
 
 
 class Hottest(_Header, tag=13, frozen=True):
-    """The keys of the connection's namespace, most recently used first: `limit` of them, after the first `skip`."""
+    """Request keys of the connection's namespace, most recently used first: `limit` keys after the first `skip`."""
 
     id: int
     deadline_ms: int
@@ -217,9 +222,9 @@ class Purge(_Header, tag=14, frozen=True):
 
 
 class ShardAddress(msgspec.Struct, array_like=True, frozen=True):
-    """Where a shard listens. An empty `host` means: where you reached this node."""
+    """The address of a shard. An empty `host` stands for the host at which the client has reached this node."""
 
-    name: str  # stable across restarts: what placement hashes
+    name: str  # stable across restarts; placement hashes it
     host: str
     port: int
     weight: float  # memory bytes
@@ -233,7 +238,7 @@ class Welcome(_Header, tag=65, frozen=True):
     shard: int
     block_bytes: int
     shards: list[ShardAddress]
-    zone: str = ""  # what fails together with this node: replicas go elsewhere
+    zone: str = ""  # nodes of one zone fail together; replicas go to different zones
 
 
 class SetReply(_Header, tag=66, frozen=True):
@@ -248,12 +253,12 @@ class SetReply(_Header, tag=66, frozen=True):
 
 
 class Part(_Header, tag=67, frozen=True):
-    """Blocks of GET `id`. Frames: header and, unless it brings no block, one payload frame.
+    """Blocks of GET `id`. Frames: header and, unless it has no blocks, one payload frame.
 
-    `positions`: u32le into the request's keys, `sums`: u64le, one each a block.
+    `positions`: u32le, indexes into the request's keys; `sums`: u64le checksums; one of each a block.
 
-    The PART with `last` ends the reply; hits and misses are then complete. `following` payload bytes are on their
-    way in the PARTs right behind this one, so that the reader need not be woken for less.
+    The PART with `last` ends the reply; its counts of hits and misses are complete. The next `following` bytes of
+    payload come in the PARTs right behind this one, so the client need not be woken for fewer.
     """
 
     id: int
@@ -266,7 +271,7 @@ class Part(_Header, tag=67, frozen=True):
 
 
 class ContainsReply(_Header, tag=68, frozen=True):
-    """`present`: one byte, 0 or 1, a key."""
+    """`present`: one byte a key, 0 or 1."""
 
     id: int
     present: bytes
@@ -298,14 +303,14 @@ class Pong(_Header, tag=73, frozen=True):
 
 
 class ScrubReply(_Header, tag=74, frozen=True):
-    """The pass is under way, and complete when INFO's `scrub_passes` has reached `passes`; 0: no disk tier is on."""
+    """The pass is complete when `scrub_passes` of INFO has reached `passes`. 0: no disk tier is on."""
 
     id: int
     passes: int
 
 
 class HottestReply(_Header, tag=75, frozen=True):
-    """`keys`: one after the other, `key_bytes` each. `total`: how many blocks the namespace has here."""
+    """`keys`: concatenated, `key_bytes` each. `total`: how many blocks the namespace has on this shard."""
 
     id: int
     key_bytes: int
@@ -314,14 +319,14 @@ class HottestReply(_Header, tag=75, frozen=True):
 
 
 class PurgeReply(_Header, tag=76, frozen=True):
-    """The blocks that were there when the PURGE came are gone, also from disk, for good."""
+    """The blocks that were there when the PURGE came are removed, also from disk, and cannot come back."""
 
     id: int
     purged: int  # blocks
 
 
 class Error(_Header, tag=127, frozen=True):
-    """`id` 0: the message was too broken to tell which request it was."""
+    """A request was refused. `id` 0: the message was so malformed that its request is not known."""
 
     id: int
     code: int
@@ -356,7 +361,7 @@ encode = _encoder.encode
 
 
 def decode_request(header: bytes | bytearray | memoryview) -> Request:
-    """The request a header frame holds, with its numbers inside the protocol's limits; `WireError` otherwise."""
+    """-> the request in a header frame. Raises `WireError` when it is malformed or exceeds the protocol's limits."""
     try:
         request = _request_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -420,7 +425,7 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
 
 
 def _request_id(header: bytes | bytearray | memoryview) -> int:
-    """The id of a header that may be broken otherwise, so that its sender learns which request failed; else 0."""
+    """-> the id in a malformed header, so that the sender learns which request failed; 0 when it cannot be read."""
     try:
         fields = msgspec.msgpack.decode(header, type=list[msgspec.Raw])
         value = msgspec.msgpack.decode(fields[1], type=int)
@@ -430,7 +435,7 @@ def _request_id(header: bytes | bytearray | memoryview) -> int:
 
 
 def decode_reply(header: bytes | bytearray | memoryview) -> Reply:
-    """The reply that a header frame holds; `WireError` when the frame is not a reply."""
+    """-> the reply in a header frame. Raises `WireError` when the frame is not a reply."""
     try:
         return _reply_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a server reads of a namespace: its canonical JSON as clients send it in HELLO, checked, and its id."""
+"""Decoding of namespaces on the server: checks the canonical JSON that clients send in HELLO, and computes its id."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from kvstore.wire.messages import MAX_BLOCK_BYTES, MAX_NAMESPACE_BYTES, NAMESPAC
 
 
 class NamespaceHeader(msgspec.Struct, frozen=True):
-    """What a server reads of a namespace's canonical JSON; the rest only has to be equal for bytes to be shared."""
+    """The fields of a namespace's canonical JSON that a server uses. Clients share blocks only if all are equal."""
 
     version: int
     block_bytes: int
     model: str
 
 
+_header_decoder = msgspec.json.Decoder(NamespaceHeader)
+
+
 def decode_namespace(canonical: bytes) -> NamespaceHeader:
-    """Check a namespace as a client sent it. `WireError` names what was given and what is expected."""
+    """Check a namespace from a client. Raises `WireError`, which says what was given and what is expected."""
     if len(canonical) > MAX_NAMESPACE_BYTES:
         raise WireError(
             ErrorCode.LIMIT, f"a namespace of {len(canonical)} bytes: expected at most {MAX_NAMESPACE_BYTES}"
         )
     try:
-        canonical.decode()  # the decoder does not look into fields it skips
-        header = msgspec.json.decode(canonical, type=NamespaceHeader)
+        canonical.decode()  # the JSON decoder does not check UTF-8 in fields that it skips
+        header = _header_decoder.decode(canonical)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
     if header.version != NAMESPACE_VERSION:
@@ -38,5 +41,5 @@ def decode_namespace(canonical: bytes) -> NamespaceHeader:
 
 
 def namespace_id(canonical: bytes) -> bytes:
-    """xxh3-128 of a namespace's canonical JSON: 16 bytes."""
+    """-> the xxh3-128 of a namespace's canonical JSON, 16 bytes."""
     return xxhash.xxh3_128_digest(canonical)

@@ -1,8 +1,17 @@
-"""What INFO carries: the state of a shard, its disk tier and its namespaces. Plain data; any thread."""
+"""The content of an INFO reply: the state of a shard, its disk tier and its namespaces. Plain data; any thread."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+MAX_SEGMENT_SLOTS: Final = 1 << 16  # in memory: blocks so small that more would fit leave a part of a segment empty
+
+
+def segment_slots(segment_bytes: int, block_bytes: int) -> int:
+    """-> how many blocks a segment of memory holds."""
+    return min(segment_bytes // block_bytes, MAX_SEGMENT_SLOTS)
 
 
 class NamespaceInfo(msgspec.Struct, frozen=True):
@@ -22,7 +31,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
     disk_blocks: int = 0
     disk_bytes: int = 0
     disk_evicted: int = 0
-    replicas: int = 1  # the most copies a client said it keeps
+    replicas: int = 1  # the largest number of copies that a client keeps
 
 
 class DiskInfo(msgspec.Struct, frozen=True):
@@ -37,19 +46,19 @@ class DiskInfo(msgspec.Struct, frozen=True):
     segments_free: int
     blocks: int
     evicted: int
-    dirty_blocks: int  # in memory, to be written
+    dirty_blocks: int  # in memory, waiting to be written
     dirty_bytes: int
-    behind: bool  # clients that set are read no further until the disk has caught up
+    behind: bool  # nothing is read from clients that set, until the disk has caught up
     written_blocks: int
     written_bytes: int
     skipped_blocks: int  # not written: the disk had no room for them
-    fetched_blocks: int  # read into memory for a client, or after the start
+    fetched_blocks: int  # read into memory for a client, or by the warm start
     fetched_bytes: int
     corrupt_blocks: int  # damaged on disk, and dropped
     recovered_blocks: int  # found at the start
-    lost_blocks: int  # not found again: the index was damaged there, or the segment is gone or another's
+    lost_blocks: int  # not recovered: a damaged entry, a missing or taken segment, an expired block
     recovery_s: float
-    warming: bool  # the hottest blocks are on their way to memory
+    warming: bool  # the warm start is reading the hottest blocks into memory
     scrub_passes: int
     scrubbing: bool
     scrubbed_blocks: int
@@ -83,9 +92,23 @@ class ShardInfo(msgspec.Struct, frozen=True):
     policy: str = "lru"
     index_bytes: int = 0
     disk: DiskInfo | None = None
-    name: str = ""  # as in WELCOME: what placement hashes
-    room_bytes: int = 0  # what its memory takes before a block is evicted, in whole segments
-    hits: int = 0  # these four: blocks of all namespaces, those that are gone as well
+    name: str = ""  # as in WELCOME; placement hashes it
+    room_bytes: int = 0  # how much more fits in memory before a block is evicted, in whole segments
+    hits: int = 0  # this and the next three count blocks of all namespaces, also of those that are gone
     misses: int = 0
     created: int = 0
     evicted: int = 0
+    slow_turns: dict[str, int] = {}  # turns of the shard's loop over 50 ms, by the stage that took most of their time
+    longest_turn_s: float = 0.0  # since the shard's start
+    held_bytes: dict[str, int] = {}  # memory beside blocks and index that the shard holds for clients, by holder
+    held_limit_bytes: int = 0  # of all holders together
+
+
+# Decoders are made when modules are imported, because msgspec crashes the process when two threads are the first to
+# decode a type at the same time (seen with 0.22.0).
+_shard_info_decoder = msgspec.msgpack.Decoder(ShardInfo)
+
+
+def decode_shard_info(info: bytes | bytearray | memoryview) -> ShardInfo:
+    """-> the state in an INFO_REPLY. Raises `msgspec.DecodeError` or `UnicodeDecodeError` when it is not one."""
+    return _shard_info_decoder.decode(info)

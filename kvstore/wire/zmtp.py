@@ -1,17 +1,17 @@
-"""ZMTP 3.1, the protocol of ZeroMQ, over sockets of our own: what lets a block go straight to its place.
+"""ZMTP 3.1, the protocol of ZeroMQ, on plain sockets, so that the kernel copies blocks straight to their memory.
 
-libzmq receives every frame into a message of its own, from where it must be copied to its slot or its destination.
+libzmq receives every frame into a message of its own, from which the frame must be copied to its slot or destination.
 Over loopback on two cores that copy (and the page faults of its allocations) makes a transfer 1.2 to 1.9 times as long
-as a plain socket's: `python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer`. So the data path speaks ZMTP
-itself: any libzmq peer (DEALER to a shard, ROUTER to a client) interoperates, and is tested to, but between kvstore's
-own ends
+as with a plain socket: `python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer`. So kvstore implements ZMTP
+itself. Any libzmq peer (DEALER to a shard, ROUTER to a client) interoperates, and tests check that. Between kvstore's
+own ends the only copies are
 
     set = source -> kernel -> slot,   get = slot -> kernel -> destination
 
-are all the copies there are, and no queue exists that this project does not bound.
+and every queue is bounded by kvstore.
 
-`Receiver` turns a non-blocking socket into frames. The owner (a `FrameSink`) says for every frame where its bytes
-go, before any is read. Not thread-safe: one thread at a time.
+`Receiver` turns a non-blocking socket into frames. Its owner (a `FrameSink`) gives the memory for every frame before
+any byte of the frame is read. Not thread-safe: one thread at a time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ GREETING_BYTES: Final = 64
 MAX_COMMAND_BYTES: Final = 4096
 
 _BUFFER_BYTES: Final = 16 * 1024
-_READ_AHEAD_BYTES: Final = 512  # behind a large frame: enough for the next header, little to copy
-_DIRECT_BYTES: Final = 8 * 1024  # a remainder larger than this is read in place
-_BUFFERED_COST: Final = 256  # of a turn's budget: a buffer of the smallest messages is as much work as a large frame
-_LOW_WATER_BYTES: Final = 2 << 20  # how much must have arrived before the reader of large frames is woken
+_READ_AHEAD_BYTES: Final = 512  # behind a large frame: enough for the next header, and cheap to copy
+_DIRECT_BYTES: Final = 8 * 1024  # if more than this is left of a frame, it is read straight into its memory
+# What a buffered byte counts in the budget of `receive`: a buffer of the smallest messages is as much work as a large
+# frame.
+_BUFFERED_COST: Final = 256
+_LOW_WATER_BYTES: Final = 2 << 20  # the reader of large frames is woken when so much has arrived
 
 
 class ZMTPError(Exception):
-    """The peer does not speak ZMTP 3 as we need it; the connection cannot go on."""
+    """The peer breaks the rules of ZMTP 3, or needs a part of it that is not supported; the connection must end."""
 
 
 def greeting() -> bytes:
-    """What each side sends first: signature, version 3.1, mechanism NULL."""
+    """-> the greeting that each side sends first: signature, version 3.1, mechanism NULL."""
     return SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 
 
@@ -56,7 +58,7 @@ def check_greeting(data: bytes) -> None:
 
 
 def ready(socket_type: bytes) -> bytes:
-    """The READY command that ends the NULL handshake."""
+    """-> the READY command that ends the NULL handshake."""
     return command(b"READY", _property(b"Socket-Type", socket_type) + _property(b"Identity", b""))
 
 
@@ -65,7 +67,7 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def command(name: bytes, body: bytes) -> bytes:
-    """A command frame."""
+    """-> the bytes of a command frame."""
     data = bytes([len(name)]) + name + body
     if len(data) > 255:
         return bytes([COMMAND | LONG]) + len(data).to_bytes(8, "big") + data
@@ -73,14 +75,14 @@ def command(name: bytes, body: bytes) -> bytes:
 
 
 def split_command(data: bytes) -> tuple[bytes, bytes]:
-    """Name and body of a command frame's data."""
+    """-> name and body of a command frame's data. Raises `ZMTPError`."""
     if not data or len(data) < 1 + data[0]:
         raise ZMTPError(f"a command of {len(data)} bytes holds no name")
     return data[1 : 1 + data[0]], data[1 + data[0] :]
 
 
 def socket_type(body: bytes) -> bytes:
-    """The Socket-Type property of a READY command's body, or b"" when it names none."""
+    """-> the Socket-Type property in the body of a READY command; b"" when it has none."""
     at = 0
     while at < len(body):
         name = body[at + 1 : at + 1 + body[at]]
@@ -94,14 +96,14 @@ def socket_type(body: bytes) -> bytes:
 
 
 def frame_head(size: int, more: bool) -> bytes:
-    """The bytes before a frame's data."""
+    """-> the bytes that precede a frame's data of `size` bytes."""
     if size > 255:
         return (b"\x03" if more else b"\x02") + size.to_bytes(8, "big")
     return bytes((MORE if more else 0, size))
 
 
 def frame(data: bytes, more: bool) -> bytes:
-    """A small frame, whole."""
+    """-> the bytes of a whole frame, for small ones: the data is copied."""
     return frame_head(len(data), more) + data
 
 
@@ -109,30 +111,39 @@ _scratch = memoryview(bytearray(256 * 1024))
 
 
 def discard_views(size: int) -> list[memoryview]:
-    """Views of `size` bytes together into scratch memory, for bytes that are discarded."""
+    """-> views into scratch memory, `size` bytes together, to read bytes into that are discarded."""
     whole, rest = divmod(size, len(_scratch))
     return [_scratch] * whole + ([_scratch[:rest]] if rest else [])
 
 
 class FrameSink(Protocol):
-    """Who owns the frames of a connection. Called by the thread that is in `Receiver.receive`."""
+    """The owner of a connection's frames. Called by the thread that is in `Receiver.receive`."""
 
     def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
-        """Where the frame's `size` bytes go: writable views of exactly that length together, or None to collect
-        them (the sink checked the size). May raise to end the connection."""
+        """-> the memory for the frame's `size` bytes: writable views of exactly that length together, or None to have
+        them collected in a new buffer; then the sink must have checked the size. May raise to end the connection."""
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
-        """The frame is complete: its bytes when it was collected, None when it went to the views."""
+        """The frame is complete. `data`: its bytes if it was collected, None if it was read into the views."""
 
     def bytes_after_frame(self) -> int:
-        """How many bytes are certain to follow the current frame: the reader is not woken for fewer."""
+        """-> how many bytes are certain to follow the current frame. The reader need not be woken for fewer."""
+
+    def go_on(self) -> bool:
+        """Asked after each frame: whether the next one is wanted now. If not, the receiver pauses."""
 
     def command(self, name: bytes, body: bytes) -> None:
         """A ZMTP command arrived (READY, PING, PONG, ERROR)."""
 
 
 class Receiver:
-    """Reads frames from a non-blocking socket, large ones straight into the memory their sink names."""
+    """Reads frames from a non-blocking socket, large ones straight into the memory that their sink gives.
+
+    One thread at a time. It keeps references to the sink's views until their frame is complete.
+
+    paused: the sink did not want to go on. Frames that have arrived wait in the buffer, and poll does not tell of them:
+    the next `receive` dispatches them.
+    """
 
     __slots__ = (
         "_buffer",
@@ -149,6 +160,7 @@ class Receiver:
         "_view",
         "_views",
         "_views_at",
+        "paused",
         "received",
     )
 
@@ -160,13 +172,14 @@ class Receiver:
         self._start = self._end = 0
         self._in_frame = False
         self._left = 0  # bytes of the current frame still to come
-        self._views: list[memoryview] = []  # where they go
+        self._views: list[memoryview] = []  # the memory for these bytes
         self._views_at = 0
         self._collect: bytearray | None = None
         self._more = False
         self._is_command = False
         self._low_water = 1
-        self.received = 0  # bytes ever read
+        self.paused = False
+        self.received = 0  # bytes read since the connection began
 
     def discard_rest(self) -> None:
         """Discard the rest of the current frame."""
@@ -174,12 +187,15 @@ class Receiver:
             self._views, self._views_at = discard_views(self._left), 0
 
     def receive(self, budget: int) -> bool:
-        """Read and dispatch what has arrived, about `budget` bytes at most. False: the peer closed.
+        """Read and dispatch the bytes that have arrived, about `budget` at most. -> False: the peer closed.
 
-        Raises `OSError` of the socket and whatever the sink raises.
+        Does not block. Raises `ZMTPError`, `OSError` of the socket, and what the sink raises.
         """
         sock = self._sock
-        while budget > 0:
+        if self.paused:
+            self.paused = False
+            self._parse()
+        while budget > 0 and not self.paused:
             direct = self._left > _DIRECT_BYTES
             try:
                 if direct:
@@ -217,7 +233,10 @@ class Receiver:
         self._start, self._end = 0, len(rest)
 
     def arm(self) -> None:
-        """Ask to be woken for a large piece, not for every segment: each wake-up costs more than its bytes."""
+        """Set the socket's low-water mark, so that poll wakes the reader for large pieces and not for every segment.
+
+        A wake-up for a small piece costs more than reading it.
+        """
         coming = self._left + self._sink.bytes_after_frame()
         low_water = min(coming, _LOW_WATER_BYTES) if coming > _DIRECT_BYTES else 1
         if low_water != self._low_water:
@@ -225,7 +244,7 @@ class Receiver:
             self._low_water = low_water
 
     def _advance(self, count: int) -> None:
-        """`count` bytes were placed at the front of the remaining views."""
+        """Note that the first `count` bytes of the remaining views have been read."""
         self._left -= count
         views, at = self._views, self._views_at
         while count:
@@ -238,7 +257,7 @@ class Receiver:
         self._views_at = at
 
     def _parse(self) -> None:
-        """Dispatch the frames in the read-ahead buffer and begin the one it ends in."""
+        """Dispatch the frames in the read-ahead buffer, and begin the last one, which may be incomplete."""
         while True:
             if self._in_frame:
                 if self._left and self._start < self._end:
@@ -246,8 +265,14 @@ class Receiver:
                 if self._left:
                     return
                 self._finish()
+                if not self._goes_on():
+                    return
             if not self._begin():
                 return
+
+    def _goes_on(self) -> bool:
+        self.paused = not self._sink.go_on()
+        return not self.paused
 
     def _take_from_buffer(self) -> None:
         view, start = self._view, self._start
@@ -263,7 +288,7 @@ class Receiver:
         self._start = start
 
     def _begin(self) -> bool:
-        """Read a frame's head; False when it has not arrived."""
+        """Read a frame's head; dispatch whole small frames. -> False: paused, or no further head has arrived."""
         while True:
             buffer, start = self._buffer, self._start
             available = self._end - start
@@ -291,9 +316,11 @@ class Receiver:
                 views = self._sink.begin_frame(size, self._more)
             self._start = start
             if views is None:
-                if size <= self._end - start:  # the usual small frame: whole in the buffer
+                if size <= self._end - start:  # the usual case: a small frame that is wholly in the buffer
                     self._start = start + size
                     self._deliver(bytes(self._view[start : start + size]))
+                    if not self._goes_on():
+                        return False
                     continue
                 self._collect = bytearray(size)
                 views = [memoryview(self._collect)]
@@ -314,7 +341,7 @@ class Receiver:
 
 
 def advance(views: Sequence[memoryview | bytes], sent: int) -> list[memoryview | bytes]:
-    """What is left of `views` after their first `sent` bytes were taken by the kernel."""
+    """-> the rest of `views` after the kernel has taken their first `sent` bytes."""
     for at, view in enumerate(views):
         size = len(view)
         if sent < size:

@@ -1,1 +1,1 @@
-"""What a call of the client does."""
+"""The client's calls: how each public method becomes requests to shards, and their replies its result."""

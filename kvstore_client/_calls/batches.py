@@ -1,4 +1,4 @@
-"""A caller's batch of keys: which of them repeat, its parts, and the bytes of the messages for them."""
+"""A caller's batch of keys: finding repeated keys, cutting the batch into parts, and making the messages for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore_client.keys import KeyArray
 
 
 def milliseconds(seconds: float) -> int:
-    """A deadline as the wire wants it."""
+    """A deadline as requests carry it: in milliseconds, at least 1."""
     return max(1, int(seconds * 1000))
 
 
@@ -29,7 +29,7 @@ def take(packed: KeyArray, positions: npt.NDArray[np.intp]) -> KeyArray:
 
 
 def first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """For each key the position of its first occurrence, and the positions that are a first occurrence."""
+    """For each key the position of its first occurrence; and the positions of all first occurrences, in order."""
     count = len(packed)
     everything = np.arange(count)
     data, size = packed.tobytes(), packed.shape[1]
@@ -47,7 +47,8 @@ def keyed_message(request: wire.Request, keys: KeyArray) -> Message:
 
 
 def set_message(request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource) -> Message:
-    """Header and keys, the payload frame by frame, each hashed just before it is sent, the checksums."""
+    """The message of a SET: header and keys, the payload frame by frame, and last the checksums. The blocks of a frame
+    are hashed just before the frame is sent."""
     block_bytes = source.block_bytes
     numbers = positions.tolist()
     data = keys.tobytes()

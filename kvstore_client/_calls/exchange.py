@@ -1,7 +1,7 @@
-"""Requests of a call, sent to all their shards at once and awaited together.
+"""The requests of a call, sent to all their shards at once and awaited together.
 
-No shard waits for another: what is up is sent to while the rest connects, a full socket leaves the turn to the next,
-and a shard that stays silent costs its own requests only.
+No shard waits for another: shards that are up are sent to while the rest connects, a full socket leaves the turn to
+the next one, and a shard that stays silent fails only its own requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore_client.errors import TRANSPORT_ERRORS, Timeout
 
 _T = TypeVar("_T", bound=wire.Reply)
 
-# Of a call's time, kept for reading what the fast shards answer after a slow one took no more requests.
+# The share of a call's time that is kept for reading the answers of fast shards after a slow one took no more requests.
 ANSWER_SHARE: Final = 0.1
 MOST_ANSWER_S: Final = 0.2
 _LOOK_S: Final = 0.05
@@ -43,20 +43,28 @@ class Exchange:
         patience_s: float | None = None,
         enough: Callable[[], bool] | None = None,
     ) -> None:
-        """Send all, wait for all, or until `enough()`; at `deadline`, whatever happens, every call is done.
+        """Send all calls and wait for all answers, or until `enough()`. At `deadline`, every call is done in any case.
 
-        `patience_s`: a request to a shard that is silent for so long is given up, because another can be asked.
-        Calls that `enough` left undone stay owed; their answers are read and forgotten.
+        `patience_s`: a request to a shard that is silent for so long is given up, because another shard can be asked.
+        The answers of calls that `enough` left undone are read and ignored when they come.
         """
-        self.send(calls, deadline, patience_s)
-        self.wait(calls, deadline, patience_s, enough)
-        again = [call for call in calls if call.retry]
-        if again and not (enough is not None and enough()):
-            self.send_again(again, deadline, patience_s)
-            self.wait(again, deadline, patience_s, enough)
+        try:
+            self.send(calls, deadline, patience_s)
+            self.wait(calls, deadline, patience_s, enough)
+            again = [call for call in calls if call.retry]
+            if again and not (enough is not None and enough()):
+                self.send_again(again, deadline, patience_s)
+                self.wait(again, deadline, patience_s, enough)
+        except BaseException:  # KeyboardInterrupt
+            # Nobody waits for the answers any more, so no byte of them may be written to the caller's memory.
+            for call in calls:
+                if not call.done:
+                    call.link.abandon(call.answer)
+            raise
 
     def ask_all(self, request: Callable[[int, int], wire.Request], options: Options) -> list[Call]:
-        """Ask every shard the same: `request(id, deadline_ms)`. -> the calls, done."""
+        """Send every shard the same request, `request(id, deadline_ms)`, and wait for the answers. -> the calls, done.
+        Raises if no shard is known, unless `fail_open`."""
         deadline_ms = options.deadline_ms
 
         def message(call: Call) -> Message:
@@ -71,13 +79,14 @@ class Exchange:
         return calls
 
     def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
-        """Send calls whose connection had died unnoticed once more."""
+        """Send calls again whose connection had died without notice."""
         for call in calls:
             call.renew(self.core.next_id())
         self.send(calls, deadline, patience_s)
 
     def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
-        """Send; calls to links that cannot be connected fail. What is up comes first, the others connect meanwhile."""
+        """Send the calls. Links that are up are sent to first, while the others connect; calls to links that cannot be
+        connected fail."""
         now = time.monotonic()
         if patience_s is not None:
             deadline = min(deadline, now + patience_s)
@@ -112,7 +121,7 @@ class Exchange:
         patience_s: float | None,
         enough: Callable[[], bool] | None = None,
     ) -> None:
-        """Until all answers are there; those that do not come in time fail."""
+        """Wait until all answers are there, or until `enough()`. Calls without an answer in time fail."""
         answers = [call.answer for call in calls]
 
         def ready() -> bool:
@@ -137,7 +146,7 @@ class Exchange:
             return
         for call in calls:
             if not call.done:
-                call.link.receive(_READ_BYTES)  # what came while something else took the time
+                call.link.receive(_READ_BYTES)  # its answer may have arrived since the last read
             if not call.done:
                 core.lost(call.link, call.answer)
 

@@ -1,4 +1,4 @@
-"""How one call is made: the one value that travels from the client's public methods down to the requests."""
+"""The options of one call, passed as one value from the client's public methods down to the requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import msgspec
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of one call. Checked by the client; a call reads those that concern it."""
+    """The options of one call. The client has checked them; each kind of call reads only its own."""
 
-    timeout_s: float  # for the whole call; of a stream, for each block
-    fail_open: bool  # transport failures are misses
+    timeout_s: float  # for the whole call; in a stream, for each block
+    fail_open: bool  # transport failures count as misses
 
     # Look-ups (contains, match_prefix)
-    refresh: bool = False  # counts as a use of the blocks
-    pin_s: float = 0.0  # keep what is found from eviction for so long
+    refresh: bool = False  # count the look-up as a use of the blocks
+    pin_s: float = 0.0  # protect found blocks from eviction for so long
 
     # Sets
-    force: bool = False  # replace what is there
-    deferred: bool = True  # one copy of a block is enough
+    force: bool = False  # replace blocks that exist
+    deferred: bool = True  # return when one replica of each block has taken it
     priority: int = 0
     ttl_s: float = 0.0  # 0: the server's rule for the namespace
 
@@ -26,9 +26,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def deadline_ms(self) -> int:
-        """`timeout_s` as requests carry it."""
+        """`timeout_s` as requests carry it: in milliseconds, at least 1."""
         return max(1, int(self.timeout_s * 1000))
 
     def within(self, timeout_s: float) -> Options:
-        """The same for a part of the call: it may take `timeout_s` (at least 1 ms)."""
+        """The same options for a part of the call, which may take `timeout_s` (at least 1 ms)."""
         return msgspec.structs.replace(self, timeout_s=max(0.001, timeout_s))

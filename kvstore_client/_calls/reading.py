@@ -1,8 +1,8 @@
 """Looking for blocks: `contains`, `match_prefix`, `get_into`, `stream_get`, over as many shards and rounds as needed.
 
-Copies: slot -> kernel -> destination; a block found somewhere else than at its owner is copied once more, for its
-repair. Blocks whose bytes are wrong count as not found where they came from: they are dropped there, and looked for
-at the next shard that may have them.
+Copies: slot -> kernel -> destination. A block that was not found at its owner but at another shard is copied once more,
+for its repair. A block whose bytes are wrong counts as not found at the shard that sent it: it is deleted there, and
+looked for at the next shard that may have it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.keys import KeyArray
 
 STREAM_CREDIT_BYTES: Final = 8 << 20
-DISCARD_TIMEOUT_S: Final = 0.2  # for having a damaged block removed: the reader does not wait longer for that
+DISCARD_TIMEOUT_S: Final = 0.2  # how long a reader waits at most for the deletion of a damaged block
 
 Present = npt.NDArray[np.bool_]
 
@@ -50,7 +50,7 @@ class Reader:
         self._repairs = repairs
 
     def contains(self, packed: KeyArray, options: Options) -> Present:
-        """One bool a key."""
+        """-> one bool per key."""
         present = np.zeros(len(packed), dtype=np.bool_)
         deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
 
@@ -80,9 +80,9 @@ class Reader:
         return present
 
     def match_prefix(self, packed: KeyArray, options: Options) -> int:
-        """How many keys from the head of the chain are there without a gap."""
+        """-> how many leading keys of the chain the store has without a gap."""
         links = self._core.links
-        if len(links) != 1:  # a chain is spread over all shards: each knows of some of its keys only
+        if len(links) != 1:  # a chain is spread over all shards, and each shard knows only some of its keys
             absent = np.flatnonzero(~self.contains(packed, options))
             return int(absent[0]) if len(absent) else len(packed)
         deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
@@ -115,10 +115,10 @@ class Reader:
         slots: Sequence[int] | None,
         options: Options,
     ) -> Present:
-        """Blocks at positions `unique` into their rows. -> one bool a position.
+        """Read the blocks at positions `unique` into their rows. -> one bool per position.
 
-        With `options.prefix` every shard sends the leading run of those keys that it is asked for: all before the first
-        gap of the whole chain, and of what comes behind that gap as little as it has.
+        With `options.prefix`, every shard sends the leading run of the keys that it is asked for. So all blocks before
+        the first gap of the whole chain arrive, and few of those behind the gap.
         """
         target = IntoTarget(rows, slots, len(packed), self._verify)
         message = self._get_message(packed, options, credit=0)
@@ -137,7 +137,7 @@ class Reader:
     def stream(
         self, packed: KeyArray, unique: Numbers, options: Options
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """Blocks at positions `unique`, as they arrive, in any order."""
+        """Yield the blocks at positions `unique` as `(position, block)`, in the order in which they arrive."""
         present = np.zeros(len(packed), dtype=np.bool_)
         target = QueueTarget(self._block_bytes, self._verify)
         credit = max(STREAM_CREDIT_BYTES, 2 * self._block_bytes)
@@ -167,7 +167,8 @@ class Reader:
     def _arriving(
         self, calls: Sequence[Call], target: QueueTarget, credit: int, rounds: Rounds, timeout_s: float
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """One round of a stream. Each block may take `timeout_s`, from when the caller was done with the last one."""
+        """One round of a stream. Each block may take `timeout_s`, counted from when the caller was done with the block
+        before it."""
         exchange, patience_s = self._exchange, rounds.patience_s
         granted = [0] * len(calls)
         hits = 0
@@ -199,7 +200,7 @@ class Reader:
                     call.link.post(wire.encode(grant), timeout_s)
                     granted[number] = taken
 
-    # ---- what they share -------------------------------------------------------------------------------------
+    # ---- shared by reads -------------------------------------------------------------------------------------
 
     @staticmethod
     def _get_message(packed: KeyArray, options: Options, credit: int) -> Callable[[Call], Message]:
@@ -243,13 +244,16 @@ class Reader:
         rounds.settle(calls, present)
 
     def _discard(self, packed: KeyArray, bad: list[int], calls: Sequence[Call], deadline: float) -> None:
-        """Have blocks with wrong bytes removed where they came from; the next reader finds them, too, if that fails."""
+        """Have the shards that sent wrong bytes delete the blocks if they are damaged there: the fault may be our own.
+
+        If that fails, the next reader tries it again.
+        """
         timeout_s = min(DISCARD_TIMEOUT_S, max(0.001, deadline - time.monotonic()))
         deadline_ms = milliseconds(timeout_s)
 
         def message(call: Call) -> Message:
             keys = packed[call.positions]
-            return keyed_message(wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1]), keys)
+            return keyed_message(wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1], damaged=True), keys)
 
         wrong = np.array(bad, dtype=np.intp)
         discards = [

@@ -1,9 +1,9 @@
-"""Blocks that their owner did not have and another shard had: set where they belong, in the background.
+"""Repairs: a block that its owner lacked and another shard had is set on its owner, in the background.
 
-So a node that joined fills from the nodes that had its share, a replica that lost a block gets it again, and nobody
-waits for it. The blocks are copied when they are found (the reader's memory is the reader's), into a queue of bounded
-size: what does not fit is not repaired now but when it is next found. Only blocks whose checksum was verified are
-repaired: a new checksum must not make wrong bytes right.
+So a node that joined fills from the nodes that had its share, a replica that lost a block gets it again, and no caller
+waits for that. A block is copied when it is found, since the reader may reuse its own memory. The copies wait in a
+queue of bounded size; a block that does not fit is repaired when it is found the next time. Only blocks whose checksum
+was verified are repaired: otherwise wrong bytes would get a new, matching checksum.
 
 A thread lives while there is something to repair. Thread-safe.
 """
@@ -29,7 +29,7 @@ from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import KeyArray
 
 MAX_QUEUED_BYTES: Final = 64 << 20
-BATCH_BYTES: Final = 4 << 20  # so small that repairs do not hold up a connection for long
+BATCH_BYTES: Final = 4 << 20  # small, so that repairs do not hold up a connection for long
 
 log = logging.getLogger("kvstore_client")
 
@@ -41,7 +41,7 @@ class _Repair(NamedTuple):
 
 
 class Repairs:
-    """The repairs of one client."""
+    """The repairs of one client. Thread-safe."""
 
     def __init__(self, exchange: Exchange, block_bytes: int, enabled: bool) -> None:
         self._exchange = exchange
@@ -50,7 +50,7 @@ class Repairs:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; in a child process the thread does not exist."""
+        """Forget everything. Also called in a child process, where the thread does not exist."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_Repair] = deque()
@@ -58,7 +58,7 @@ class Repairs:
         self._running = False
 
     def put(self, link: Link, keys: KeyArray, blocks: Iterable[memoryview]) -> None:
-        """Have `blocks` set on `link`'s shard; copies them. Never blocks."""
+        """Queue copies of `blocks` to be set on `link`'s shard. Never blocks."""
         if not self._enabled or link.broken is not None:
             return
         room = MAX_QUEUED_BYTES // self._block_bytes
@@ -72,14 +72,15 @@ class Repairs:
                 if not self._running:
                     try:
                         threading.Thread(target=self._run, name="kvstore-repair", daemon=True).start()
-                    except RuntimeError as error:  # no thread to be had, or the process ends
+                    except RuntimeError as error:  # the system has no more threads, or the process ends
                         log.warning("%d blocks are not repaired: %s", len(self._queue), error)
                         self._queue.clear()
                         return
                     self._running = True
 
     def cancel(self, keys: KeyArray, timeout_s: float) -> None:
-        """These blocks are about to be deleted or replaced: do not set them again. Waits for what is under way."""
+        """Do not set these blocks again: they are about to be deleted or replaced. Waits up to `timeout_s` for a repair
+        of them that is under way."""
         if not self._running:
             return
         names = {key.tobytes() for key in keys}
@@ -88,7 +89,7 @@ class Repairs:
             self._idle.wait_for(lambda: not any(repair.key in names for repair in self._under_way), timeout_s)
 
     def cancel_all(self, timeout_s: float) -> None:
-        """All blocks are about to be removed: set none again. Waits for what is under way."""
+        """Set no block again: all are about to be removed. Waits up to `timeout_s` for repairs that are under way."""
         with self._idle:
             self._queue.clear()
             self._idle.wait_for(lambda: not self._under_way, timeout_s)
@@ -97,13 +98,13 @@ class Repairs:
         while batch := self._next_batch():
             try:
                 self._repair(batch)
-            except KVStoreError as error:  # found again, repaired again
+            except KVStoreError as error:  # the next reader that finds the blocks repairs them
                 log.info("%d blocks were not repaired on %s: %s", len(batch), batch[0].link, error)
             except Exception:  # a defect of ours must not end all repairs
                 log.exception("%d blocks were not repaired on %s", len(batch), batch[0].link)
 
     def _next_batch(self) -> list[_Repair]:
-        """Blocks for one shard; none: the thread is to end."""
+        """The next blocks for one shard. Empty: the thread must end."""
         batch: list[_Repair] = []
         per_batch = max(1, BATCH_BYTES // self._block_bytes)
         with self._lock:

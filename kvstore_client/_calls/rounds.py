@@ -1,8 +1,8 @@
-"""Who is asked for which blocks, round by round: the shard that should have a block, then those that may.
+"""Which shard is asked for which blocks, round by round: first a block's owner, then other shards that may have it.
 
-Each round asks every block's next candidate; what it misses, or cannot be asked for, goes on to the next round, all
-within one deadline. While all is well there is one round. `lacking` names the owners that do not have what a later
-round looks for, so that it can be set there once it is found.
+Each round asks the next candidate of every block. A block that its candidate lacks, or whose candidate cannot be asked,
+goes on to the next round, all within one deadline. Normally there is only one round. `lacking` names the owners
+without a block that a later round looks for, so that the block can be set there once it is found.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from kvstore_client._links.view import NOBODY, Numbers, View
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError
 from kvstore_client.keys import KeyArray
 
-# However long the deadline: a shard that is silent for so long is not waited for while another can be asked.
+# Even with a long deadline, a shard is given up after so long a silence while another one can be asked.
 MOST_PATIENCE_S: Final = 1.0
 
 
 class Rounds:
-    """The rounds of one call that looks for blocks. `positions`: those of `packed` that are looked for."""
+    """The rounds of one call that looks for blocks. `positions`: the positions in `packed` of the keys to look for.
+    Used by the calling thread only."""
 
     def __init__(self, core: Core, packed: KeyArray, positions: Numbers, replicas: int, timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
@@ -38,7 +39,7 @@ class Rounds:
         self._replicas = replicas
         self._error: KVStoreError | None = None
         self._unanswered: npt.NDArray[np.bool_] | None = None  # by position; None: no shard has failed
-        self._missed: list[tuple[Link, Numbers]] = []  # by owners
+        self._missed: list[tuple[Link, Numbers]] = []  # owners, each with positions of blocks that it lacks
         self._begin(positions)
 
     def _begin(self, positions: Numbers) -> None:
@@ -55,14 +56,14 @@ class Rounds:
 
     @property
     def patience_s(self) -> float | None:
-        """How long a silent shard is waited for in this round; None: until the deadline."""
+        """How long this round waits for a silent shard; None: until the deadline."""
         later: int = self._candidates.shape[1] - self._column - 1
         if not later:
             return None
         return min(MOST_PATIENCE_S, max(0.0, self.deadline - time.monotonic()) / (later + 1))
 
     def next(self) -> Sequence[tuple[Link, Numbers]]:
-        """The shards to ask now, each with the positions it is asked for; empty when no shard is left to ask."""
+        """Start a round. -> the shards to ask, each with the positions it is asked for; empty if no shard is left."""
         while len(self._left):
             self._column += 1
             if self._column >= self._candidates.shape[1]:
@@ -78,7 +79,8 @@ class Rounds:
         return ()
 
     def _begin_again(self) -> bool:
-        """Nobody is left to ask: only a new view can help those who got no answer."""
+        """No shard is left to ask. If there is a new view, start again with it for the blocks without an answer.
+        -> whether there is one."""
         if self._unanswered is None:
             return False
         unanswered = self._left[self._unanswered[self._left]]
@@ -88,8 +90,8 @@ class Rounds:
         return True
 
     def settle(self, calls: Sequence[Call], present: npt.NDArray[np.bool_]) -> None:
-        """A round is over. `present[position]`: whether the block was found by now. Raises a refusal, or a breach of
-        the protocol, at once where nobody else can be asked."""
+        """End a round. `present[position]`: whether the block has been found by now. Raises a refusal or a protocol
+        error at once if no other shard can be asked."""
         more = self._candidates.shape[1] > 1
         for call in calls:
             error = call.error
@@ -103,7 +105,7 @@ class Rounds:
             elif more or isinstance(error, TRANSPORT_ERRORS):
                 if self._error is None or not isinstance(error, TRANSPORT_ERRORS):
                     self._error = error
-                if self._column == 0:  # else it was asked before, and that answer, or none, counts
+                if self._column == 0:  # later failures change nothing: the first answer, or its absence, counts
                     self._fail(call.positions)
                 self.failovers += call.count if more else 0
             else:
@@ -123,8 +125,8 @@ class Rounds:
         self._unanswered[positions] = True
 
     def check(self, fail_open: bool) -> None:
-        """At the end: raise the error of blocks about which nobody gave an answer; unless `fail_open`, for a transport
-        error."""
+        """End the call: raise the error if no shard gave an answer about some block. A transport error is not raised
+        under `fail_open`."""
         unanswered = int(self._unanswered[self._left].sum()) if self._unanswered is not None else 0
         if not unanswered:
             return
@@ -134,7 +136,7 @@ class Rounds:
             raise error
 
     def lacking(self) -> list[tuple[Link, Numbers]]:
-        """Owners that were asked and do not have blocks that are still looked for, and the positions of those."""
+        """The owners that were asked and lack blocks that are still looked for, each with the blocks' positions."""
         if not self._missed:
             return []
         left = np.zeros(len(self._packed), dtype=np.bool_)

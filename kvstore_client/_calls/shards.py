@@ -1,6 +1,6 @@
-"""Questions to every shard: what state they are in, where a key belongs, and what concerns a namespace as a whole.
+"""Requests to every shard: their state, the shards of a key, and operations on a whole namespace.
 
-For people, scripts and tests, not for a data path: each call asks all shards, side by side.
+They are for people, scripts and tests, not for a data path: each call asks all shards, side by side.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from kvstore import wire
+from kvstore.wire.status import segment_slots
 from kvstore_client._calls.batches import keyed_message
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
@@ -26,22 +27,23 @@ _Reply = TypeVar("_Reply", bound=wire.Reply)
 
 
 class Shards:
-    """All shards of one client's store. Thread-safe."""
+    """The requests to all shards of one client's store. Thread-safe."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._core = exchange.core
 
     def sync(self, options: Options) -> None:
-        """Return when every set of this client can be read; raises unless enough copies can be."""
+        """Return when every set of this client can be read. Raises if as many nodes fail as there are copies of a
+        block, unless `fail_open`."""
         places = {place.link: place.node for place in self._core.view.places}
         calls = self._exchange.ask_all(wire.Sync, options)
         failed = {places.get(call.link, "") for call in calls if isinstance(call.error, TRANSPORT_ERRORS)}
-        for call in calls:  # fewer nodes than there are copies: the others have the blocks
+        for call in calls:  # if fewer nodes failed than there are copies, the other nodes have the blocks
             outcome(call, wire.SyncReply, options.fail_open or len(failed) < self._core.replicas)
 
     def ping(self, options: Options) -> float:
-        """Seconds until all had answered."""
+        """-> seconds until all shards had answered. Raises if one does not."""
         start = time.perf_counter()
         for call in self._exchange.ask_all(wire.Ping, options):
             if call.error is not None:
@@ -49,7 +51,7 @@ class Shards:
         return time.perf_counter() - start
 
     def scrub(self, options: Options) -> dict[str, int]:
-        """By shard, the pass over its disk with which the check is complete."""
+        """Have every shard check its disk. -> by shard, the number of the pass with which its check is complete."""
         calls = self._exchange.ask_all(wire.Scrub, options)
         return {call.link.name: reply.passes for call, reply in _answered(calls, wire.ScrubReply, options)}
 
@@ -59,36 +61,38 @@ class Shards:
         calls = self._exchange.ask_all(lambda number, deadline: wire.Purge(number, deadline, all_namespaces), options)
         return sum(reply.purged for _, reply in _answered(calls, wire.PurgeReply, options))
 
-    # ---- their state -----------------------------------------------------------------------------------------
+    # ---- state of the shards ---------------------------------------------------------------------------------
 
     def info(self, namespace: Namespace, options: Options) -> StoreInfo:
-        """The shards that answer, and what they have of `namespace`."""
+        """The shards that answer, and how many blocks of `namespace` they hold or have room for."""
         calls = self._exchange.ask_all(wire.Info, options)
-        shards = [_shard_info(reply) for _, reply in _answered(calls, wire.InfoReply, options)]
+        shards = [wire.decode_shard_info(reply.info) for _, reply in _answered(calls, wire.InfoReply, options)]
         block_bytes, total, full, free = namespace.block_bytes, 0, 0, 0
         for shard in shards:
-            per_segment = shard.segment_bytes // block_bytes
+            per_segment = segment_slots(shard.segment_bytes, block_bytes)
             total += shard.memory_limit_bytes // shard.segment_bytes * per_segment
             free += shard.segments_free * per_segment
             for each in shard.namespaces:
                 if each.id == namespace.id:
                     full += each.blocks
                     free += each.slots - each.blocks - each.writing
-                elif not (each.blocks or each.writing):  # it gives its segments up to whoever needs them
+                elif not (each.blocks or each.writing):  # an empty namespace gives its segments to any that needs them
                     free += each.segments * per_segment
         return StoreInfo(block_bytes, total, full, free, shards)
 
     def statuses(self, options: Options) -> list[ShardStatus]:
-        """Every shard of the present view, also those that do not answer."""
+        """The status of every shard of the present view, including shards that do not answer."""
         places = {place.link: place for place in self._core.view.places}
         calls = self._exchange.ask_all(wire.Info, msgspec.structs.replace(options, fail_open=True))
         statuses = []
         for call in calls:
             place = places.get(call.link)
-            if place is None:  # it joined in this instant
+            if place is None:  # it joined after `places` was made
                 continue
             reply = call.reply
-            info = _shard_info(reply) if call.error is None and isinstance(reply, wire.InfoReply) else None
+            info = None
+            if call.error is None and isinstance(reply, wire.InfoReply):
+                info = wire.decode_shard_info(reply.info)
             error = call.link.broken or call.error or f"{call.link}: unexpected reply to INFO"
             statuses.append(
                 ShardStatus(
@@ -106,7 +110,7 @@ class Shards:
         return statuses
 
     def locate(self, packed: KeyArray, replicas: int, ask: bool, options: Options) -> list[Location]:
-        """Who may have the block of one key, the one that is asked first in front."""
+        """The shards that may have the block of one key, owners first. `ask`: ask them whether they have it."""
         view = self._core.view
         if not view.links:
             raise self._core.no_shards()
@@ -129,7 +133,7 @@ class Shards:
         ]
 
     def _present(self, packed: KeyArray, places: list[Place], options: Options) -> dict[Place, bool]:
-        """Who of these has the block; without those that do not answer."""
+        """Whether each of these shards has the block; shards that do not answer are left out."""
 
         def message(call: Call) -> Message:
             request = wire.Contains(call.id, options.deadline_ms, 1, packed.shape[1])
@@ -144,17 +148,14 @@ class Shards:
 
 
 def _answered(calls: list[Call], expected: type[_Reply], options: Options) -> list[tuple[Call, _Reply]]:
-    """The calls that were answered, with their replies; raises for the others, unless `fail_open` lets them go."""
+    """The calls that were answered, with their replies. Raises for the others, except for transport errors under
+    `fail_open`."""
     replies = [(call, outcome(call, expected, options.fail_open)) for call in calls]
     return [(call, reply) for call, reply in replies if reply is not None]
 
 
-def _shard_info(reply: wire.InfoReply) -> wire.ShardInfo:
-    return msgspec.msgpack.decode(reply.info, type=wire.ShardInfo)
-
-
 def _zone(place: Place) -> str:
-    """A node without a zone is one of its own in a view."""
+    """The zone of a place, empty if it has none: in a view, a node without a zone is a zone of its own."""
     return "" if place.zone == place.node else place.zone
 
 

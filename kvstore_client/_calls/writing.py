@@ -1,8 +1,9 @@
 """Changing blocks: `set` on all replicas at once, `delete` wherever a block may be.
 
 Copies: source -> kernel -> slot, once for each replica. A deferred set ends when one replica of each block has taken
-it; the others' answers are read when they come. One that is not deferred ends when all have, and a block counts as
-stored only then: it survives the death of all replicas but one.
+it; the other replicas' answers are read when they come. A set that is not deferred ends when all replicas have taken
+the blocks. A block counts as stored only then: it survives the death of all replicas but one. Where fewer nodes than
+replicas exist, there are fewer copies: `SetResult.copies` tells, and `min_copies` makes it an error.
 """
 
 from __future__ import annotations
@@ -24,26 +25,31 @@ from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message
 from kvstore_client._links.view import NOBODY, Numbers, View
-from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError
+from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError, Timeout
 from kvstore_client.keys import KeyArray
 from kvstore_client.results import SetResult
 
-SET_BYTES: Final = 16 << 20  # payload of one SET: longer batches are several
+PENDING_PAUSE_S: Final = 0.02  # between two looks whether a block is there that another client was writing
+SET_BYTES: Final = 16 << 20  # most payload of one SET; a longer batch becomes several
 
 _UNKNOWN: Final = 255
-# What a block's replicas say, from what counts least to what counts most; what ranks above a refusal is a copy.
+# The outcomes that a block's replicas report, by rising rank: the highest one counts. A rank above a refusal is a copy.
 _OUTCOMES: Final = np.array([_UNKNOWN, Outcome.ERROR, Outcome.CREATED, Outcome.EXISTED, Outcome.FORCED], dtype=np.uint8)
 _REFUSED: Final = 1
 _RANKS: Final = np.zeros(256, dtype=np.uint8)
 _RANKS[_OUTCOMES[_REFUSED:]] = np.arange(_REFUSED, len(_OUTCOMES))
+_RANKS[Outcome.PENDING] = _RANKS[Outcome.EXISTED]
 
 
 class Writer:
     """Sets and deletes blocks of one namespace. Thread-safe."""
 
-    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int, repairs: Repairs, reader: Reader) -> None:
+    def __init__(
+        self, exchange: Exchange, block_bytes: int, replicas: int, min_copies: int, repairs: Repairs, reader: Reader
+    ) -> None:
         self._exchange = exchange
         self._reader = reader
+        self._min_copies = min_copies
         self._repairs = repairs
         self._core = exchange.core
         self._replicas = replicas
@@ -56,20 +62,31 @@ class Writer:
         source: BlockSource,
         options: Options,
     ) -> SetResult:
-        """Store the blocks at positions `unique`, those of the keys without repetition."""
+        """Store the blocks at positions `unique`: the first occurrence of each key."""
         deadline = time.monotonic() + options.timeout_s
         if options.force:
             self._repairs.cancel(packed, options.timeout_s / 2)
         outcomes = np.full(len(packed), _UNKNOWN, dtype=np.uint8)
+        copies = np.zeros(len(packed), dtype=np.uint8)
         left = unique
+        waited = unique[:0]  # the positions that others were writing when they were last asked for
         error: KVStoreError | None = None
         while True:
             view = self._core.view
-            left, error = self._set_under(view, packed, left, source, options, deadline, outcomes)
+            left, pending, error = self._set_under(view, packed, left, source, options, deadline, outcomes, copies)
+            if isinstance(error, Timeout) and np.isin(left, waited).all():
+                error = None  # the time ended during another look: as far as is known, others are still writing
+            waited = pending
             if options.force:
                 self._delete_elsewhere(view, packed, unique, deadline)
-            if not len(left) or self._core.view is view or time.monotonic() >= deadline:
-                break  # Otherwise the shards that failed have left: their blocks have other owners now
+            if time.monotonic() + (PENDING_PAUSE_S if len(pending) else 0.0) >= deadline:
+                break
+            if len(pending):  # others are writing these blocks: until they are there, or can be set by us
+                time.sleep(PENDING_PAUSE_S)
+            elif not len(left) or self._core.view is view:
+                break
+            # Otherwise the view has changed, and the blocks of shards that left have other owners.
+            left = np.union1d(left, pending)
         self._core.stats.unanswered += len(left)
         if error is not None and len(left) and not (options.fail_open and isinstance(error, TRANSPORT_ERRORS)):
             raise error
@@ -81,6 +98,7 @@ class Writer:
             forced=int(counts[Outcome.FORCED]),
             duplicated=len(packed) - len(unique),
             error=int(counts[Outcome.ERROR] + counts[_UNKNOWN]),
+            copies=int(copies[unique].min()),
         )
 
     def _set_under(
@@ -92,10 +110,12 @@ class Writer:
         options: Options,
         deadline: float,
         outcomes: npt.NDArray[np.uint8],
-    ) -> tuple[Numbers, KVStoreError | None]:
-        """Set under one view. -> the positions that were not stored because shards failed, and why."""
+        copies: npt.NDArray[np.uint8],
+    ) -> tuple[Numbers, Numbers, KVStoreError | None]:
+        """Set blocks under one view. -> the positions that were not stored because shards failed, those that must be
+        stored and that other clients are writing, and the error."""
         if not view.links:
-            return positions, self._core.no_shards()
+            return positions, positions[:0], self._core.no_shards()
         owners = view.owners(take(packed, positions), self._replicas)
         replicas = owners.shape[1]
         deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
@@ -112,12 +132,13 @@ class Writer:
             for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
             for some in chunks(mine, self._per_request)
         ]
-        tally = _Tally(calls, len(packed), 1 if options.deferred else replicas)
-        self._exchange.run(calls, deadline, enough=tally.enough if options.deferred and replicas > 1 else None)
-        return tally.result(positions, outcomes)
+        needed = max(1 if options.deferred else replicas, self._min_copies)
+        tally = _Tally(calls, len(packed), needed, waits=not options.deferred or needed > 1)
+        self._exchange.run(calls, deadline, enough=tally.enough if needed < replicas else None)
+        return tally.result(positions, outcomes, copies)
 
     def delete(self, packed: KeyArray, options: Options) -> int:
-        """Remove blocks, of keys without repetition, from every shard that may have them. -> how many there were."""
+        """Remove blocks from every shard that may have them. Keys must not repeat. -> how many blocks there were."""
         deadline = time.monotonic() + options.timeout_s
         self._repairs.cancel(packed, options.timeout_s / 2)
         view = self._core.view
@@ -127,7 +148,7 @@ class Writer:
             raise self._core.no_shards()
         readers = view.readers(packed, self._replicas)
         several = readers.shape[1] > 1
-        # With several copies of a block, the replies do not tell how many blocks there were.
+        # With several copies of a block, the replies count copies, not blocks.
         present = 0
         if several:
             present = int(self._reader.contains(packed, options.within((deadline - time.monotonic()) / 2)).sum())
@@ -136,8 +157,8 @@ class Writer:
         return present if several else sum(reply.deleted for reply in replies if reply is not None)
 
     def _delete_elsewhere(self, view: View, packed: KeyArray, positions: Numbers, deadline: float) -> None:
-        """While nodes come and go: what was replaced must not be found at those who owned it before. Best effort, as
-        is anything that is asked of a node that leaves."""
+        """While nodes join or drain, delete replaced blocks from their old owners, where a reader could still find
+        them. Best effort, like every request to a node that leaves."""
         if not view.changing:
             return
         readers = view.readers(packed[positions], self._replicas)
@@ -148,7 +169,7 @@ class Writer:
     def _delete_from(
         self, view: View, packed: KeyArray, positions: Numbers, readers: Numbers, deadline: float
     ) -> list[Call]:
-        """`readers[i]`: the links from which the block at `positions[i]` is deleted."""
+        """Delete the block at `positions[i]` from the links `readers[i]`. -> the calls, done."""
         deadline_ms = milliseconds(max(0.001, deadline - time.monotonic()))
         numbers = readers.reshape(-1)
         asked = numbers != NOBODY
@@ -167,13 +188,16 @@ class Writer:
 
 
 class _Tally:
-    """What the replicas of each block said so far."""
+    """The outcomes that the replicas of each block have reported so far. `needed`: copies that make a block stored.
+    `waits`: a block that another client is writing is none. Used by the calling thread only."""
 
-    def __init__(self, calls: Sequence[Call], count: int, needed: int) -> None:
+    def __init__(self, calls: Sequence[Call], count: int, needed: int, waits: bool) -> None:
+        self._waits = waits
+        self._pending: list[Numbers] = []
         self._waiting = list(calls)
         self._needed = needed
         self._copies = np.zeros(count, dtype=np.uint8)
-        self._said = np.zeros(count, dtype=np.uint8)  # the highest rank of what was said
+        self._said = np.zeros(count, dtype=np.uint8)  # by position, the highest rank that was reported
         self._failed: list[Numbers] = []
         self._error: KVStoreError | None = None
 
@@ -185,7 +209,7 @@ class _Tally:
     def _count(self) -> None:
         waiting = []
         for call in self._waiting:
-            if not call.done or call.retry:  # it will be sent once more
+            if not call.done or call.retry:  # a call to retry is sent once more
                 waiting.append(call)
                 continue
             try:
@@ -198,27 +222,36 @@ class _Tally:
                 self._failed.append(call.positions)
                 continue
             ranks = _RANKS[told]
+            pending = told == Outcome.PENDING
+            if self._waits and pending.any():
+                ranks[pending] = _REFUSED
+                self._pending.append(call.positions[pending])
             self._said[call.positions] = np.maximum(self._said[call.positions], ranks)
             self._copies[call.positions] += ranks > _REFUSED
         self._waiting = waiting
 
-    def result(self, positions: Numbers, outcomes: npt.NDArray[np.uint8]) -> tuple[Numbers, KVStoreError | None]:
-        """Fill in the outcomes. -> the positions that shards failed to store."""
+    def result(
+        self, positions: Numbers, outcomes: npt.NDArray[np.uint8], copies: npt.NDArray[np.uint8]
+    ) -> tuple[Numbers, Numbers, KVStoreError | None]:
+        """Fill in the outcomes and the copies. -> the positions that shards failed to store, those that other clients
+        are writing, and the error."""
         self._count()
+        copies[positions] = self._copies[positions]
         stored = self._copies[positions] >= self._needed
         said = self._said[positions]
         outcomes[positions] = np.where(stored | (said <= _REFUSED), _OUTCOMES[said], _UNKNOWN)
+        pending = np.unique(np.concatenate(self._pending)) if self._pending else positions[:0]
         if not self._failed:
-            return positions[:0], None
+            return positions[:0], pending, None
         failed = np.concatenate(self._failed)
         lacking = np.zeros(len(self._copies), dtype=np.bool_)
         lacking[failed] = True
         lacking[positions[stored]] = False
-        return np.flatnonzero(lacking), self._error
+        return np.flatnonzero(lacking), pending, self._error
 
 
 def _outcomes(call: Call, reply: wire.SetReply) -> npt.NDArray[np.uint8]:
-    """One `Outcome` a block. A server that does not tell them one by one tells how many there were of each."""
+    """One `Outcome` per block. A server that does not report them one by one reports how many there were of each."""
     if reply.outcomes:
         told = np.frombuffer(reply.outcomes, dtype=np.uint8)
     else:

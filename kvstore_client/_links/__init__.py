@@ -1,1 +1,1 @@
-"""Connections to shards, and which shards there are."""
+"""The client's connections to shards, and its view of which shards there are."""

@@ -15,7 +15,7 @@ Rows: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # never imported here: a tensor exists only where torch is loaded
+    torch = sys.modules.get("torch")  # never imported here: tensors exist only if torch was imported already
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -27,7 +27,8 @@ def _tensor_bytes(tensor: Any, what: str) -> npt.NDArray[np.uint8]:
 
 
 def as_array(value: Any, what: str) -> npt.NDArray[Any]:
-    """`value` as a NumPy array over the same memory. `TypeError` when it has none."""
+    """`value` as a NumPy array over the same memory. Raises `TypeError` if it has no buffer, `ValueError` for a tensor
+    that is not in CPU memory."""
     if _is_tensor(value):
         return _tensor_bytes(value, what)
     if isinstance(value, np.ndarray):
@@ -41,9 +42,10 @@ def as_array(value: Any, what: str) -> npt.NDArray[Any]:
 
 
 def as_rows(value: Any, block_bytes: int, what: str) -> Rows:
-    """`value` as `(n, block_bytes)` uint8 over the same memory; rows are contiguous, their stride is free.
+    """`value` as `(n, block_bytes)` uint8 over the same memory. Each row must be contiguous; gaps between rows are
+    allowed.
 
-    Raises `BlockSizeMismatch` when a row has another size, `ValueError` when rows are not contiguous inside.
+    Raises `BlockSizeMismatch` if a row has another size, `ValueError` if a row is not contiguous.
     """
     array = as_array(value, what)
     if array.ndim == 0:
@@ -70,7 +72,7 @@ def _flat_bytes(array: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint8]:
 
 
 def writable_rows(value: Any, block_bytes: int) -> Rows:
-    """`as_rows` of memory that blocks may be written to."""
+    """`as_rows` of memory that blocks are written to. Raises `ValueError` for read-only memory."""
     rows = as_rows(value, block_bytes, "out")
     if not rows.flags.writeable:
         raise ValueError("out: read-only memory: expected writable memory for the blocks")
@@ -78,7 +80,8 @@ def writable_rows(value: Any, block_bytes: int) -> Rows:
 
 
 class BlockSource:
-    """The blocks of a SET in the caller's memory. `views(i, n)`: blocks i … i+n-1, neighbours merged."""
+    """The blocks of a SET, in the caller's memory, which must not change while a view of them is in use. Nothing is
+    copied. Raises `TypeError`, `ValueError` or `BlockSizeMismatch` for blocks that do not fit."""
 
     def __init__(self, blocks: Any, block_bytes: int) -> None:
         self._flat: memoryview | None = None
@@ -117,7 +120,7 @@ class BlockSource:
         return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
 
     def views(self, numbers: Sequence[int]) -> list[memoryview]:
-        """These blocks in this order; one view when they are neighbours in one array."""
+        """These blocks in this order: a view of each, or a single view if they adjoin in one array."""
         if self._flat is not None and numbers[-1] - numbers[0] == len(numbers) - 1:
             first, block_bytes = numbers[0], self.block_bytes
             if list(numbers) == list(range(first, first + len(numbers))):

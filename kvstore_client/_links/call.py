@@ -1,7 +1,7 @@
 """A call: one request in flight to one shard.
 
-It is made by the calling thread, its answer is filled in by whichever thread reads the connection (see `leading`), and
-the caller reads it once it is `done`.
+The calling thread makes it. The thread that reads the connection at the moment (see `leading`) fills in its answer. The
+caller reads the answer once the call is `done`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Message = Iterable[list["memoryview | bytes"]]
 
 
 class Call:
-    """A request: where it goes, for which of the caller's positions, what is sent, and what comes back.
+    """A request: its link, the caller's positions that it is for, its message, and its answer.
 
-    `make_message(call)` gives the pieces of the message, made as they are needed; `make_answer(id)` what takes the
-    reply.
+    `make_message(call)` yields the pieces of the message as they are needed. `make_answer(id)` makes the object that
+    takes the reply.
     """
 
     __slots__ = ("_make_answer", "_make_message", "answer", "connection", "link", "positions", "renewed")
@@ -39,7 +39,7 @@ class Call:
         self.link = link
         self.positions = positions
         self.answer = make_answer(request_id)
-        self.connection = 0  # which of the link's connections it was sent on; 0: none yet
+        self.connection = 0  # the number of the link's connection that it was sent on; 0: none yet
         self.renewed = False
         self._make_message = make_message
         self._make_answer = make_answer
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def error(self) -> KVStoreError | None:
-        """Why there is no reply: the connection's end, the deadline, or what the shard refuses."""
+        """Why there is no reply: the connection was lost, the deadline has passed, or the shard refused the request."""
         reply, error = self.answer.reply, self.answer.error
         if error is None and isinstance(reply, wire.Error):
             return from_wire(reply.code, f"{self.link}: {reply.message}")
@@ -72,7 +72,7 @@ class Call:
 
     @property
     def retry(self) -> bool:
-        """It failed because the connection had died unnoticed: worth one more try, on a new one."""
+        """Whether to try once more on a new connection, because the old one had died without notice."""
         lost = isinstance(self.answer.error, ConnectionLost)
         return lost and not self.renewed and self.link.broken is None and self.connection > 0
 
@@ -80,11 +80,11 @@ class Call:
         return self._make_message(self)
 
     def fail(self, error: KVStoreError) -> None:
-        """There is no reply, or not the one there should be."""
+        """End the call with an error: there is no reply, or not one of the expected type."""
         self.answer.error = error
         self.answer.done = True
 
     def renew(self, request_id: int) -> None:
-        """Make it a request that was not sent yet."""
+        """Make this call a new, unsent request."""
         self.renewed = True
         self.answer = self._make_answer(request_id)

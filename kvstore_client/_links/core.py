@@ -1,15 +1,12 @@
-"""The links of one client: to all shards of a store, and what happens when one breaks or leaves.
+"""The links of one client to all shards of a store, and what happens when a link breaks or leaves.
 
-No thread runs while all is well: a caller sends its requests itself, and whoever waits first reads for all
-(`leading`).
+Normally only the thread of a cluster's `Watch` runs. A caller sends its requests itself, and the caller that waits
+first reads for all (`leading`). When a connection is lost, the next call connects again, on the caller's time, for at
+most `DEAD_AFTER_S`. If that fails, or if a shard owes an answer and is silent for too long, the link is *broken*: calls
+to it fail (or miss) at once, and it is tried again in the background (`probing`).
 
-A link that breaks is retried at once, on the caller's time, only if connecting succeeds immediately. Otherwise it is
-*broken*: calls fail (or miss) at once, and it is tried again in the background (`probing`). A shard that owes an answer
-and is silent for too long breaks its link.
-
-The nodes are a fixed list, whose shards are learned from their WELCOME, or the members of a cluster, which the thread
-of a `Watch` brings. A view is replaced as a whole. A link that left the view is closed when no call can be using it any
-more. Thread-safe; `after_fork` makes it usable in a child process.
+The nodes are a fixed list, whose WELCOME tells their shards, or members of a cluster, which a `Watch` reports. A view
+is replaced as a whole. A link that left it is closed when no call can be using it. Thread-safe, also after a fork.
 """
 
 from __future__ import annotations
@@ -41,16 +38,16 @@ from kvstore_client.results import ClientStats
 
 log = logging.getLogger("kvstore_client")
 
-MOST_CONNECTING: Final = 16  # links a call connects at a time
-ENOUGH_TO_CONNECT_S: Final = 0.1  # a caller with less time than this has learned nothing about the shard
-TURN_S: Final = 1.0
-FAIL_OPEN_WAIT_S: Final = 1.0  # for the directory at the start, by a client whose blocks may as well be misses
-FIRST_NODES: Final = 3  # of a cluster, tried at the start for a first connection
+MOST_CONNECTING: Final = 16  # links that a call connects at a time
+ENOUGH_TO_CONNECT_S: Final = 0.1  # if a caller with less time than this times out, that says nothing about the shard
+TURN_S: Final = 1.0  # how long one replica is asked first before it is the next one's turn
+FAIL_OPEN_WAIT_S: Final = 1.0  # how long a `fail_open` client waits for the directory at the start
+FIRST_NODES: Final = 3  # how many nodes of a cluster are tried at the start for a first connection
 
 
 @dataclass
 class Node:
-    """A server as the user named it; its shards are learned from it."""
+    """A server of a list, as the user named it. Its shards are learned from it."""
 
     host: str
     port: int
@@ -59,7 +56,7 @@ class Node:
 
 
 class Core:
-    """The links of one client."""
+    """The links of one client. Thread-safe."""
 
     def __init__(self, endpoints: Endpoints, namespace: bytes, timeout_s: float, replicas: int) -> None:
         self.stats = ClientStats()
@@ -69,11 +66,11 @@ class Core:
         self._namespace = namespace
         self.replicas = replicas
         self._nodes = [Node(host, port) for host, port in endpoints.nodes]
-        self._cluster = endpoints.cluster  # empty: a list of nodes
+        self._cluster = endpoints.cluster  # empty: the nodes are a list
         self._members: Watch | None = None
-        self._no_members = ""  # why there was none at the start
+        self._no_members = ""  # why no member was known at the start
         self._ids = itertools.count(1)
-        self._phase = random.uniform(0.0, MAX_REPLICAS)  # clients do not turn to the same replica at once
+        self._phase = random.uniform(0.0, MAX_REPLICAS)  # so that clients do not all ask the same replica at once
         self._new_process_state()
 
     def _new_process_state(self) -> None:
@@ -82,11 +79,11 @@ class Core:
         self.wait = self._leading.wait
         self._map_lock = threading.Lock()
         self._prober = Prober(lambda: self.links, self._connect_again)
-        self._retired: dict[Link, float] = {}  # links that left the view, and from when on no call needs them
+        self._retired: dict[Link, float] = {}  # links that left the view -> when no call can need them any more
         self._looked_after = 0.0
 
     def after_fork(self) -> None:
-        """In a child process: forget what is shared with the parent, without a word on its connections."""
+        """In a child process: forget everything shared with the parent, without sending on the parent's connections."""
         if self.closed:
             return
         self._leading.forget()
@@ -108,12 +105,14 @@ class Core:
 
     @property
     def turn(self) -> int:
-        """Which replica is asked first now: the same for a look-up and the read that follows it."""
+        """Which replica is asked first now. It changes once a second, so that it is mostly the same for a look-up and
+        the read that follows."""
         return int(time.monotonic() / TURN_S + self._phase)
 
     @property
     def directory_lost(self) -> str:
-        """Why the cluster's directory cannot be asked, or tells of no node; empty: it tells, or there is none."""
+        """Why the cluster's directory cannot be asked, or names no node. Empty if all is well or there is no
+        directory."""
         if self._members is None:
             return ""
         return self._members.lost or ("" if self.view.places else self._no_members)
@@ -127,19 +126,19 @@ class Core:
         return ConnectionLost("no shard is known")
 
     def next_id(self) -> int:
-        """A request id no other request of this client has."""
+        """A request id that no other request of this client has."""
         return next(self._ids)
 
     def hello(self) -> wire.Hello:
-        """The HELLO of this client; no other request has the id 0."""
+        """The HELLO of this client. Only HELLO has the request id 0."""
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
         return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
 
     # ---- connections -----------------------------------------------------------------------------------------
 
     def connect(self, fail_open: bool) -> None:
-        """Reach every node of a list, or a node of a cluster. Unless `fail_open`, raises when that is not possible;
-        refusals are always raised."""
+        """Connect to every node of a list, or to one node of a cluster. Raises if that is not possible, unless
+        `fail_open`; refusals are always raised."""
         try:
             if self._cluster:
                 self._connect_cluster(fail_open)
@@ -171,7 +170,7 @@ class Core:
         deadline = time.monotonic() + self.timeout_s
         try:
             self._members = Watch(self._cluster, self._follow)
-        except DirectoryError as error:  # what it takes to follow one is not installed
+        except DirectoryError as error:  # the packages needed to follow a directory are not installed
             raise ValueError(str(error)) from None
         try:
             self._members.wait(min(self.timeout_s, FAIL_OPEN_WAIT_S) if fail_open else self.timeout_s)
@@ -193,7 +192,7 @@ class Core:
                     raise
 
     def _adopt(self, node: Node, first: Link, welcome: wire.Welcome) -> None:
-        """The node told its shards: have a link for each."""
+        """Have a link for each shard that the node named in its WELCOME."""
         with self._map_lock:
             first.name = welcome.shards[welcome.shard].name
             known = {link.name: link for link in node.links}
@@ -218,7 +217,7 @@ class Core:
         )
 
     def _follow(self, membership: Membership) -> None:
-        """The cluster has changed. Called by the follower's thread."""
+        """Replace the view: the cluster has changed. Called by the follower's thread."""
         with self._map_lock:
             if self.closed:
                 return
@@ -252,7 +251,7 @@ class Core:
         self._close_retired(time.monotonic())
 
     def _retire(self, links: Iterable[Link]) -> None:
-        """Links that left the view: calls that have begun may go on using their connections."""
+        """Mark links that left the view. Calls that have begun may go on using their connections."""
         closed_at = time.monotonic() + self.timeout_s
         for link in links:
             link.retired = True
@@ -268,7 +267,8 @@ class Core:
     def connect_links(
         self, links: Sequence[Link], deadline: float
     ) -> Iterator[Sequence[tuple[Link, KVStoreError | None]]]:
-        """Begin to connect these, several side by side. -> what comes of it: links as they are done, and why not."""
+        """Start to connect links, several side by side. -> an iterator over groups of links as they are done, each link
+        with None or the error."""
         connected_by = min(deadline, time.monotonic() + DEAD_AFTER_S)
 
         def connect(link: Link) -> tuple[Link, KVStoreError | None]:
@@ -278,7 +278,7 @@ class Core:
                 return link, error
             return link, None
 
-        quick = [connect(link) for link in links if link.broken is not None or link.retired]  # they fail at once
+        quick = [connect(link) for link in links if link.broken is not None or link.retired]  # these fail at once
         links = [link for link in links if link.broken is None and not link.retired]
         if len(links) < 2:
             return iter([quick + [connect(link) for link in links]])
@@ -296,7 +296,7 @@ class Core:
         return results()
 
     def ensure_up(self, link: Link, deadline: float) -> None:
-        """Have a connection, or raise: at once when the link is broken."""
+        """Connect the link unless it is up. Raises at once if it is broken; also if it is not up by `deadline`."""
         if link.sock is not None:
             return
         if self.closed:
@@ -306,15 +306,15 @@ class Core:
         if link.broken is not None:
             raise type(link.broken)(f"{link.broken} (retrying in the background)")
         # Another caller may be connecting, with more time than this one has.
-        if not link.connect_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise Timeout(f"{link}: no connection by the deadline")
+        me = object()
         try:
+            mine = link.connecting.take(me, max(0.0, deadline - time.monotonic()))
             if link.sock is not None:
                 return
             if link.broken is not None:
                 raise type(link.broken)(f"{link.broken} (retrying in the background)")
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if not mine or left_s <= 0:
                 raise Timeout(f"{link}: no connection by the deadline")
             try:
                 self._connect_again(link, left_s)
@@ -323,7 +323,9 @@ class Core:
                     self.break_link(link, error)
                 raise
         finally:
-            link.connect_lock.release()
+            if link.connecting.owner is me:
+                link.connecting.owner = None
+                link.connecting.wake()
 
     def _connect_again(self, link: Link, timeout_s: float) -> None:
         before = link.connections
@@ -332,18 +334,17 @@ class Core:
         if node is not None:
             self._adopt(node, link, welcome)
         self._leading.watch(link)
-        if link.retired:  # it left while it connected
+        if link.retired:  # it left the view while it connected
             self._retire([link])
-        if self.closed:  # meanwhile
-            error = ConnectionLost("this client is closed")
-            link.drop(error)
+        if self.closed:  # while it connected
+            link.drop(error := ConnectionLost("this client is closed"))
             raise error
         if before:
             self.stats.reconnects += 1
             log.info("%s: connected again", link)
 
     def break_link(self, link: Link, error: KVStoreError) -> None:
-        """Let calls to this shard fail at once from now on, and have it probed in the background."""
+        """Make calls to this shard fail at once from now on, and have it probed in the background."""
         if link.broken is None:
             log.warning("%s; its blocks are misses until it is back", error)
         link.broken = error
@@ -368,7 +369,7 @@ class Core:
     # ---- requests --------------------------------------------------------------------------------------------
 
     def lost(self, link: Link, answer: Answer) -> None:
-        """Nobody waits for this reply any more. A shard that said nothing for a whole timeout is taken for dead."""
+        """Fail an answer that its caller gave up. If the shard sent nothing for a whole timeout, its link breaks."""
         sent_at = answer.sent_at
         silent = sent_at > link.last_received and time.monotonic() - sent_at > self.timeout_s * 0.9
         link.abandon(answer)
@@ -379,8 +380,8 @@ class Core:
             link.drop(error)
 
     def look_after(self) -> None:
-        """Ask silent shards whether they live, and break the links of those that do not answer. Called often by waiting
-        callers."""
+        """Send a PING to silent shards, and break the links of shards that do not answer. Waiting callers call this
+        often."""
         now = time.monotonic()
         if now < self._looked_after + LOOK_ANYWAY_S:
             return
@@ -395,5 +396,5 @@ class Core:
 
 
 def protocol_error(link: Link, reply: object) -> ProtocolError:
-    """A reply of a type that does not answer the request."""
+    """The error for a reply whose type does not answer the request."""
     return ProtocolError(f"{link}: unexpected reply {type(reply).__name__}")

@@ -1,11 +1,11 @@
 """One connection to one shard.
 
 A link is *down* (not connected; a call may connect), *up*, or *broken* (connecting failed or the shard went silent;
-calls fail at once until the prober has connected again, see `probing`). A shard that owes an answer and says nothing
-is sent a ZMTP PING; a shard that is still working on the answer replies to it at once.
+calls fail at once until the prober has connected again, see `probing`). A shard that owes an answer and sends nothing
+gets a ZMTP PING. A shard that is still working on the answer replies to the PING at once.
 
-Any thread may send, one message at a time, under `send_lock`. The caller that leads (see `leading`) reads frames, under
-`receive_lock`. A link that loses its place in the byte stream (a message half sent, a deadline in the middle of a
+Any thread may send, one message at a time: the owner of `sending`. The caller that leads (see `leading`) reads frames,
+under `receive_lock`. A link that loses its place in the byte stream (a message half sent, a deadline in the middle of a
 frame that cannot be discarded) is dropped, never repaired.
 """
 
@@ -24,18 +24,22 @@ from typing import Final
 from kvstore import wire
 from kvstore.wire import zmtp
 from kvstore.wire.dealer import Answer, Dealer, Refusal
+from kvstore_client._links.ownership import Ownership
 from kvstore_client._links.resolving import resolve
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout, from_wire
 
-PING_AFTER_S: Final = 1.0  # of silence while an answer is owed
-DEAD_AFTER_S: Final = 2.5  # so that a shard that vanished without a word is noticed within 3 s
+PING_AFTER_S: Final = 1.0  # silence, while an answer is owed, after which a PING is sent
+DEAD_AFTER_S: Final = 2.5  # silence after which a shard is dead; one that vanishes is noticed within 3 s
 _PING: Final = zmtp.command(b"PING", bytes(2))  # a time to live of 0: the shard need not watch us in turn
-DELAY_WEIGHT: Final = 0.2  # of the newest answer in the mean delay
-DELAY_HALF_LIFE_S: Final = 5.0  # a shard that was slow is tried again
+DELAY_WEIGHT: Final = 0.2  # weight of the newest answer in the mean delay
+DELAY_HALF_LIFE_S: Final = 5.0  # the mean delay fades, so that a shard that was slow is tried again
 
 
 class Link:
-    """A shard as seen by one client. `hello()` makes its HELLO; `on_drop()` is called when a connection is lost."""
+    """One client's connection to a shard. Thread-safe, by the locks that the module's docstring names.
+
+    `hello()` makes the client's HELLO; `on_drop()` is called when a connection is lost.
+    """
 
     def __init__(
         self, name: str, host: str, port: int, hello: Callable[[], wire.Hello], on_drop: Callable[[], None]
@@ -44,32 +48,32 @@ class Link:
         self.host = host
         self.port = port
         self.fixed_name = False  # whether only a shard of this name may answer
-        self.retired = False  # it left the view: not connected again
+        self.retired = False  # it left the view, so it is not connected again
         self.sock: socket.socket | None = None
         self.broken: KVStoreError | None = None
         self.last_received = 0.0
         self.last_moved = 0.0  # when bytes were received, a full socket took more, or an answer was first owed
-        self.unanswered = False  # a request that nobody waits for any more got no byte in answer
-        self.connections = 0
+        self.unanswered = False  # whether a request that was given up had got no byte in answer
+        self.connections = 0  # made so far; also the number of the present connection
         self.weight = 1.0
         self.reset_locks()
         self._hello = hello
         self._on_drop = on_drop
         self._dealer: Dealer | None = None  # of the connection `sock`
-        self._doubted = 0.0  # when its present silence was first noticed
+        self._doubted = 0.0  # when the present silence was first noticed
         self._pinged = 0.0
-        self._delay_s = 0.0  # from a request's last byte to the first of its answer: a moving mean
-        self._delay_known = 0.0  # when it was
+        self._delay_s = 0.0  # moving mean of the time from a request's last byte to the first byte of its answer
+        self._delay_known = 0.0  # when `_delay_s` was updated
 
     def __repr__(self) -> str:
         return f"{self.host}:{self.port}"
 
     def reset_locks(self) -> None:
-        """After a fork the parent's threads may hold them for ever."""
-        self.send_lock = threading.Lock()
+        """Make new locks: after a fork, threads of the parent may hold the old ones for ever."""
+        self.sending = Ownership()
         self.receive_lock = threading.Lock()
-        self.connect_lock = threading.Lock()
-        self._connecting: socket.socket | None = None  # by who holds `connect_lock`: not greeted yet
+        self.connecting = Ownership()
+        self._unconnected: socket.socket | None = None  # of the owner of `connecting`: a socket that is not `sock` yet
 
     @property
     def pending(self) -> dict[int, Answer]:
@@ -80,7 +84,7 @@ class Link:
     # ---- connecting ------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> wire.Welcome:
-        """Connect, greet, say HELLO. Raises `ConnectionLost`, `Timeout`, or what the server answers."""
+        """Connect, greet, say HELLO. Raises `ConnectionLost`, `Timeout`, `ProtocolError`, or the server's refusal."""
         deadline = time.monotonic() + timeout_s
         try:
             sock = self._open(deadline)
@@ -95,7 +99,7 @@ class Link:
             if isinstance(error, Refusal):
                 raise from_wire(error.code, f"{self}: {error}") from None
             if isinstance(error, zmtp.ZMTPError | wire.WireError):
-                # In a cluster, somebody else on the port of a node that is gone; else, a mistake of the user's.
+                # In a cluster, another program may have the port of a node that is gone. In a list, the user erred.
                 kind = ConnectionLost if self.fixed_name else ProtocolError
                 raise kind(f"{self} is not a kvstore server that this client can use: {error}") from None
             if isinstance(error, TimeoutError):
@@ -104,19 +108,19 @@ class Link:
                 raise ConnectionLost(f"{self}: {error.strerror or error}") from None
             raise
         finally:
-            self._connecting = None
+            self._unconnected = None
 
     def interrupt(self) -> None:
-        """Have another thread's `connect` fail now."""
-        sock = self._connecting
+        """Make another thread's `connect` fail now."""
+        sock = self._unconnected
         if sock is not None:
-            with contextlib.suppress(OSError):  # it failed by itself
+            with contextlib.suppress(OSError):  # the connection failed by itself
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _open(self, deadline: float) -> socket.socket:
         addresses = resolve(self.host, self.port, max(0.001, deadline - time.monotonic()))
         for left, (family, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-            self._connecting = sock = socket.socket(family, socket.SOCK_STREAM)
+            self._unconnected = sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
                 sock.connect(address)
@@ -148,21 +152,21 @@ class Link:
         return welcome
 
     def close(self) -> None:
-        """Forget the connection; those who wait for answers are not told."""
+        """Close the connection. Calls that wait for answers are not failed."""
         sock, self.sock, self._dealer = self.sock, None, None
         if sock is not None:
             sock.close()
 
     def drop(self, error: KVStoreError) -> None:
-        """The connection is of no more use: fail what is in flight. Takes `receive_lock`."""
+        """Close the connection and fail all calls in flight with `error`. Takes `receive_lock`."""
         with self.receive_lock:
             self.drop_locked(error)
 
     def drop_locked(self, error: KVStoreError) -> None:
-        """`drop` for who holds `receive_lock`."""
+        """`drop` for a caller that holds `receive_lock`."""
         with contextlib.suppress(OSError):
             if self.sock is not None:
-                self.sock.shutdown(socket.SHUT_RDWR)  # a thread that waits to send wakes
+                self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits to send
         owed = list(self.pending.values())
         self.close()
         for answer in owed:
@@ -173,43 +177,46 @@ class Link:
 
     @property
     def load_s(self) -> float:
-        """How long an answer is likely to take: infinite while broken."""
+        """How long an answer is likely to take, in seconds; infinite while broken."""
         if self.broken is not None:
             return math.inf
         faded: float = 0.5 ** ((time.monotonic() - self._delay_known) / DELAY_HALF_LIFE_S)
         return self._delay_s * faded * (1 + len(self.pending))
 
     def silence_s(self, now: float) -> float:
-        """For how long nothing has moved although an answer is owed; 0 when none is."""
+        """For how long no byte has moved although an answer is owed; 0 if none is owed."""
         return now - self.last_moved if self.pending and self.sock is not None else 0.0
 
     def look_after(self, now: float) -> bool:
-        """Ask a silent shard whether it lives. -> False: it was silent for so long that it does not."""
+        """Send a PING to a silent shard. -> False if it has been silent for so long that it must be dead."""
         if self.silence_s(now) < PING_AFTER_S:
             return True
-        self.receive(zmtp.GREETING_BYTES)  # nobody may have read what is there
+        self.receive(zmtp.GREETING_BYTES)  # bytes may have arrived that no caller has read
         if self.silence_s(now) < PING_AFTER_S:
             return True
-        if self._doubted < self.last_moved:  # nobody may have looked for a while: the shard has its chance from now on
+        if self._doubted < self.last_moved:  # perhaps no caller has looked for long: the shard's time starts only now
             self._doubted = now
         if now - self._doubted >= DEAD_AFTER_S - PING_AFTER_S:
             return False
-        if self._pinged < self._doubted and self.send_lock.acquire(blocking=False):
-            try:  # who holds the lock is in the middle of a message: its bytes tell as much as a PING
+        if self._pinged < self._doubted:
+            me = object()
+            try:  # if another thread is sending a message, that tests the shard as well as a PING
                 sock = self.sock
-                if sock is not None:
+                if sock is not None and self.sending.take(me, 0.0):
                     self._pinged = now
-                    return sock.send(_PING) == len(_PING)  # half of it would garble what follows
+                    return sock.send(_PING) == len(_PING)  # half a PING would garble the message after it
             except OSError:
                 return True  # a full socket or a lost connection: the silence decides
             finally:
-                self.send_lock.release()
+                if self.sending.owner is me:
+                    self.sending.owner = None
+                    self.sending.wake()
         return True
 
     def owe(self, answer: Answer) -> int:
-        """An answer is owed from now on. -> on which of the link's connections; 0: there is none."""
+        """Expect an answer from now on. -> the number of the connection it will come on; 0: there is no connection."""
         dealer, connection = self._dealer, self.connections
-        if dealer is None or self.sock is None or self._dealer is not dealer:  # lost, or replaced this instant
+        if dealer is None or self.sock is None or self._dealer is not dealer:  # lost, or just replaced
             return 0
         if not dealer.pending and not self.unanswered:
             self.last_moved = time.monotonic()
@@ -217,7 +224,7 @@ class Link:
         return connection
 
     def _learn_delay(self, answer: Answer) -> None:
-        """The answer begins."""
+        """Update the mean delay: the first byte of an answer has arrived."""
         now = time.monotonic()
         self._delay_s += DELAY_WEIGHT * (now - answer.sent_at - self._delay_s)
         self._delay_known = now
@@ -226,18 +233,24 @@ class Link:
     # ---- sending ---------------------------------------------------------------------------------------------
 
     def post(self, header: bytes, timeout_s: float) -> None:
-        """Send a message that has no reply, best effort: CREDIT, CANCEL. Takes no longer than `timeout_s`."""
+        """Send a message that has no reply (CREDIT, CANCEL), best effort. Blocks for at most about `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        if not self.send_lock.acquire(timeout=timeout_s):
-            return
+        me = object()
         try:
+            if not self.sending.take(me, timeout_s):
+                return
             sock = self.sock
             if sock is not None:
                 self._send(sock, zmtp.frame(header, False), deadline)
-        except (OSError, ValueError, Timeout) as error:  # ValueError: closed this instant
+        except (OSError, ValueError, Timeout) as error:  # ValueError: another thread has just closed the socket
             self.drop(ConnectionLost(f"{self}: {error}"))
+        except BaseException:  # KeyboardInterrupt: perhaps a part of the message was sent
+            self.drop(ConnectionLost(f"{self}: a call was interrupted"))
+            raise
         finally:
-            self.send_lock.release()
+            if self.sending.owner is me:
+                self.sending.owner = None
+                self.sending.wake()
 
     def _send(self, sock: socket.socket, data: bytes, deadline: float) -> None:
         view = memoryview(data)
@@ -253,7 +266,7 @@ class Link:
     # ---- receiving -------------------------------------------------------------------------------------------
 
     def receive(self, budget: int) -> None:
-        """Read what has arrived. On any failure the link is dropped, and calls in flight fail."""
+        """Read up to `budget` bytes that have arrived. On any failure the link is dropped, and calls in flight fail."""
         with self.receive_lock:
             dealer = self._dealer
             if dealer is None:
@@ -271,9 +284,12 @@ class Link:
                 self.drop_locked(ConnectionLost(f"{self}: {error.strerror or error}"))
             except (zmtp.ZMTPError, wire.WireError) as error:
                 self.drop_locked(ProtocolError(f"{self}: {error}"))
+            except BaseException:  # KeyboardInterrupt: perhaps bytes were received that the receiver has not counted
+                self.drop_locked(ConnectionLost(f"{self}: a call was interrupted"))
+                raise
 
     def abandon(self, answer: Answer) -> None:
-        """The caller stops waiting: after this no byte of the reply is written to its memory."""
+        """Give up an answer. After this call, no byte of the reply is written to the caller's memory."""
         with self.receive_lock:
             if answer.sent_at > self.last_received:
                 self.unanswered = True

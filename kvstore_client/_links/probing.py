@@ -1,6 +1,6 @@
-"""Broken links are tried again in the background, on a thread that lives only as long as something is broken.
+"""Probing: broken links are tried again in the background, on a thread that lives only while a link is broken.
 
-The pauses between tries grow and are jittered, so that a fleet does not return in one instant.
+The pauses between tries grow and are jittered, so that the clients of a fleet do not all return at the same instant.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ MOST_PROBED: Final = 16  # links at a time
 
 
 class Prober:
-    """`links()`: those of the present view. `reconnect(link, timeout_s)` connects one or raises `KVStoreError`; it is
-    called with the link's `connect_lock` held. Thread-safe; a child process makes a new one."""
+    """Probes the broken links of one client. `links()` returns the links of the present view. `reconnect(link,
+    timeout_s)` connects a link or raises `KVStoreError`; it is called by the owner of the link's `connecting`.
+    Thread-safe; a child process makes a new prober."""
 
     def __init__(self, links: Callable[[], Sequence[Link]], reconnect: Callable[[Link, float], None]) -> None:
         self._links = links
@@ -35,14 +36,14 @@ class Prober:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """A link is broken: see that it is tried again."""
+        """Start the thread unless it runs: a link is broken."""
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
                 self._thread = threading.Thread(target=self._run, name="kvstore-probe", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
-        """Try no more, for good. A try that is under way ends by itself; `join` waits for it."""
+        """Stop for good. A try that is under way ends by itself; `join` waits for it."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -58,10 +59,10 @@ class Prober:
             try:
                 if len(broken) == 1:
                     self._probe(broken[0])
-                elif broken:  # a shard that is back must not wait for those that are not
+                elif broken:  # side by side: a shard that is back must not wait for shards that are not
                     with ThreadPoolExecutor(min(len(broken), MOST_PROBED), "kvstore-probe") as threads:
                         list(threads.map(self._probe, broken))
-            except Exception:  # a defect, or no thread to be had: links must not stay broken for that
+            except Exception:  # a defect, or the system has no more threads: links must not stay broken for that
                 log.exception("probing %d broken connections failed; trying again", len(broken))
             with self._lock:
                 if all(link.broken is None for link in self._links()):
@@ -70,11 +71,18 @@ class Prober:
             pause = min(LONGEST_PAUSE_S, pause * 2)
 
     def _probe(self, link: Link) -> None:
-        with link.connect_lock:
-            if link.sock is not None:  # a caller was faster: its connection is in use
+        me = object()
+        try:
+            if not link.connecting.take(me, PROBE_TIMEOUT_S):
+                return  # a caller with more time is connecting it
+            if link.sock is not None:  # a caller has connected it meanwhile
                 link.broken = None
             elif not (self._stopped.is_set() or link.retired):
                 try:
                     self._reconnect(link, PROBE_TIMEOUT_S)
                 except KVStoreError as error:
                     link.broken = error
+        finally:
+            if link.connecting.owner is me:
+                link.connecting.owner = None
+                link.connecting.wake()

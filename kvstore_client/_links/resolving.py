@@ -1,8 +1,9 @@
-"""Names to addresses within a deadline: the system's resolver has none.
+"""Resolves host names within a deadline, which the system's resolver does not have.
 
-A name is looked up on a thread of its own, which may outlive the wait for it; what it finds then is there for the next
-caller. The threads are daemons, because those of an executor would keep a process with a silent resolver from ending.
-A resolver that fails or does not answer leaves the last answer valid. Thread-safe; a child process begins anew.
+A name is looked up on a thread of its own, which may run longer than its caller waits; the next caller then finds its
+result. The threads are daemons, because threads of an executor would keep a process with a silent resolver from ending.
+If the resolver fails or does not answer, the last answer stays valid. Thread-safe. A child process keeps the last
+answers and starts its lookups anew.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Address: TypeAlias = "tuple[socket.AddressFamily, Any]"  # a family, and what `c
 
 
 def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
-    """The addresses of `host`; at least one. Raises `OSError`, `TimeoutError` after `timeout_s`."""
+    """The addresses of `host`, at least one. Raises `OSError` if it has none, `TimeoutError` after `timeout_s`."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         return [(family, (host, port))]
@@ -32,7 +33,7 @@ def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
             _pending[host, port] = lookup
     try:
         return lookup.result(timeout_s)
-    except (OSError, futures.TimeoutError) as error:  # in Python 3.10 the second is not the first
+    except (OSError, futures.TimeoutError) as error:  # in Python 3.10 the second is no subclass of the first
         last = _last.get((host, port))
         if last:
             return last
@@ -42,7 +43,7 @@ def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
 
 
 def _run(lookup: futures.Future[list[Address]], host: str, port: int) -> None:
-    """On a thread of its own."""
+    """Look the name up and set the result. Runs on a thread of its own."""
     addresses: list[Address] = []
     failure: OSError | None = None
     try:
@@ -50,7 +51,7 @@ def _run(lookup: futures.Future[list[Address]], host: str, port: int) -> None:
         addresses = [(family, address) for family, _, _, _, address in found]
     except OSError as error:
         failure = error
-    except ValueError as error:  # a name that cannot be one: UnicodeError, a zero byte
+    except ValueError as error:  # an invalid name: UnicodeError, a zero byte
         failure = OSError(f"{host!r} is not a host name: {error}")
     with _lock:
         if addresses:

@@ -1,8 +1,8 @@
-"""Requests on their way out, to all shards at once: each shard is sent bytes as fast as it takes them.
+"""Sends requests to all shards at once, to each shard as fast as it takes them.
 
-Each shard's requests are sent in order, each piece by piece as its message makes them: a piece is handed to the kernel
-before the next is made, so work done while making one (its checksums) finds its bytes in the cache when the kernel
-copies them. No shard waits for another: where a socket is full, the next one has its turn.
+The requests of one shard are sent in order, piece by piece. A piece of a message is handed to the kernel before the
+next piece is made. So the bytes that were read to make a piece (for its checksums) are still in the CPU's cache when
+the kernel copies them. No shard waits for another: if a socket is full, it is the next one's turn.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ _LOOK_AFTER_S: Final = 0.1
 
 
 class Sending:
-    """The calls of one exchange to one shard, on their way out."""
+    """The calls of one exchange to one shard, on their way out. Used by the calling thread only. It owns the link's
+    `sending` while a message is begun and not sent in whole."""
 
     def __init__(self, link: Link, calls: Sequence[Call]) -> None:
         self.link = link
         self.done = False
         self._calls = iter(calls)
         self._current: Call | None = None
-        self._connection = 0  # which of the link's connections the current message was begun on
+        self._connection = 0  # the number of the link's connection that the current message was begun on
         self._pieces: Iterator[list[memoryview | bytes]] = iter(())
         self._views: list[memoryview | bytes] = []
         self._blocked = False  # the socket was full at the last try
 
     @property
     def began(self) -> bool:
-        """Whether part of a message was sent and part was not."""
+        """Whether a message was begun and is not sent in whole."""
         return self._current is not None
 
     def advance(self, lock_wait_s: float) -> bool:
-        """Send what the socket takes. False: it is full, or another thread is in the middle of a message on it."""
+        """Send as much as the socket takes. -> False if it is full, or another thread is sending a message on it."""
         while not self.done:
             if self._current is None and not self._next_call(lock_wait_s):
                 return self.done
@@ -56,19 +57,19 @@ class Sending:
         return True
 
     def _next_call(self, lock_wait_s: float) -> bool:
-        """Begin the next message; False when there is none or it is not its turn."""
+        """Begin the next message. -> False if there is none, or another thread is sending."""
         link = self.link
-        if not link.send_lock.acquire(timeout=lock_wait_s):
+        if not link.sending.take(self, lock_wait_s):
             return False
         call = next(self._calls, None)
         if call is None:
-            link.send_lock.release()
+            self._give_up()
             self.done = True
             return False
         connection = link.owe(call.answer)
         if not connection:
             call.answer.fail(ConnectionLost(f"{link}: not connected"))
-            link.send_lock.release()
+            self._give_up()
             return self._next_call(lock_wait_s)
         self._connection = connection
         self._current = call
@@ -85,26 +86,27 @@ class Sending:
                     assert self._current is not None
                     self._current.answer.sent_at = time.monotonic()
                     self._current = None
-                    self.link.send_lock.release()
+                    self._give_up()
                     return True
                 self._views = piece
             sock = self.link.sock
-            if sock is None or self.link.connections != self._connection:  # the rest would mean something else there
+            if sock is None or self.link.connections != self._connection:  # a new connection must not get the rest
                 raise OSError("the connection was lost")
             try:
                 sent = sock.sendmsg(self._views[:_IOV])
             except BlockingIOError:
                 self._blocked = True
                 return False
-            if self._blocked:  # it took what was in its way: a shard that lives
+            if self._blocked:  # the full socket takes bytes again, so the shard is alive
                 self._blocked = False
                 self.link.last_moved = time.monotonic()
             self._views = zmtp.advance(self._views, sent)
 
     def abandon(self, error: KVStoreError) -> None:
-        """No more is sent; a message that was begun takes the connection with it."""
+        """Send no more and fail the calls that are left. If a message was begun, its connection is dropped."""
         if self._current is not None:
             self._lose(error)
+        self._give_up()
         for call in self._calls:
             call.answer.fail(error)
         self.done = True
@@ -115,13 +117,19 @@ class Sending:
             self.link.drop(error)
         if call is not None:
             call.answer.fail(error)
-            self.link.send_lock.release()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        sending = self.link.sending
+        if sending.owner is self:
+            sending.owner = None
+            sending.wake()
 
 
 def send_all(sendings: Sequence[Sending], deadline: float, look_after: Callable[[], None]) -> list[Sending]:
-    """Send everything; what is not sent by the deadline is abandoned with `Timeout`. -> those that were broken off in
-    the middle of a message. Who only waited for his turn learned nothing about the shard. `look_after()`, called now
-    and then while nothing can be sent, drops the links of shards that are silent for too long."""
+    """Send everything; calls that are not sent by the deadline fail with `Timeout`. -> the sendings that stopped in the
+    middle of a message. The others only waited for their turn, which says nothing about their shard. `look_after()` is
+    called now and then while no socket takes bytes; it drops the links of shards that are silent for too long."""
     active = list(sendings)
     try:
         while True:
@@ -152,6 +160,6 @@ def _await_room(blocked: Sequence[Sending], left: float) -> None:
         if sock is not None:
             try:
                 poll.register(sock, select.POLLOUT)
-            except ValueError:  # closed this instant: the next `advance` finds out
+            except ValueError:  # another thread has just closed it, which the next `advance` finds out
                 return
     poll.poll(left * 1000)

@@ -1,6 +1,6 @@
-"""Where the blocks of a GET go: into the caller's own rows, or into buffers that are handed out.
+"""The memory that receives the blocks of a GET: the caller's own rows, or buffers that are handed to the caller.
 
-Filled in by whichever thread reads the connection, each under its link's lock.
+The thread that reads a connection fills it, under that link's `receive_lock`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvstore._cext import checksum_into
 from kvstore.wire.dealer import FrameBuffers, GetAnswer
 from kvstore_client._links.buffers import Rows
 
-_KEPT_BUFFERS: Final = 64  # of a stream: more than its credit lets be on the way
+_KEPT_BUFFERS: Final = 64  # buffers kept for a stream: more than its credit allows to be on the way
 
 
 class PlacedBlocks(GetAnswer):
-    """What has come in reply to a GET: its blocks go to `target`. `positions[i]` is the caller's position of the
-    request's key i."""
+    """The answer to a GET, whose blocks go to `target`. `positions[i]` is the caller's position of the request's
+    key i."""
 
     __slots__ = ("_placing", "arrived", "hit", "positions", "target")
 
@@ -29,8 +29,8 @@ class PlacedBlocks(GetAnswer):
         super().__init__(request_id, len(positions), target.block_bytes)
         self.positions = positions
         self.target = target
-        self.arrived = self.hit = 0  # blocks, and those of them whose bytes are right
-        self._placing: list[int] = []  # the caller's positions of the part that is arriving
+        self.arrived = self.hit = 0  # blocks that arrived, and how many of them have the right bytes
+        self._placing: list[int] = []  # the caller's positions of the blocks in the part that is arriving
 
     def begin_payload(self) -> list[memoryview]:
         self._placing = self.positions[self.part_positions].tolist()
@@ -42,7 +42,7 @@ class PlacedBlocks(GetAnswer):
 
 
 class BlockTarget:
-    """Where the blocks of one call go. `bad`: positions whose bytes do not match their checksum."""
+    """The memory for the blocks of one call. `bad`: positions of blocks whose bytes do not match their checksum."""
 
     def __init__(self, block_bytes: int, verify: bool) -> None:
         self.block_bytes = block_bytes
@@ -54,7 +54,7 @@ class BlockTarget:
         raise NotImplementedError
 
     def placed(self, positions: list[int], sums: npt.NDArray[np.uint64]) -> int:
-        """Their bytes are there. -> how many are right."""
+        """Take in blocks whose bytes have arrived. -> how many of them have the right bytes."""
         raise NotImplementedError
 
     def _check(self, views: Sequence[memoryview], positions: list[int], sums: npt.NDArray[np.uint64]) -> list[bool]:
@@ -80,14 +80,14 @@ class IntoTarget(BlockTarget):
         self.present = np.zeros(count, dtype=np.bool_)
 
     def row(self, position: int) -> memoryview:
-        """One block's place."""
+        """The memory of one block."""
         number = position if self._slots is None else self._slots[position]
         if self._flat is None:
             return memoryview(self._rows[number])
         return self._flat[number * self.block_bytes : (number + 1) * self.block_bytes]
 
     def views(self, positions: list[int]) -> list[memoryview]:
-        self.present[positions] = False  # they may have been there, and are about to be overwritten
+        self.present[positions] = False  # a row may hold its block from an earlier try, and is about to be overwritten
         count, first = len(positions), positions[0]
         if self._slots is None and self._flat is not None and positions == list(range(first, first + count)):
             return [self._flat[first * self.block_bytes : (first + count) * self.block_bytes]]
@@ -100,13 +100,14 @@ class IntoTarget(BlockTarget):
 
 
 class QueueTarget(BlockTarget):
-    """Buffers of our own, handed out in order of arrival; one is used again only when nobody looks at it any more."""
+    """Buffers of the target's own, handed to the caller in order of arrival. A buffer is used again only when no view
+    of it is left."""
 
     def __init__(self, block_bytes: int, verify: bool) -> None:
         super().__init__(block_bytes, verify)
-        self.ready: deque[tuple[int, memoryview | None]] = deque()  # None: its bytes were wrong
+        self.ready: deque[tuple[int, memoryview | None]] = deque()  # None: the block's bytes were wrong
         self._buffers = FrameBuffers(block_bytes, _KEPT_BUFFERS)
-        self._filling: dict[int, memoryview] = {}  # by first position: several links may be in a frame at once
+        self._filling: dict[int, memoryview] = {}  # by first position: several links may receive a frame at once
 
     def views(self, positions: list[int]) -> list[memoryview]:
         filling = self._buffers.take(len(positions) * self.block_bytes)

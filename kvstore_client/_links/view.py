@@ -1,8 +1,9 @@
-"""Who has which blocks: the shards a client knows, and for each key those to ask, in order.
+"""A view: the shards that a client knows, and for each key the shards to ask, in order.
 
-A view is replaced as a whole and never changes, so a call that began under one ends under it. While no node joins or
-drains, the shards that own a key are those that have it. Otherwise there are two placements (see
-`kvstore.cluster.members`): blocks are set on the *new* owners, and what those do not have yet is read from the *old*.
+A view never changes; it is replaced as a whole. So a call that began under one view ends under it. While no node joins
+or drains, the owners of a key are the shards that have it. Otherwise there are two placements (see
+`kvstore.cluster.members`): blocks are set on the *new* owners, and blocks that the new owners lack are read from the
+*old* ones.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from kvstore_client._links.link import Link
 from kvstore_client.keys import KeyArray
 
 NOBODY: Final = -1
-# The one whose turn it is gives way to the other only when it is so much slower: each keeps what it is asked for.
+# The replica whose turn it is gives way to the other only if it is slow and so many times slower: each replica keeps in
+# memory the blocks that it is asked for.
 SLOWER: Final = 2.0
 SLOW_S: Final = 0.002
-# Of nodes that join at a time: how many may stand between a key's owner now and the one that has the block.
+# Most former owners that are asked for a key while nodes join: so many of these may rank before the shard that has the
+# block.
 MAX_FORMER: Final = 4
 
 Numbers = npt.NDArray[np.intp]
 
 
 class Place(NamedTuple):
-    """A shard in a view: its link, what fails together with it, and which placements it takes part in."""
+    """A shard in a view: its link, its failure domains (node and zone), and the placements that it takes part in."""
 
     link: Link
     node: str
@@ -53,7 +56,7 @@ class _Ring:
         )
 
     def replicas(self, keys: KeyArray, count: int) -> Numbers:
-        """Links of the first `count` replicas of each key, or as many as there are nodes."""
+        """`(n, r)` link numbers of the first `count` replicas of each key, or as many as there are nodes."""
         if count == 1:
             return self._numbers[self._placement.owners(keys)].reshape(-1, 1)
         found: Numbers = self._numbers[self._placement.replicas(keys, count)]
@@ -61,7 +64,7 @@ class _Ring:
 
 
 class View:
-    """All shards of a store, as this client knows them at one epoch."""
+    """All shards of a store, as this client knows them at one epoch. Immutable."""
 
     def __init__(self, places: Sequence[Place], epoch: int = 0) -> None:
         self.epoch = epoch
@@ -70,7 +73,7 @@ class View:
         new = [number for number, place in enumerate(places) if place.new]
         old = [number for number, place in enumerate(places) if place.old]
         self.new_nodes = len({places[number].node for number in new or old})  # a block has at most as many owners
-        # Whether a node joins or drains: blocks may be where they do not belong any more.
+        # While a node joins or drains, blocks may be at shards that do not own them any more.
         self.changing = len(places) > 1 and new != old
         joining = len({places[number].node for number in new if not places[number].old})
         self._former = min(max(1, joining), MAX_FORMER) if self.changing else 0
@@ -78,16 +81,17 @@ class View:
         self._old = _Ring(places, old) if self.changing and new and old else None
 
     def owners(self, keys: KeyArray, replicas: int) -> Numbers:
-        """`(n, r)` link numbers: where a block is set. r: `replicas`, or fewer where there are fewer nodes."""
+        """`(n, r)` link numbers: the shards where each block is set. r: `replicas`, or fewer if there are fewer
+        nodes."""
         if self._new is None:
             return np.zeros((len(keys), 1), dtype=np.intp)
         return self._new.replicas(keys, replicas)
 
     def readers(self, keys: KeyArray, replicas: int, turn: int = 0) -> Numbers:
-        """`(n, c)` link numbers: who may have a block, in the order in which they are asked, with `NOBODY` where a row
-        has fewer.
+        """`(n, c)` link numbers: the shards that may have each block, in the order in which they are asked; `NOBODY`
+        fills the rows that have fewer.
 
-        `turn`: which replica is asked first, so that all are: one that is never read lets go of the wrong blocks.
+        `turn`: which replica is asked first. It rotates: a replica that is never read would evict the wrong blocks.
         """
         found = self.owners(keys, replicas + self._former)
         owners = min(replicas, found.shape[1])
@@ -96,8 +100,8 @@ class View:
             self._prefer_the_faster(found)
         if not self.changing:
             return found
-        # A node that joins owns what was set meanwhile, so who owned a block before others joined need not be an old
-        # owner: it is next in rank, behind as many as have joined since.
+        # A node that joins owns the blocks set meanwhile. So the owner of a block before other nodes joined need not be
+        # an old owner: it is next in rank, behind as many nodes as have joined since.
         found, old = found[:, :owners], found[:, owners:]
         if self._old is not None:
             old = np.concatenate([self._old.replicas(keys, replicas), old], axis=1)
@@ -107,7 +111,7 @@ class View:
         return np.concatenate([found, old], axis=1)
 
     def _prefer_the_faster(self, found: Numbers) -> None:
-        """The least loaded of two (Mitzenmacher, 2001), with a bias to the first."""
+        """Ask the less loaded of the first two (Mitzenmacher, 2001), with a bias to the first."""
         loads = np.array([link.load_s for link in self.links])
         first, second = loads[found[:, 0]], loads[found[:, 1]]
         swap = (first > SLOW_S) & (first > SLOWER * second)

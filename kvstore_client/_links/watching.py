@@ -1,6 +1,6 @@
-"""One follower of a cluster for all clients of a process: an engine has a client for each rank and purpose, and etcd
-should tell the process only once.
+"""Watching a cluster: all clients of a process share one follower.
 
+An engine has a client for each rank and purpose, and etcd should send each change to the process only once.
 Thread-safe. A child process starts without followers: its clients watch anew (`Core.after_fork`).
 """
 
@@ -21,8 +21,9 @@ OnChange = Callable[[Membership], None]
 
 
 class Watch:
-    """One client's interest in a cluster. `on_change` is called with each view: the current one at once, if there is
-    one, then on the follower's thread; a method of an object, which is not kept alive. Raises as `Follower` does."""
+    """One client's watch of a cluster. `on_change` is called with each view: with the current one at once, if there is
+    one, later on the follower's thread. It must be a method; its object is not kept alive. Raises as `Follower`
+    does."""
 
     def __init__(self, url: str, on_change: OnChange) -> None:
         self.url = url
@@ -38,7 +39,7 @@ class Watch:
             self.tell(shared.follower.current)
 
     def tell(self, membership: Membership) -> None:
-        """Pass a view on. Two threads may do so at once: a later view is never followed by an earlier one's."""
+        """Pass a view on. Two threads may call this at once: an older view is never passed on after a newer one."""
         with self._shared.telling:
             on_change = self._on_change()
             if on_change is not None and not self._closed and self._shared.follower.current is membership:
@@ -47,16 +48,16 @@ class Watch:
             self.close()
 
     def wait(self, timeout_s: float) -> Membership:
-        """The current view; `DirectoryError` when there is none within `timeout_s`."""
+        """The current view. Raises `DirectoryError` if there is none within `timeout_s`."""
         return self._shared.follower.wait(timeout_s)
 
     @property
     def lost(self) -> str:
-        """Why the directory cannot be asked; empty: it can."""
+        """Why the directory cannot be asked; empty if it can."""
         return self._shared.follower.lost
 
     def close(self) -> None:
-        """Not interested any more."""
+        """Stop watching. The last watch of a cluster also closes the follower."""
         with _lock:
             self._closed = True
             self._shared.watches.discard(self)
@@ -68,7 +69,7 @@ class Watch:
 
 
 class _Shared:
-    """A follower and who watches."""
+    """A follower and its watches."""
 
     def __init__(self, url: str) -> None:
         self.watches: set[Watch] = set()

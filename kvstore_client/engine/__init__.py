@@ -1,1 +1,1 @@
-"""For any engine: failures as misses, lookups and transfers in the background."""
+"""The parts that any engine can use: failures become misses; lookups and transfers run in the background."""

@@ -1,14 +1,16 @@
-"""A client that cannot hurt the engine it serves: every failure is a miss, counted, and logged at most every 10 s.
+"""A client that never raises into its engine: every failure counts as a miss and is logged at most every 10 s.
 
 The client itself ends each call by a deadline, fails at once while a shard is out of reach, and probes that shard in
-the background. This module adds two things: an engine may start before its store, and no exception comes out.
+the background. This module adds two things: an engine may start before its store, and a call never raises.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -19,32 +21,49 @@ from kvstore_client.keys import Namespace
 T = TypeVar("T")
 
 LOG_INTERVAL_S: Final = 10.0
-# A store that refused this client (another version, no rights) is asked again this often.
+# Pause before connecting again to a store that refused this client (another version, no rights).
 REFUSED_PAUSE_S: Final = 10.0
 
 
+_forkable: weakref.WeakSet[Counters | StoreGuard] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have held a lock at the fork; in the child nobody would ever release it."""
+    for each in list(_forkable):
+        each.new_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 class Counters:
-    """Numbers by name, added to from any thread."""
+    """Named counters. Thread-safe; usable in a child after a fork."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._news: dict[str, float] = {}
+        self.new_locks()
+        _forkable.add(self)
+
+    def new_locks(self) -> None:
+        """Forget who holds the locks."""
+        self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Add to a number; an amount of 0 changes nothing."""
+        """Add to a counter. An amount of 0 does not create the counter."""
         if amount:
             with self._lock:
                 self._news[name] = self._news.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """What was added since the last call."""
+        """Return what was added since the last call, and start again from 0."""
         with self._lock:
             news, self._news = self._news, {}
         return news
 
 
 class StoreGuard:
-    """One namespace of a store, for one component of an engine. Thread-safe."""
+    """Access to one namespace of a store, for one component of an engine. Thread-safe; usable after a fork."""
 
     def __init__(
         self,
@@ -56,29 +75,34 @@ class StoreGuard:
         replicas: int = 1,
         logger: logging.Logger | None = None,
     ) -> None:
-        """Connects. A store that is out of reach or refuses this client is logged. Raises ValueError for an endpoint
-        that is not one. timeout_s: the deadline of each call that is given none of its own."""
+        """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
+        invalid endpoint. timeout_s: the deadline of each call that sets none of its own."""
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
         self._replicas = replicas
         self._counters = counters
         self._logger = logger or logging.getLogger("kvstore_client")
-        self._lock = threading.Lock()
         self._client: KVStoreClient | None = None
         self._closed = False
         self._refused_until = 0.0
-        self._log_lock = threading.Lock()
         self._next_log = 0.0
         self._unlogged = 0
+        self.new_locks()
+        _forkable.add(self)
         try:
             self._connect()
         except KVStoreError as error:
             self.failed(error)
 
+    def new_locks(self) -> None:
+        """Forget who holds the locks."""
+        self._lock = threading.Lock()
+        self._log_lock = threading.Lock()
+
     def call(self, operation: Callable[[KVStoreClient], T], miss: T) -> T:
-        """``operation(client)``, or ``miss`` when it fails. Never raises. If one shard fails, only its own blocks are
-        misses in what ``operation`` returns; that failure, too, is counted and logged."""
+        """Return ``operation(client)``, or ``miss`` when it fails. Never raises. If one shard fails, only its own
+        blocks are misses in the result of ``operation``; the failure of the shard is counted and logged as well."""
         try:
             client = self._client or self._connect()
             before = client.stats.unanswered
@@ -91,7 +115,7 @@ class StoreGuard:
         return result
 
     def close(self) -> None:
-        """Disconnect. From now on every call is a miss. Never raises."""
+        """Disconnect. Every later call is a miss. Never raises."""
         with self._lock:
             self._closed = True
             client, self._client = self._client, None

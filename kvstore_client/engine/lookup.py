@@ -1,11 +1,12 @@
-"""How much of a chain of keys the store holds, asked in the background of a scheduler that must not wait.
+"""Prefix lookups in the background: how many leading blocks of a chain the store holds. The scheduler never waits.
 
-A block counts when every rank's namespace has it, so each question goes to all of them at once. What an answer told
-is kept for a second and shared: of many requests with one prefix the first asks for it, the others wait for that
-answer and ask for their own rest only. Found blocks are pinned on the server until they can have been read.
+A block counts as stored only if every rank's namespace has it, so each question goes to all namespaces at once. An
+answer is kept for a second and shared. If many requests have one prefix, the first request asks for it; the others
+wait for that answer and then ask only for the keys after the prefix. Blocks that were found are pinned on the server
+for `PIN_S`, so that they are still there when they are read.
 
-One thread, the scheduler's, uses a `PrefixLookups`; questions wait on threads of its own and come back through a queue
-that every poll empties.
+Threads: only the scheduler's thread calls a `PrefixLookups`. Threads of the lookups' own ask the store and wait for
+it. They append the answers to a deque, which every poll empties.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from typing import Final
 from kvstore_client.client import KVStoreClient
 from kvstore_client.engine.guard import Counters, StoreGuard
 
-# An answer is this good, both for a request that waits for room and for others with the same prefix.
+# How long "found" is believed, both by a request that waits for room and by others with the same prefix.
 FOUND_VALID_S: Final = 1.0
-# That a block is missing is soon wrong: somebody may be computing it.
+# How long "missing" is believed. Short, because another request may be computing the block.
 MISSING_VALID_S: Final = 0.1
-# What was found stays until it has been read: longer than an answer is valid, and than a load waits for its turn.
+# How long found blocks are pinned: longer than an answer is valid, and longer than a load waits for its turn.
 PIN_S: Final = 10.0
-# More questions than this on their way: the store does not keep up, further ones would come back too late.
+# Most questions under way. With more, the store does not keep up, and further answers would come too late.
 MOST_QUESTIONS: Final = 256
-# Two a rank: while one prepares a question, the other waits for an answer.
+# Two threads per rank, up to this many: while one prepares a question, the other waits for an answer.
 MOST_THREADS: Final = 16
 
 
 @dataclass
 class PrefixLookup:
-    """A request's question. ``stored``: leading blocks of ``keys`` in the store, None until it is known; at least so
-    many if it is not ``certain``, because the store did not say more in time."""
+    """The lookup of one request. ``stored``: how many leading blocks of ``keys`` the store has; None until known. If
+    not ``certain``, the store did not answer in full in time, and it may have more than ``stored``."""
 
     keys: Sequence[bytes]
     deadline: float
@@ -50,25 +51,29 @@ class PrefixLookup:
 @dataclass
 class _Question:
     keys: Sequence[bytes]
-    unanswered: int  # ranks
-    length: int  # leading keys that all ranks have, of those that answered
-    certain: bool = True  # every rank did
+    unanswered: int  # ranks that have not answered yet
+    length: int  # leading keys that every rank has, among the ranks that answered
+    certain: bool = True  # every shard of those ranks answered
 
 
 class PrefixLookups:
-    """The lookups of one engine. ``guards``: one for each distinct rank's namespace."""
+    """The lookups of one engine. ``guards``: one for each distinct namespace of the ranks.
+
+    Call every method from the scheduler's thread. No method blocks. A store that fails counts as a store that has
+    nothing, and the lookup is then not ``certain``.
+    """
 
     def __init__(self, guards: Sequence[StoreGuard], *, timeout_s: float, counters: Counters) -> None:
         self._guards = guards
         self._timeout_s = timeout_s
         self._counters = counters
         self._closed = False
-        self._answers: deque[tuple[_Question, int, bool]] = deque()  # length, and whether it is certain
-        self._questions: dict[bytes, _Question] = {}  # by their first key
-        # key -> (until when it is believed, whether it is in the store or None: it could not say)
+        self._answers: deque[tuple[_Question, int, bool]] = deque()  # question, length, certain
+        self._questions: dict[bytes, _Question] = {}  # under way, by their first key
+        # key -> (valid until, whether the store has it; None: the store did not answer in full)
         self._facts: dict[bytes, tuple[float, bool | None]] = {}
         self._expiring: deque[tuple[float, Sequence[bytes]]] = deque()
-        # A queue whose put neither blocks nor gives the interpreter away: the scheduler has better to do.
+        # SimpleQueue: its put neither blocks nor releases the GIL, so it costs the scheduler next to nothing.
         self._asked: SimpleQueue[tuple[StoreGuard, _Question] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"kvstore-lookup-{number}", daemon=True)
@@ -79,11 +84,11 @@ class PrefixLookups:
 
     @property
     def pending(self) -> int:
-        """Questions on their way."""
+        """Questions under way."""
         return len(self._questions)
 
     def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
-        """Begin to find out. `poll` tells when it is known; already now, if it is known from others."""
+        """Start a lookup; `poll` returns its result. If other requests have asked for the keys, it is known at once."""
         now = time.monotonic()
         lookup = PrefixLookup(keys, now + self._timeout_s, asked_at=now)
         self._counters.add("lookups")
@@ -91,7 +96,8 @@ class PrefixLookups:
         return lookup
 
     def poll(self, lookup: PrefixLookup) -> int | None:
-        """``lookup.stored`` as far as it is known now. Never blocks; from the deadline on it is what was found."""
+        """Return ``lookup.stored``, None while it is not known. Never blocks. After the deadline, the blocks found so
+        far are the result."""
         if lookup.stored is not None:
             return lookup.stored
         now = time.monotonic()
@@ -119,12 +125,12 @@ class PrefixLookups:
         return lookup.stored
 
     def forget(self) -> None:
-        """Believe nothing any more: a read has shown that what was found is not there."""
+        """Drop all answers: a read has shown that blocks that were found are not there."""
         self._facts.clear()
         self._expiring.clear()
 
     def close(self) -> None:
-        """Questions on their way end by their deadlines, unheard."""
+        """End the threads. Questions under way end by their deadlines; their answers are ignored."""
         self._closed = True
         for _ in self._threads:
             self._asked.put(None)
@@ -163,7 +169,7 @@ class PrefixLookups:
 
 
 def _match_prefix(keys: Sequence[bytes], timeout_s: float, client: KVStoreClient) -> tuple[int, bool]:
-    """The length, and whether nothing more is there: every shard that was asked answered."""
+    """The length of the stored prefix, and whether it is certain, because every shard that was asked answered."""
     before = client.stats.unanswered
     length = client.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
     return length, client.stats.unanswered == before

@@ -1,14 +1,15 @@
 """Transfers between host memory and the store, in the background of an engine.
 
 Out: one thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. When the
-queue is full the oldest unsent blocks are dropped: the newest are the likeliest to be asked for again, and an engine
+queue is full, the oldest unsent blocks are dropped: the newest are the likeliest to be asked for again, and an engine
 never waits for its cache.
 
-In: a few threads, a job each, fetch a chain chunk by chunk straight into its rows; after each chunk the engine places
-what arrived while the next one, of another job, is on the wire.
+In: a few threads run one job each. A job fetches its blocks chunk by chunk straight into their rows. While the engine
+places a chunk that arrived, a chunk of another job is on the wire.
 
-No copy is made here: blocks go from the rows given to the socket, and from the socket to the rows given. Whatever
-fails, every block is named once in `done`, so that nothing that is held for a transfer is held for ever.
+No copy is made here: blocks go from the caller's rows to the socket, and from the socket to the caller's rows. Whatever
+fails, ``done`` is called exactly once for each block on its way out and for each job on its way in, so that the
+caller can always release the memory that it holds for a transfer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvstore_client.engine.guard import Counters, StoreGuard
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
-# Payload of one round trip: large enough for the wire's speed, small enough that placing a chunk overlaps the next.
+# Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
 CHUNK_BYTES: Final = 32 << 20
 
 
@@ -38,9 +39,9 @@ class SendOutcome(enum.Enum):
     """What became of a block on its way out."""
 
     STORED = "stored"
-    PRESENT = "present"  # the store had it
-    DROPPED = "dropped"  # never sent: the queue was full, or closed
-    FAILED = "failed"
+    PRESENT = "present"  # not sent: the store had it already
+    DROPPED = "dropped"  # not sent: the queue was full or closed
+    FAILED = "failed"  # the store was out of reach or did not take it
 
 
 class _Waiting(NamedTuple):
@@ -53,10 +54,11 @@ Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
 
 
 class TransferOut:
-    """The way out of one namespace. A block's memory must not change until ``done`` names its token.
+    """Sends blocks of one namespace to the store. The caller owns the blocks' memory and must not change it until
+    ``done`` has named the block's token. Thread-safe.
 
-    ``limit``: blocks that wait at most. ``done(results)`` is called from the transfer's thread, or from ``put`` for
-    what that dropped; it must neither raise nor block.
+    ``limit``: how many blocks may wait in the queue. ``done(results)`` is called from the transfer's thread, or from
+    ``put`` and ``close`` for the blocks they drop; it must neither raise nor block.
     """
 
     def __init__(self, guard: StoreGuard, *, limit: int, counters: Counters, done: Done) -> None:
@@ -76,11 +78,12 @@ class TransferOut:
 
     @property
     def waiting(self) -> int:
-        """Blocks not yet named in ``done``."""
+        """Blocks in the queue or being sent."""
         return len(self._queue) + self._sending
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Block], tokens: Sequence[Hashable]) -> None:
-        """Queue blocks, dropping the oldest waiting ones (of this call's, too) beyond the limit. Never blocks."""
+        """Queue blocks. Beyond the limit, the oldest in the queue are dropped, even if this call put them there. Never
+        blocks."""
         with self._changed:
             self._queue.extend(_Waiting(*each) for each in zip(keys, blocks, tokens, strict=True))
             surplus = len(self._queue) if self._closed else max(0, len(self._queue) - self._limit)
@@ -89,12 +92,13 @@ class TransferOut:
         self._report(dropped, SendOutcome.DROPPED)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing waits or is on the wire. -> whether that came to be in time."""
+        """Wait until no block is queued or on the wire. -> False if ``timeout_s`` passed first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.waiting, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Send what waits, for so long; drop the rest."""
+        """Send the queued blocks for up to ``timeout_s``, then drop the rest. Waits for a batch on the wire for as
+        long as one call may take."""
         self.drain(timeout_s)
         with self._changed:
             self._closed = True
@@ -129,7 +133,7 @@ class TransferOut:
         if not missing:
             return None
         failed = self._guard.call(lambda client: _set(client, missing), len(missing))
-        # Which of a batch the store had no room for is not told; the last are, since it takes them in order.
+        # The reply does not name the blocks that found no room. They are the last: the store takes blocks in order.
         stored = len(missing) - failed
         self._report(missing[:stored], SendOutcome.STORED)
         self._report(missing[stored:], SendOutcome.FAILED)
@@ -153,7 +157,8 @@ _COUNTERS: Final = {
 
 
 def _set(client: KVStoreClient, blocks: Sequence[_Waiting]) -> int:
-    """How many blocks the store could not take. Acknowledged, and visible to every lookup, once it owns the bytes."""
+    """Set blocks. -> how many the store could not take. A deferred set is acknowledged once the store owns the bytes;
+    every lookup sees the blocks from then on."""
     return client.set([each.key for each in blocks], [each.block for each in blocks], deferred=True).error
 
 
@@ -161,7 +166,10 @@ Arrived: TypeAlias = "Callable[[int, npt.NDArray[np.bool_]], bool]"
 
 
 class TransferIn:
-    """The way in of one namespace: ``threads`` jobs at a time, the others wait for their turn or their deadline."""
+    """Fetches blocks of one namespace. ``threads`` jobs run at a time; other jobs wait for their turn. Thread-safe.
+
+    The rows belong to the caller; a job may write to its rows until its ``done`` is called.
+    """
 
     def __init__(self, guard: StoreGuard, *, threads: int, counters: Counters) -> None:
         self._guard = guard
@@ -171,11 +179,11 @@ class TransferIn:
         self._idle = threading.Condition()
         self._jobs = 0
         self._closed = False
-        self._corrupt = 0  # of the client's checksum errors, those counted
+        self._corrupt = 0  # the client's checksum errors that are in the counter already
 
     @property
     def waiting(self) -> int:
-        """Jobs not yet done."""
+        """Jobs that are queued or running."""
         return self._jobs
 
     def submit(
@@ -188,12 +196,13 @@ class TransferIn:
         arrived: Arrived,
         done: Callable[[], None],
     ) -> None:
-        """Fetch block ``keys[i]`` into ``out[slots[i]]``, chunk by chunk. ``out`` may be a function that names the
-        rows when the job's turn has come, for rows that belong to the thread.
+        """Fetch block ``keys[i]`` into row ``out[slots[i]]``, chunk by chunk. Never blocks. ``out`` may be a function
+        that returns the rows when the job's turn has come; each transfer thread can then have rows of its own.
 
-        After each chunk ``arrived(first, hits)``: ``hits[j]`` says whether block ``first + j`` is in its row; it
-        returns whether to go on. ``deadline``, of ``time.monotonic()``: what has not arrived by then is a miss.
-        ``done()`` comes last, always. Both are called from a transfer's thread.
+        After each chunk, ``arrived(first, hits)`` is called: ``hits[j]`` says whether block ``first + j`` is in its
+        row. It returns whether to fetch the next chunk. ``deadline``, on the clock of ``time.monotonic()``: blocks that
+        have not arrived by then are misses. ``done()`` is always called, and last. Both are called from a transfer's
+        thread; after ``close``, this call itself calls ``done()``.
         """
         with self._idle:
             self._jobs += 1
@@ -203,12 +212,12 @@ class TransferIn:
             self._finish(done)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is left. -> whether that came to be in time."""
+        """Wait until no job is left. -> False if ``timeout_s`` passed first."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self) -> None:
-        """End without another block: a chunk under way ends by its deadline, the others are misses."""
+        """End all jobs, and wait for that. A chunk on the wire ends by its deadline; all later blocks are misses."""
         self._closed = True
         self._threads.shutdown(wait=True)
 

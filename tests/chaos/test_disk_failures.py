@@ -17,6 +17,7 @@ import pytest
 
 from kvstore_client import Namespace
 from tests.support.disk import (
+    BLOCK,
     KiB,
     MiB,
     allocated_bytes,
@@ -46,20 +47,9 @@ from tests.support.harness import (
     wait_until,
 )
 
-BLOCK = 64 * KiB
 LRU = ("--policy", "lru")  # what was set a moment ago is there, however hard others use the small memory
 MEMORY = 16 * MiB
 SHIM = Path(__file__).with_name("io_errors.c")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "disk"
-
-
-@pytest.fixture
-def namespace(new_namespace: MakeNamespace) -> Namespace:
-    return new_namespace(BLOCK)
 
 
 @pytest.fixture

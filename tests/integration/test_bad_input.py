@@ -16,6 +16,7 @@ import pytest
 
 from kvstore.wire import ErrorCode
 from kvstore_client import BlockSizeMismatch, KeySizeMismatch, KVStoreClient, ProtocolError
+from tests.support import forked
 from tests.support.harness import (
     CONTAINS,
     DELETE,
@@ -461,9 +462,7 @@ def test_replies_nobody_reads_stop_the_requests(start_server: StartServer) -> No
 
 def run_server(*arguments: str, **extra: str) -> tuple[int, str]:
     """A server that is expected not to start. -> exit status and what it said."""
-    done = subprocess.run(
-        server_command(*arguments), capture_output=True, text=True, timeout=30, env=environment(**extra), check=False
-    )
+    done = forked.run("kvstore", *arguments, env=environment(**extra), timeout=30)
     assert "Traceback" not in done.stderr, done.stderr
     assert "ready" not in done.stdout
     return done.returncode, " ".join(done.stderr.split())

@@ -142,7 +142,7 @@ def test_a_call_that_never_had_its_turn_to_send_breaks_nothing(
             blocks = np.zeros((64, 1 << 20), dtype=np.uint8)
             sender = threading.Thread(target=lambda: results.append(client.set(keys, blocks)))
             sender.start()
-            wait_until(client._core.links[0].send_lock.locked)
+            wait_until(lambda: client._core.links[0].sending.owner is not None)
             with pytest.raises(Timeout):
                 client.contains(keys, timeout_s=SHORT_S)
         started = time.monotonic()
@@ -176,7 +176,7 @@ def test_a_call_does_not_wait_for_another_ones_connecting_beyond_its_own_time(
             client._core.links[0].close()  # as if the connection had been found dead
             patient = threading.Thread(target=lambda: client.contains(KEYS))
             patient.start()
-            wait_until(client._core.links[0].connect_lock.locked)
+            wait_until(lambda: client._core.links[0].connecting.owner is not None)
             started = time.monotonic()
             with pytest.raises(Timeout):
                 client.contains(KEYS, timeout_s=SHORT_S)

@@ -18,6 +18,7 @@ import pytest
 
 from kvstore.wire import DiskInfo
 from kvstore_client import KVStoreClient
+from tests.support import forked
 from tests.support.harness import (
     Server,
     StartServer,
@@ -43,18 +44,11 @@ def command(*arguments: str) -> list[str]:
 def kvstore(
     *arguments: str, status: int = 0, stdin: bytes = b"", **extra_environment: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(*arguments),
-        input=stdin,
-        capture_output=True,
-        timeout=60,
-        env=environment(**{"COLUMNS": "80", **extra_environment}),
-        check=False,
-    )
-    text = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
-    assert text.returncode == status, text.stdout + text.stderr
-    assert "Traceback" not in text.stderr, text.stderr
-    return text
+    variables = environment(**{"COLUMNS": "80", **extra_environment})
+    done = forked.run("kvstore_cli", *arguments, stdin=stdin, env=variables)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
 
 
 def answer(*arguments: str, status: int = 0) -> Any:
@@ -512,3 +506,12 @@ def test_the_shell_completes_commands_and_options() -> None:
     assert "--endpoint" in completed("kvstore info --e")
     script = kvstore("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
     assert "_KVSTORE_COMPLETE=complete_bash" in script
+
+
+def test_what_others_called_their_model_cannot_write_to_the_terminal(server: Server) -> None:
+    model = "x[/y]\x1b[2J[red]\u202e"
+    with KVStoreClient(server.endpoint, make_namespace(64, model)) as client:
+        client.set(make_keys(1), [bytes(64)])
+        done = kvstore("info", "--endpoint", server.endpoint)
+        assert "x[/y]\\x1b[2J[red]\\u202e" in "".join(done.stdout.split()) and "\x1b" not in done.stdout
+        client.purge()

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import wire
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, Namespace, Timeout
+from tests.support.clock import Clock
 from tests.support.cluster import Cluster
 from tests.support.disk import disk_flags, disk_info, open_client, wait_until_on, wait_until_written
 from tests.support.harness import (
@@ -126,38 +127,51 @@ def test_a_prefix_comes_from_disk(start_server: StartServer, namespace: Namespac
 # ---- time to live --------------------------------------------------------------------------------------------------
 
 
-def test_a_set_says_how_long_its_blocks_live(start_server: StartServer, namespace: Namespace) -> None:
+def test_a_set_says_how_long_its_blocks_live(start_server: StartServer, namespace: Namespace, clock: Clock) -> None:
     short, long, ruled = KEYS[:10], KEYS[10:20], KEYS[20:30]
-    server = start_server("--ttl-seconds", "600")
+    server = start_server("--ttl-seconds", "3600", **clock.environment)
     with KVStoreClient(server.endpoint, namespace) as client:
-        client.set(short, blocks_of(short, BLOCK), ttl_s=1)
-        client.set(long, blocks_of(long, BLOCK), ttl_s=600.5)
+        client.set(short, blocks_of(short, BLOCK), ttl_s=600)
+        client.set(long, blocks_of(long, BLOCK), ttl_s=7200.5)
         client.set(ruled, blocks_of(ruled, BLOCK))
+        clock.advance(590)
         assert client.contains(KEYS[:30]).all()
-        wait_until(lambda: not client.contains(short).any())
-        assert client.contains(KEYS[10:30]).all()
+        clock.advance(11)
+        assert not client.contains(short).any() and client.contains(KEYS[10:30]).all()
+        clock.advance(3000)
+        assert not client.contains(ruled).any() and client.contains(long).all()
+        clock.advance(3599)
+        assert client.contains(long).all()
+        clock.advance(2)
+        assert not client.contains(long).any()
 
 
-def test_a_time_to_live_of_its_own_wins_over_the_rule(start_server: StartServer, namespace: Namespace) -> None:
-    with KVStoreClient(start_server("--ttl-seconds", "1").endpoint, namespace) as client:
+def test_a_time_to_live_of_its_own_wins_over_the_rule(
+    start_server: StartServer, namespace: Namespace, clock: Clock
+) -> None:
+    server = start_server("--ttl-seconds", "60", **clock.environment)
+    with KVStoreClient(server.endpoint, namespace) as client:
         client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK))
         client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK), ttl_s=600)
-        wait_until(lambda: not client.contains(KEYS[:10]).any())
-        assert client.contains(KEYS[10:20]).all()
+        clock.advance(61)
+        assert not client.contains(KEYS[:10]).any() and client.contains(KEYS[10:20]).all()
 
 
-def test_a_time_to_live_survives_a_restart(start_server: StartServer, namespace: Namespace, tmp_path: Path) -> None:
-    server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB")
+def test_a_time_to_live_survives_a_restart(
+    start_server: StartServer, namespace: Namespace, tmp_path: Path, clock: Clock
+) -> None:
+    server = start_server(*disk_flags(tmp_path / "disk", "64MiB"), memory="8MiB", segment="1MiB", **clock.environment)
     with open_client(server, namespace) as client:
-        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK), ttl_s=3)
+        client.set(KEYS[:10], blocks_of(KEYS[:10], BLOCK), ttl_s=60)
         client.set(KEYS[10:20], blocks_of(KEYS[10:20], BLOCK))
-        until = time.monotonic() + 3
         wait_until_written(client)
     server.stop()
     server.restart()
     with open_client(server, namespace) as client:
         wait_until_on(client)
-        time.sleep(max(0.0, until + 1.5 - time.monotonic()))  # the disk counts whole seconds
+        clock.advance(30)
+        assert client.contains(KEYS[:20]).all()
+        clock.advance(31.5)  # the disk counts whole seconds
         assert not client.contains(KEYS[:10]).any() and client.contains(KEYS[10:20]).all()
 
 
@@ -364,5 +378,30 @@ def test_the_asynchronous_client_has_it_all(start_server: StartServer, namespace
             assert [place.present for place in await client.locate(KEYS[0])] == [True]
             assert await client.purge() == 100 and (await client.get(KEYS, timeout_s=5)).hit == 0
             assert (client.epoch, client.directory_error) == (0, "")
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_stream_ends_at_once(start_server: StartServer, namespace: Namespace) -> None:
+    """While a shard hangs, a thread is inside the stream; the task that is cancelled does not wait for it."""
+    server = start_server()
+
+    async def run() -> None:
+        async with AsyncKVStoreClient(server.endpoint, namespace, timeout_s=2) as client:
+            await client.set(KEYS, blocks_of(KEYS, BLOCK))
+
+            async def read() -> None:
+                async for _ in client.stream_get(KEYS):
+                    pass
+
+            with server.stopped():
+                task = asyncio.ensure_future(read())
+                await asyncio.sleep(0.2)
+                began = time.monotonic()
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert time.monotonic() - began < 1
+            assert (await client.get(KEYS, timeout_s=10)).hit == 100
 
     asyncio.run(run())

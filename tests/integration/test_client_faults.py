@@ -277,7 +277,7 @@ def test_a_read_behind_an_upload_that_is_stuck_turns_to_the_replica(
         with a.stopped():
             uploading = in_background(client.set, more, blocks_of(more, BIG))
             link = client._core.links[0]
-            wait_until(lambda: link.pending and link.send_lock.locked())
+            wait_until(lambda: link.pending and link.sending.owner is not None)
             time.sleep(0.2)  # the sockets are full
             out = np.empty((8, BIG), dtype=np.uint8)
             with within(1.3):
@@ -320,7 +320,7 @@ def test_close_does_not_wait_for_shards_that_hang(cluster: Cluster, namespace: N
         client = cluster.client(namespace, timeout_s=0.5, fail_open=True)
         assert not client.contains(KEYS).any()
         wait_until(lambda: all(link.broken for link in client._core.links))
-        wait_until(lambda: all(link.connect_lock.locked() for link in client._core.links), what="all are probed")
+        wait_until(lambda: all(link.connecting.owner is not None for link in client._core.links), what="all are probed")
         with within(0.5):
             client.close()
 
@@ -421,7 +421,7 @@ def test_a_link_that_left_while_it_connected_is_closed(
         link.close()
         with cluster.nodes["b"].stopped():
             setting = in_background(client.set, KEYS, BLOCKS, timeout_s=8.0)
-            wait_until(link.connect_lock.locked)
+            wait_until(lambda: link.connecting.owner is not None)
             cluster.withdraw("b")
             wait_until(lambda: nodes_of(client) == {"a"})
         assert setting.result().error == 0

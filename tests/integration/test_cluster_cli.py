@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kvstore_client import KVStoreClient, Namespace
+from tests.support import forked
 from tests.support.cluster import Cluster
 from tests.support.etcd import Etcd
 from tests.support.harness import blocks_of, environment, make_keys, make_namespace, wait_until
@@ -38,14 +39,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def kvstore(*arguments: str, status: int = 0, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(COLUMNS=str(columns)),
-        check=False,
-    )
+    done = forked.run("kvstore_cli", *arguments, env=environment(COLUMNS=str(columns)))
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done

@@ -397,3 +397,24 @@ def test_a_slow_shard_does_not_stall_a_batch_for_the_fast_ones(start_server: Sta
             result = client.set(KEYS, BLOCKS)
             assert time.monotonic() - started < 2.4
             assert result.existed == hit
+
+
+def test_a_set_tells_how_many_copies_there_are_and_can_demand_them(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    """One node where two copies are wanted."""
+    server = start_server()
+    namespace, keys = new_namespace(64), make_keys(10)
+    blocks = blocks_of(keys, 64)
+    with KVStoreClient(server.endpoint, namespace, replicas=2) as client:
+        result = client.set(keys[:5], blocks[:5], deferred=False)
+        assert (result.created, result.error, result.copies) == (5, 0, 1)
+    with KVStoreClient(server.endpoint, namespace, replicas=2, min_copies=2) as client:
+        result = client.set(keys, blocks)
+        assert (result.error, result.copies) == (10, 1)
+    other = start_server()
+    with KVStoreClient([server.endpoint, other.endpoint], namespace, replicas=2, min_copies=2) as client:
+        result = client.set(keys, blocks)
+        assert (result.error, result.copies) == (0, 2)
+    with pytest.raises(ValueError, match="min_copies=3: expected 1 to 2"):
+        KVStoreClient(server.endpoint, namespace, replicas=2, min_copies=3)

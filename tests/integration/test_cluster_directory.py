@@ -22,8 +22,9 @@ from kvstore.cluster.members import DirectoryError, Member, Membership, State, e
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
 from kvstore.wire import ShardAddress
 from tests.support.cluster import Following, open_directory, states_of
-from tests.support.etcd import Etcd, free_ports
+from tests.support.etcd import Etcd
 from tests.support.harness import wait_until
+from tests.support.ports import free_ports
 
 TTL_S = 2
 

@@ -76,7 +76,7 @@ class Deployment:
             self.wait_ready(container)
         for node in nodes.values():
             wait_until(
-                lambda node=node: self.value(node.name, "kvstore_cluster_members") == len(nodes),
+                lambda node=node: self.sees(node.name, len(nodes)),
                 START_S,
                 f"{node.name} sees all members",
             )
@@ -119,8 +119,16 @@ class Deployment:
                 samples.setdefault(sample.name, set()).update(sample.labels)
         return samples
 
+    def sees(self, node: str, members: int) -> bool:
+        """Whether a node, which may still be starting, knows so many members."""
+        done = self.client.run([sys.executable, "-c", SCRAPE.format(f"{node}:9100")])
+        return done.returncode == 0 and self._sum(done.stdout, "kvstore_cluster_members") == members
+
     def value(self, node: str, metric: str) -> float:
-        text = self.python(SCRAPE.format(f"{node}:9100"))
+        return self._sum(self.python(SCRAPE.format(f"{node}:9100")), metric)
+
+    @staticmethod
+    def _sum(text: str, metric: str) -> float:
         families = text_string_to_metric_families(text)
         return sum(sample.value for family in families for sample in family.samples if sample.name == metric)
 

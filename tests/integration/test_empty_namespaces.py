@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from kvstore_client import KVStoreClient, Namespace
+from tests.support.clock import Clock
 from tests.support.disk import disk_flags, disk_info, fill, open_client, wait_until_on, wait_until_written
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, shard_info, wait_until
 
@@ -55,11 +56,15 @@ def test_deleted_namespaces_leave_info_and_metrics_and_the_shards_counters_stay(
     assert put(server, short[0], 2), "it may come back"
 
 
-def test_a_namespace_whose_blocks_expired_disappears(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    server = start_server("--ttl-seconds", "1")
+def test_a_namespace_whose_blocks_expired_disappears(
+    start_server: StartServer, new_namespace: MakeNamespace, clock: Clock
+) -> None:
+    server = start_server("--ttl-seconds", "600", **clock.environment)
     namespace = new_namespace(BLOCK)
     put(server, namespace, 3)
     with KVStoreClient(server.endpoint, namespace) as client:
+        assert rows(client) == {namespace.id}
+        clock.advance(601)
         wait_until(lambda: not rows(client), GONE_S, "its row is gone")
 
 

@@ -317,10 +317,28 @@ def test_nothing_is_copied_for_longer_than_the_grace_lasts(cluster: Cluster, new
 
 @pytest.mark.exclusive  # a fill must begin within a grace of seconds, and not end
 def test_who_serves_is_filled_no_more(cluster: Cluster, new_namespace: MakeNamespace) -> None:
-    (old,) = start_serving(cluster, "a", memory="512MiB")
-    put(cluster, new_namespace(BLOCK_BYTES), 6000)
-    cluster.start("b", grace_seconds=2, memory="512MiB")
+    (old,) = start_serving(cluster, "a", memory="1GiB")
+    put(cluster, new_namespace(BLOCK_BYTES), 14_000)
+    # A fill begins 1.5 to 2.5 s after the node has joined, and half of the blocks take longer than what is left then.
+    cluster.start("b", grace_seconds=3, memory="1GiB")
     wait_until_filling(old)
     wait_until(lambda: cluster.members()["b"].state == "serving")
     wait_for_fills([old], "b")
     assert fills(old)[-1][1] > fills(old)[-1][2] > 0
+
+
+@pytest.mark.exclusive  # a node must be filled within seconds
+def test_a_shard_that_died_is_filled_from_the_other_copies(cluster: Cluster, new_namespace: MakeNamespace) -> None:
+    """Then the other node dies, and nothing that was acknowledged with two copies is lost."""
+    first, second = start_serving(cluster, "a", "b")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = put(cluster, namespace, 200, replicas=2)
+    (shard,) = first.shards()
+    shard.kill()
+    wait_until(lambda: "is serving again" in first.log_text(), FILL_S)
+    wait_for_fills([second], "a")
+    wait_until(lambda: held(first, namespace, keys) == {*keys}, FILL_S, "all copies are made again")
+    check_bytes(first, namespace, keys)
+    second.kill()
+    with cluster.client(namespace, replicas=2, timeout_s=20) as client:
+        assert client.get(keys).blocks == blocks_of(keys, BLOCK_BYTES)

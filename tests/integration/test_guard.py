@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from kvstore_client import KVStoreClient, Namespace
+from kvstore_client import KVStoreClient, KVStoreError, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
@@ -246,3 +248,25 @@ def test_closing_while_calls_wait_for_a_frozen_store_ends_them(
         guard.close()
         thread.join(TIMEOUT_S + SLACK_S)
     assert answers == [-1]
+
+
+def test_a_child_of_a_fork_does_not_wait_for_locks_that_a_thread_of_its_parent_held(
+    make_guard: MakeGuard, server: Server, new_namespace: MakeNamespace
+) -> None:
+    namespace, keys = new_namespace(64), make_keys(3)
+    guard = make_guard(server.endpoint, namespace)
+    assert guard.call(lambda client: client.set(keys, blocks_of(keys, 64)).created, -1) == 3
+    guard._lock.acquire()
+    guard._log_lock.acquire()
+    try:
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            found = holds(guard, keys)
+            guard.failed(KVStoreError("what is logged"))
+            guard.close()
+            os._exit(0 if found == 3 else 1)
+    finally:
+        guard._lock.release()
+        guard._log_lock.release()
+    assert os.waitpid(pid, 0)[1] == 0

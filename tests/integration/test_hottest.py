@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import wire
+from kvstore.shard.account import MAX_HELD_BYTES
 from kvstore.wire import ErrorCode
 from kvstore_client import KVStoreClient, Namespace
 from tests.support.disk import disk_flags, fill, wait_until_on, wait_until_written
@@ -117,7 +118,7 @@ def test_replies_nobody_takes_are_bounded_for_all_clients_together(start_server:
             raw.send(pack(HOTTEST, 1, 10_000, 0, 1 << 20))
         answers = [raw.reply()[0] for raw in reversed(raws)]  # who was refused is at the end
         refused = [answer for answer in answers if answer[0] == ERROR]
-        assert 24 - len(refused) <= (64 << 20) // wire.MAX_HOTTEST_BYTES + 4  # some of it is in the kernel
+        assert 24 - len(refused) <= MAX_HELD_BYTES // wire.MAX_HOTTEST_BYTES + 4  # some of it is in the kernel
         assert refused and all(answer[:3] == [ERROR, 1, ErrorCode.LIMIT] for answer in refused)
         # What was taken is free again.
         assert raws[0].ask(pack(HOTTEST, 2, 10_000, 0, 1 << 20))[0] == HOTTEST_REPLY

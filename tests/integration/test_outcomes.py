@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,10 @@ from tests.support.harness import (
     namespace_info,
     pack,
     sums_of,
+    wait_until,
 )
 
-CREATED, EXISTED, FORCED, DUPLICATED, ERRED = Outcome
+CREATED, EXISTED, FORCED, DUPLICATED, ERRED, PENDING = Outcome
 
 
 def set_blocks(raw: RawClient, keys: list[bytes], block_bytes: int, force: bool = False, outcomes: bool = True) -> list:
@@ -81,7 +84,7 @@ def test_what_another_client_writes_existed_for_the_second(server: Server, new_n
         while not second.ask(pack(4, 1, 1000, 1, 16), keys[0])[2][0]:
             pass
         for force in (False, True):
-            assert set_blocks(second, keys, 256, force)[-1][0] == EXISTED
+            assert set_blocks(second, keys, 256, force)[-1][0] == PENDING
         first.send(blocks[0], sums_of(blocks[:1]))
         assert first.reply()[0][:4] == [SET_REPLY, 5, 1, 1]
 
@@ -163,3 +166,48 @@ def test_a_node_without_a_zone_says_so(server: Server) -> None:
     with RawClient(server) as raw:
         assert raw.hello()[8] == ""
         assert len(raw.hello()) == len(wire.Welcome.__struct_fields__) + 1
+
+
+def test_a_set_that_is_not_deferred_waits_for_a_block_that_another_client_is_writing(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    """One that vanishes in the middle: the block is stored by who waited."""
+    namespace, keys = new_namespace(256), make_keys(4)
+    server, blocks = start_server(), blocks_of(keys, 256)
+    with RawClient(server) as other, KVStoreClient(server.endpoint, namespace, timeout_s=10) as client:
+        other.hello(namespace.canonical())
+        other.send(pack(SET, 1, 1000, 2, 16), b"".join(keys[:2]), more=True)
+        wait_until(lambda: namespace_info(client).writing == 2)
+        with RawClient(server) as raw:
+            raw.hello(namespace.canonical())
+            assert set_blocks(raw, keys[:3], 256) == [1, 2, 0, 0, 0, bytes([PENDING, PENDING, CREATED])]
+        deferred = client.set(keys, blocks)
+        assert (deferred.created, deferred.existed, deferred.error) == (1, 3, 0)
+        began = time.monotonic()
+        result = client.set(keys, blocks, deferred=False)
+        assert time.monotonic() - began < 5
+        assert (result.created, result.existed, result.error, result.copies) == (2, 2, 0, 1)
+        assert client.get(keys).blocks == blocks
+
+
+def test_a_block_that_nobody_finishes_in_time_is_an_error(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    namespace, keys = new_namespace(256), make_keys(2)
+    server, blocks = start_server(), blocks_of(keys, 256)
+    with RawClient(server) as other, KVStoreClient(server.endpoint, namespace, timeout_s=1) as client:
+        other.hello(namespace.canonical())
+        other.send(pack(SET, 1, 60_000, 1, 16), keys[0], more=True)
+        wait_until(lambda: namespace_info(client).writing == 1)
+        result = client.set(keys, blocks, deferred=False)
+        assert (result.created, result.error, result.copies) == (1, 1, 0)
+        # The same if the server is silent by the time of the last look.
+        (shard,) = server.shards()
+        stopping = threading.Timer(0.5, shard.suspend)
+        stopping.start()
+        try:
+            result = client.set(keys, blocks, deferred=False)
+        finally:
+            stopping.join()
+            shard.resume()
+        assert (result.existed, result.error, result.copies) == (1, 1, 0)

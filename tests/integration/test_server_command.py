@@ -14,18 +14,12 @@ import pytest
 import kvstore
 from kvstore.node.config import ServerConfig
 from kvstore.node.settings import describe
-from tests.support.harness import StartServer, environment, server_command, wait_until
+from tests.support import forked
+from tests.support.harness import StartServer, environment, wait_until
 
 
 def run(*arguments: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        server_command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(COLUMNS="100", **variables),
-        check=False,
-    )
+    done = forked.run("kvstore", *arguments, env=environment(COLUMNS="100", **variables))
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
@@ -60,7 +54,7 @@ def test_a_start_and_a_stop_are_told_in_one_line_each(start_server: StartServer)
     server = start_server("--shards", "2", "--http", "127.0.0.1:0")
     (started,) = (line for line in server.log_text().splitlines() if " starts: " in line)
     assert f"kvstore-server {kvstore.__version__} starts: listening on 127.0.0.1:{server.port}, 127.0.0.1:" in started
-    assert started.endswith("settings: port=0 shards=2 http=127.0.0.1:0 memory=64MiB segment=4MiB")
+    assert started.endswith(f"settings: port={server.port} shards=2 http=127.0.0.1:0 memory=64MiB segment=4MiB")
     assert server.stop() == 0
     *_, stopping, stopped = server.log_text().splitlines()
     assert "SIGTERM: stopping" in stopping

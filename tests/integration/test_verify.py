@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import pytest
 
 from kvstore.disk.format import read_layout, segment_path
 from kvstore_client import KVStoreClient
+from tests.support import forked
+from tests.support.clock import Clock
 from tests.support.harness import (
     Server,
     block_of,
@@ -35,14 +36,7 @@ DISK = ("--memory", "64MiB", "--segment", "4MiB", "--disk-size", "64MiB")
 
 
 def verify(*arguments: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore_cli", "verify", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(COLUMNS="200"),
-        check=False,
-    )
+    done = forked.run("kvstore_cli", "verify", *map(str, arguments), env=environment(COLUMNS="200"))
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
@@ -149,16 +143,22 @@ def test_blocks_of_any_size_are_checked(tmp_path: Path, block_bytes: int) -> Non
     assert (report["blocks"], report["bytes"]) == (20, 20 * block_bytes)
 
 
-def test_blocks_past_their_time_are_counted_and_not_checked(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log", *DISK, "--disk", str(tmp_path / "tier"), "--ttl-seconds", "4")
+def test_blocks_past_their_time_are_counted_and_not_checked(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in clock.environment.items():  # for the command too
+        monkeypatch.setenv(name, value)
+    server = Server(tmp_path / "log", *DISK, "--disk", str(tmp_path / "tier"), "--ttl-seconds", "600")
     try:
         fill(server)
         assert server.stop() == 0
     finally:
         server.kill()
     tier = tmp_path / "tier"
-    report = wait_until(lambda: (found := report_of(tier))["expired_blocks"] == COUNT and found, what="all expired")
-    assert report["blocks"] == 0
+    assert report_of(tier)["expired_blocks"] == 0
+    clock.advance(601.5)
+    report = report_of(tier)
+    assert (report["expired_blocks"], report["blocks"]) == (COUNT, 0)
     assert f"{COUNT} expired" in verify(tier).stdout
 
 

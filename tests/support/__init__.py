@@ -1,1 +1,1 @@
-"""Servers, clusters, disks and networks for the tests."""
+"""Helpers of the tests: servers, clusters, disks and networks."""

@@ -4,7 +4,7 @@ with Cluster(etcd.url("name"), tmp_path, segment="1MiB") as cluster:
     cluster.start("a")
     cluster.wait_for(a="serving")
 
-`Site` is a cluster with its etcd on a network of its own, where each node has an address and links can be cut.
+`Site` is a cluster with its etcd on a network of its own, where each node has an address and connections can be cut.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from tests.support.etcd import Etcd
 from tests.support.harness import ANSWER_S, Server, environment, wait_until
 from tests.support.network import Network
 
-PORT = 7070  # of every node that has an address of its own
+PORT = 7070  # the port of every node that has an address of its own
 HTTP_PORT = 9090
-SERVE_S = 30.0  # for a node to register, or its grace to end
-CLIENTS = ("client1", "client2")  # hosts of a `Site`
+SERVE_S = 30.0  # deadline for a node to register, or for its grace period to end
+CLIENTS = ("client1", "client2")  # the hosts of a `Site` that run clients
 
 
 def open_directory(url: str, timeout_s: float = 1.0) -> EtcdDirectory:
-    """What etcd holds of the cluster with this URL."""
+    """The directory in etcd of the cluster with this URL."""
     parsed = parse_cluster_url(url)
     assert isinstance(parsed, EtcdURL)
     return EtcdDirectory(parsed, timeout_s)
 
 
 def cluster_name(request: pytest.FixtureRequest) -> str:
-    """A name for the cluster of a test, that no other test of its module has."""
+    """A name for the cluster of a test; no other test of its module has the same."""
     return re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[-60:]
 
 
 class Cluster:
-    """Nodes by id, and what etcd says of them. `with` or `close` ends all of them.
+    """The nodes of a cluster by id, and its directory in etcd. `with` or `close` ends all nodes.
 
-    `folder`: for the nodes' logs. `network`: each node runs on the host of this network that has its id for a name;
-    without it, all run on loopback. `flags`: of every node, as kvstore-server names them, with underscores for dashes
-    (`grace_seconds=5`).
+    `folder`: for the nodes' logs. `network`: each node runs on the host of this network whose name is the node's id;
+    without a network, all nodes run on loopback. `flags`: flags of every node, as kvstore-server names them, with
+    underscores for dashes (`grace_seconds=5`).
     """
 
     def __init__(self, url: str, folder: Path, *, network: Network | None = None, **flags: object) -> None:
@@ -67,7 +67,7 @@ class Cluster:
         self._folder = folder
         self._network = network
         self._flags = {"memory": "64MiB", "segment": "4MiB", **flags}
-        self._started: list[Server] = []  # also those of which another was started with the same id
+        self._started: list[Server] = []  # all servers, including those whose id was later given to another
         self._leases: dict[str, int] = {}
 
     def __enter__(self) -> Cluster:
@@ -88,8 +88,8 @@ class Cluster:
         return self._start(node, {"cluster": self.url, "node_id": node, **self._flags, **flags})
 
     def start_listed(self, *nodes: str, state: State = "serving", **flags: object) -> None:
-        """Start servers that know of no cluster, and write their records: each state lasts for as long as a test needs
-        it."""
+        """Start servers that know of no cluster, and write their records by hand, so that each state lasts as long as a
+        test needs it."""
         for node in nodes:
             self._start(node, {**self._flags, **flags})
             self.register(node, state)
@@ -119,22 +119,22 @@ class Cluster:
     # ---- members -------------------------------------------------------------------------------------------------
 
     def membership(self) -> Membership:
-        """What etcd holds. Raises `DirectoryError`."""
+        """The membership that etcd holds. Raises `DirectoryError`."""
         return self.directory.membership()
 
     def members(self) -> dict[str, Member]:
         return {member.node: member for member in self.membership().members}
 
     def states(self) -> dict[str, str]:
-        """By node: `joining`, `serving` or `draining`."""
+        """The state of each node: `joining`, `serving` or `draining`."""
         return states_of(self.membership())
 
-    def wait_for(self, deadline_s: float = 5.0, **states: str) -> None:
-        """Until exactly these nodes are members, in these states."""
+    def wait_for(self, deadline_s: float = ANSWER_S, **states: str) -> None:
+        """Wait until exactly these nodes are members, in these states."""
         self.wait_until(lambda found: found == states, deadline_s, f"the members are {states}")
 
     def wait_for_members(self, *nodes: str, deadline_s: float = ANSWER_S) -> None:
-        """Until exactly these nodes are members, and none of them drains."""
+        """Wait until exactly these nodes are members, and none of them drains."""
         self.wait_until(
             lambda found: set(found) == set(nodes) and "draining" not in found.values(),
             deadline_s,
@@ -142,7 +142,7 @@ class Cluster:
         )
 
     def wait_until(self, condition: Callable[[dict[str, str]], bool], deadline_s: float, what: str) -> None:
-        """Until `states()` fulfils the condition. An etcd that does not answer may answer later."""
+        """Wait until `states()` fulfils the condition. While etcd does not answer, go on waiting."""
         found: object = None
 
         def holds() -> bool:
@@ -163,7 +163,7 @@ class Cluster:
     # ---- records by hand -----------------------------------------------------------------------------------------
 
     def register(self, node: str, state: State, zone: str = "", port: int = 0) -> None:
-        """Write the record of a started node. `port`: where its one shard is said to be, if not where it is."""
+        """Write the record of a started node. `port`: a wrong port for the record of its one shard, if not 0."""
         member = member_of(self.nodes[node], state, zone)
         if port:
             (shard,) = member.shards
@@ -180,7 +180,7 @@ class Cluster:
 
 
 def states_of(membership: Membership) -> dict[str, str]:
-    """By node: `joining`, `serving` or `draining`."""
+    """The state of each node: `joining`, `serving` or `draining`."""
     return {member.node: member.state for member in membership.members}
 
 
@@ -196,7 +196,7 @@ def member_of(server: Server, state: State = "serving", zone: str = "") -> Membe
 
 
 def place(members: Iterable[Member]) -> tuple[list[tuple[Member, ShardAddress]], Placement]:
-    """The shards of these members, and the placement that numbers them so."""
+    """The shards of these members, and a placement over them; it refers to shards by their index in that list."""
     shards = [(member, shard) for member in members for shard in member.shards]
     placement = Placement(
         [shard.name for _, shard in shards],
@@ -208,7 +208,7 @@ def place(members: Iterable[Member]) -> tuple[list[tuple[Member, ShardAddress]],
 
 
 def owner_nodes(members: Iterable[Member], keys: npt.NDArray[np.uint8], replicas: int) -> npt.NDArray[np.str_]:
-    """The nodes that hold each key when these are the members: (n, replicas), the owner first."""
+    """The nodes that hold each key if these are the members: (n, replicas), the owner first."""
     shards, placement = place(members)
     return np.array([member.node for member, _ in shards])[placement.replicas(keys, replicas)]
 
@@ -219,26 +219,26 @@ def new_owners(membership: Membership) -> list[Member]:
 
 
 def nodes_of(client: KVStoreClient) -> set[str]:
-    """The nodes that a client knows, of a cluster of at most `MAX_REPLICAS` nodes: each of them may have any key."""
+    """The nodes that a client knows, of a cluster of at most `MAX_REPLICAS` nodes, where each node may have any key."""
     try:
         return {found.node for found in client.locate(bytes(16), replicas=MAX_REPLICAS, ask=False)}
-    except ConnectionLost:  # it knows none
+    except ConnectionLost:  # the client knows no node
         return set()
 
 
 def owned_by(client: KVStoreClient, node: str, keys: Sequence[bytes]) -> list[bytes]:
-    """Those of `keys` whose first replica is on `node`."""
+    """The keys whose first replica is on `node`."""
     return [key for key in keys if client.locate(key, ask=False)[0].node == node]
 
 
 def share_of(membership: Membership, node: str, keys: Sequence[bytes], replicas: int = 1) -> list[bytes]:
-    """Those of `keys` that `node` owns copies of, by all members that do not drain."""
+    """The keys that `node` holds a copy of, in the placement over all members that do not drain."""
     holders = owner_nodes(new_owners(membership), pack_keys(keys), replicas)
     return [keys[row] for row in np.flatnonzero((holders == node).any(axis=1))]
 
 
 class Following:
-    """A follower of a cluster, and all that it told of."""
+    """A follower of a cluster, and all views that it has reported."""
 
     def __init__(self, url: str) -> None:
         self.views: list[Membership] = []
@@ -252,10 +252,10 @@ class Following:
         self.follower.close()
 
     def states(self) -> dict[str, str]:
-        """By node, as the latest view has it."""
+        """The state of each node in the latest view."""
         return states_of(self.views[-1]) if self.views else {}
 
-    def wait_for(self, expected: dict[str, str], deadline_s: float = 5.0) -> None:
+    def wait_for(self, expected: dict[str, str], deadline_s: float = ANSWER_S) -> None:
         wait_until(lambda: self.views and self.states() == expected, deadline_s, f"{expected}")
 
 
@@ -263,10 +263,10 @@ class Following:
 
 
 class Site:
-    """A cluster with its etcd, on a network with hosts for clients; made by `with`, which also ends everything.
+    """A cluster with its etcd, on a network with hosts for clients. `with` makes it and ends everything.
 
-    Its nodes n1, n2 ... have registered then, each in a zone of its own. The thread that uses a `Site` is on the host
-    `observer` meanwhile, so that what it connects to is the cluster's. `flags`: as for `Cluster`.
+    In the body, its nodes n1, n2 ... have registered, each in a zone of its own, and the calling thread is on the host
+    `observer`, so that its connections go to the cluster. `flags`: as for `Cluster`.
     """
 
     def __init__(self, folder: Path, *, nodes: int = 4, **flags: object) -> None:
@@ -299,18 +299,19 @@ class Site:
         self._cleanup.close()
 
     def add(self, node: str, **flags: object) -> Server:
-        """Start one more node, or one of the first anew. It may not have registered yet."""
+        """Start one more node, or start one of the first nodes again. It may not have registered yet."""
         if node not in self._first:
             self.network.add(node)
         return self.cluster.start(node, zone=f"zone-{node}", **flags)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A command of `kvstore`, on a client's host."""
+        """Run a command of `kvstore` on a client's host."""
         command = [*self.network.command(CLIENTS[0]), sys.executable, "-m", "kvstore_cli", *arguments]
         return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
 
     def mend(self) -> None:
-        """The first nodes run and are the members, and everybody reaches everybody."""
+        """Repair the cluster: restart etcd and the first nodes where needed and stop all other nodes. Returns when the
+        first nodes are the members. Connections that were cut are not healed."""
         if not self.etcd.running:
             self.etcd.restart()
         for node, server in list(self.cluster.nodes.items()):

@@ -1,9 +1,9 @@
-"""As much of a container engine as it takes to start what docker/ describes: an address of its own, a root file system
-that cannot be written, a user that is not root and has no capability, an environment of its own, and volumes.
+"""A minimal container engine, which can start what docker/ describes.
 
-What the image would hold is what the test's own Python has: the commands `kvstore-server` and `kvstore` run this
-checkout, and `python` is that Python. The user is 10001 in a user namespace, and whoever runs the tests outside of it,
-so that it can read them.
+A container has an address of its own, a read-only root file system, a user that is not root and has no capability, an
+environment of its own, and volumes. In place of an image it uses the test's own Python: the commands `kvstore-server`
+and `kvstore` run this checkout, and `python` is that Python. The user is 10001 in a user namespace; outside of it, it
+is the user that runs the tests, so that it can read the checkout.
 
 with Network() as network, Container(network, "kvstore-1", tmp_path) as container:
     process = container.start(["kvstore-server", ...], {"KVSTORE_SERVER_PORT": "7070"})
@@ -31,7 +31,7 @@ _AS_USER = [
 
 
 def no_containers() -> str:
-    """Why none can be made here; empty: they can."""
+    """Why containers cannot be made here; empty if they can."""
     reason = unavailable()
     if reason:
         return reason
@@ -43,10 +43,11 @@ def no_containers() -> str:
 
 
 class Container:
-    """One host of a network and what a container's processes see of the file system."""
+    """A container: one host of a network, and its own view of the file system. `with` or `close` removes it."""
 
     def __init__(self, network: Network, name: str, folder: Path, volumes: Sequence[str] = ()) -> None:
-        """`volumes`: the paths, below /var/lib, that can be written; `folder`: where they and the log are, outside."""
+        """`volumes`: the paths, below /var/lib, that can be written. `folder`: the folder outside of the container that
+        holds the volumes and the log."""
         self.name = name
         self.folder = folder / name
         self.folder.mkdir(parents=True)
@@ -86,7 +87,7 @@ class Container:
         self.close()
 
     def close(self) -> None:
-        """End what runs in it (SIGKILL) and remove it."""
+        """End the container's processes (SIGKILL) and remove it."""
         for process in [*self._processes, self._holder]:
             if process.poll() is None:
                 process.kill()
@@ -96,12 +97,12 @@ class Container:
         return self.log.read_text(errors="replace")
 
     def knows(self, addresses: Mapping[str, Sequence[str]]) -> None:
-        """Resolve these names, as the network's name server would."""
+        """Make these names resolve to these addresses, as the network's name server would."""
         lines = [f"{address} {name}" for name, found in addresses.items() for address in found]
         self._hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Run a command; its output goes to the log. The process is the command's own: signals reach it."""
+        """Start a command; its output goes to the log. The returned process is the command itself: signals reach it."""
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 self._inside(command),
@@ -116,7 +117,7 @@ class Container:
     def run(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
+        """Run a command and wait for its end."""
         return subprocess.run(
             self._inside(command),
             capture_output=True,

@@ -1,6 +1,6 @@
-"""docker/ as a container engine and Kubernetes would read it: what is started, with which settings, how it is probed.
+"""Reads docker/ as a container engine and Kubernetes would: the containers, their settings, and their probes.
 
-No engine is at hand in the tests, so they take the files apart and start the server themselves.
+The tests have no container engine, so they parse the files and start the server themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Instruction(NamedTuple):
 
 
 def dockerfile() -> list[list[Instruction]]:
-    """The stages, each from its FROM on."""
+    """The Dockerfile's stages, each a list of instructions that begins with its FROM."""
     text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
     lines = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
     stages: list[list[Instruction]] = []
@@ -52,7 +52,7 @@ def stage(name: str) -> list[Instruction]:
 
 
 def image_environment() -> dict[str, str]:
-    """What the server's image sets for the server."""
+    """The server's settings (KVSTORE_SERVER_*) that the server's image sets."""
     words = [word for name, rest in stage("server") if name == "ENV" for word in shlex.split(rest)]
     variables = dict(word.split("=", 1) for word in words)
     return {name: value for name, value in variables.items() if name.startswith(ENVIRONMENT_PREFIX)}
@@ -64,31 +64,31 @@ def image_healthcheck() -> list[str]:
     return command
 
 
-# ---- what is started -------------------------------------------------------------------------------------------------
+# ---- containers ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Node:
-    """One container that runs `kvstore-server`: its settings, and what is around them."""
+    """One container that runs `kvstore-server`: its settings, its probes and its limits."""
 
     name: str
     flags: Sequence[str]
-    environment: Mapping[str, str]  # KVSTORE_SERVER_*, the image's included
+    environment: Mapping[str, str]  # KVSTORE_SERVER_*, including those of the image
     probes: Sequence[Sequence[str]]
-    stop_s: float  # from SIGTERM to SIGKILL
+    stop_s: float  # time from SIGTERM to SIGKILL
     memory_limit_bytes: int
-    ports: frozenset[int]  # that others can reach
-    volume: str  # where it may write
+    ports: frozenset[int]  # the ports that others can reach
+    volume: str  # the path that it may write to
 
     def settings(self) -> config.ServerConfig:
-        """As the server itself would read them. Raises what it would exit with."""
+        """The settings as the server itself would read them. Raises the error with which the server would exit."""
         context = get_command(server_app).make_context("kvstore-server", list(self.flags))
         settings = config.ServerConfig.__struct_fields__
         given = {name: value for name, value in context.params.items() if name in settings}
         return config.load(None, self.environment, given)
 
     def with_settings(self, **values: str) -> Node:
-        """The same node, some settings replaced where they are given, whether by flag or by variable."""
+        """The same node with some settings replaced. Each must be given already, by a flag or by a variable."""
         flags, variables = list(self.flags), dict(self.environment)
         for name, value in values.items():
             flag, variable = f"--{name.replace('_', '-')}=", ENVIRONMENT_PREFIX + name.upper()
@@ -135,7 +135,7 @@ def _compose_node(name: str, service: Any) -> Node:
 
 
 def published(service: Any) -> Iterator[tuple[str, int, int]]:
-    """(address, port outside, port inside) of each port a service publishes."""
+    """(address, port outside, port inside) of each port that a service publishes."""
     for mapping in service.get("ports", []):
         address, outside, inside = mapping.rsplit(":", 2)
         for pair in zip(_port_range(outside), _port_range(inside), strict=True):
@@ -160,7 +160,7 @@ def stateful_set() -> Any:
 
 
 def pod(ordinal: int, address: str, zone: str = "") -> Node:
-    """A pod of the StatefulSet: `$(NAME)` replaced as the kubelet does, from what its downward API says."""
+    """A pod of the StatefulSet. `$(NAME)` is replaced as the kubelet does, with the values of its downward API."""
     document = stateful_set()
     spec = document["spec"]["template"]["spec"]
     (container,) = spec["containers"]
@@ -188,7 +188,7 @@ def pod(ordinal: int, address: str, zone: str = "") -> Node:
 
 
 def _asking(container: Any, get: Any, address: str) -> list[str]:
-    """A command that asks what the kubelet would: status 0 for an answer of 200."""
+    """A command that makes the kubelet's HTTP request: status 0 for an answer of 200."""
     (port,) = (port["containerPort"] for port in container["ports"] if port["name"] == get["port"])
     url = f"http://{address}:{port}{get['path']}"
     return ["python", "-I", "-c", "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)", url]
@@ -198,13 +198,13 @@ PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def quantity_bytes(text: str) -> int:
-    """`2g` as compose means it, `34Gi` as Kubernetes does: both powers of two."""
+    """The bytes of a quantity such as compose's `2g` or Kubernetes' `34Gi`: both units are powers of two."""
     found = re.fullmatch(r"(\d+)([kmg]|[KMGT]i)", text)
     assert found, text
     return int(found[1]) << {"k": 10, "m": 20, "g": 30, "t": 40}[found[2][0].lower()]
 
 
-# ---- what watches it -------------------------------------------------------------------------------------------------
+# ---- monitoring ------------------------------------------------------------------------------------------------------
 
 
 def dashboard() -> Any:

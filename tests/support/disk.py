@@ -1,7 +1,6 @@
-"""What the tests of the disk tier share: its flags, its state, its folder, and blocks that prove themselves.
+"""Helpers of the disk tier's tests: its flags, its state, its folder, and blocks whose bytes can be checked.
 
-Clients here do not verify checksums (`checksum=False`): a wrong byte would reach the test, and nothing but the server
-keeps it from there.
+Clients here do not verify checksums (`checksum=False`), so that only the server can keep a wrong byte from the test.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from kvstore_client import KVStoreClient, Namespace
 from tests.support.harness import Server, block_of, blocks_of, shard_info, wait_until
 
 KiB, MiB = 1 << 10, 1 << 20
-BATCH_BYTES = 1 * MiB  # a fraction of the smallest memory
+BLOCK = 64 * KiB  # of the fixture `namespace`
+BATCH_BYTES = 1 * MiB  # a fraction of the smallest memory that a test gives a server
 
 
 def disk_flags(folder: Path, size: str = "256MiB", *more: str, write: str = "all") -> list[str]:
@@ -41,7 +41,7 @@ def disk_info(client: KVStoreClient) -> wire.DiskInfo:
 
 
 def wait_until_on(client: KVStoreClient, deadline_s: float = 30.0) -> wire.DiskInfo:
-    """What earlier runs left counts, and the hottest of it is in memory."""
+    """Wait until the tier has taken over the blocks of earlier runs, and the hottest of those are in memory."""
 
     def settled() -> wire.DiskInfo | None:
         info = disk_info(client)
@@ -53,7 +53,7 @@ def wait_until_on(client: KVStoreClient, deadline_s: float = 30.0) -> wire.DiskI
 
 
 def wait_until_off(client: KVStoreClient, deadline_s: float = 20.0) -> wire.DiskInfo:
-    """The disk has failed."""
+    """Wait until the tier is off, because its disk has failed."""
 
     def off() -> wire.DiskInfo | None:
         info = disk_info(client)
@@ -64,7 +64,7 @@ def wait_until_off(client: KVStoreClient, deadline_s: float = 20.0) -> wire.Disk
 
 
 def wait_until_written(client: KVStoreClient, deadline_s: float = 30.0) -> wire.DiskInfo:
-    """Nothing is dirty."""
+    """Wait until no block is dirty."""
 
     def clean() -> wire.DiskInfo | None:
         info = disk_info(client)
@@ -85,7 +85,7 @@ def keeper_of(shard: psutil.Process) -> psutil.Process:
 
 
 def fill(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version: int = 0, force: bool = False) -> None:
-    """Set the blocks of `keys`, some MiB at a time; all of them are taken."""
+    """Set the blocks of `keys`, at most 1 MiB at a time; fails if the server does not take all of them."""
     step = max(1, min(wire.MAX_KEYS, BATCH_BYTES // block_bytes))
     for at in range(0, len(keys), step):
         some = keys[at : at + step]
@@ -94,7 +94,7 @@ def fill(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version
 
 
 def read(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version: int = 0) -> list[bool]:
-    """Which of `keys` are there; every byte of those is right."""
+    """Which of `keys` are there. Fails if any byte of their blocks is wrong."""
     present = []
     step = max(1, min(wire.MAX_KEYS, BATCH_BYTES // block_bytes))
     for at in range(0, len(keys), step):
@@ -109,7 +109,7 @@ def read(client: KVStoreClient, keys: Sequence[bytes], block_bytes: int, version
 
 
 def allocated_bytes(folder: Path) -> int:
-    """What all files of a folder take on the file system."""
+    """The bytes that all files of a folder take on the file system."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -121,7 +121,7 @@ def allocated_bytes(folder: Path) -> int:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every file of a folder, and what is in it."""
+    """Every path below a folder, with a digest of the file's content."""
     return {
         str(path.relative_to(folder)): xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
@@ -146,7 +146,7 @@ def flip(path: Path, offset: int, mask: int) -> None:
 
 
 def mount_tmpfs(folder: Path, size: str) -> bool:
-    """Whether a tmpfs of `size` is mounted on `folder` now; it takes the right to mount."""
+    """Mount a tmpfs of `size` on `folder`. -> False if this user may not mount."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     return os.geteuid() == 0 and subprocess.run(command, check=False, capture_output=True).returncode == 0

@@ -1,7 +1,7 @@
-"""The code blocks of README.md and docs/: found, told apart, and run as a reader would run them.
+"""Finds the code blocks of README.md, CONTRIBUTING.md and docs/, and runs them as a reader would.
 
-A block's language says what it is: `shell` and `python` are commands to be run, anything else is text to look at. A
-block that cannot run in a test says why, in a comment right above it: ``<!-- not run here: needs a GPU -->``.
+`shell` and `python` blocks are commands to run; blocks of any other language are text. If a block cannot run in a test,
+a comment right above it says why: ``<!-- not run here: needs a GPU -->``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOCUMENTS: Final = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT 
 LANGUAGES: Final = {"shell", "python"}
 _FENCE: Final = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _REASON: Final = re.compile(r"<!-- not run here: (.+?) -->\s*\Z", re.DOTALL)
-# Text that a reader would paste into a shell: such a block must say that it is `shell`.
+# Matches commands that a reader would paste into a shell: a block with such text must have the language `shell`.
 _PROGRAMS: Final = r"kvstore|kvstore-server|pip|make|vllm|docker|kubectl|python|scripts/\S+"
 _COMMAND: Final = re.compile(rf"^\$?\s*({_PROGRAMS}) [\w'./-]", re.MULTILINE)
 RUN_S: Final = 120.0
@@ -30,13 +30,13 @@ RUN_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. `line`: of its fence in the file."""
+    """One fenced block. `line`: the line of its opening fence in the file."""
 
     file: Path
     line: int
     language: str
     text: str
-    reason: str  # why it is not run; empty: it is
+    reason: str  # why it is not run; empty if it is run
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(ROOT)}:{self.line}"
@@ -63,7 +63,7 @@ def blocks_of(file: Path) -> list[Block]:
 class Reader:
     """Runs the blocks of one document in order, in a folder of its own.
 
-    `places`: what the document says, and what stands for it here (a port, a folder that the test may not use).
+    `places`: texts of the document that are replaced (a port, a folder that the test may not use) -> the replacement.
     """
 
     def __init__(self, folder: Path, endpoint: str, places: Mapping[str, str]) -> None:
@@ -80,7 +80,7 @@ class Reader:
         self._environment = environment(PATH=path, KVSTORE_ENDPOINT=endpoint, COLUMNS="80")
 
     def run(self, block: Block) -> None:
-        """Run a block; raises `AssertionError` with what it printed when it fails."""
+        """Run a block. Raises `AssertionError` with its output if it fails."""
         text = block.text
         for said, here in self._places.items():
             text = text.replace(said, here)

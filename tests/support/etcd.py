@@ -7,10 +7,8 @@ with Etcd(tmp_path / "etcd") as etcd:
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,29 +18,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import STOP_S, wait_until
+from tests.support.ports import free_ports
 
 START_S = 20.0
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, and that the kernel gives to no connection: they can be listened on again. Workers
-    that run tests at once draw from ranges of their own."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
-    ports: list[int] = []
-    while len(ports) < count:
-        port = 20_000 + 1_000 * worker + random.randrange(1_000)
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in ports:
-            ports.append(port)
-    return ports
-
-
 class Etcd:
-    """One etcd server. `prefix`: what runs it elsewhere, e.g. ``ip netns exec NS``; `host`: where it listens there."""
+    """One etcd server. `prefix`: a command that runs it elsewhere, e.g. ``ip netns exec NS``; `host`: the address that
+    it listens on there."""
 
     def __init__(self, folder: Path, *, prefix: Sequence[str] = (), host: str = "127.0.0.1") -> None:
         if shutil.which("etcd") is None:
@@ -63,7 +46,7 @@ class Etcd:
         self.kill()
 
     def url(self, name: str) -> str:
-        """The cluster `name` in it."""
+        """The URL of the cluster `name` in this etcd."""
         return f"etcd://{self.host}:{self.port}/{name}"
 
     @property
@@ -80,7 +63,7 @@ class Etcd:
             *("--initial-cluster", f"etcd={peer}"),
         ]
         with (self.folder / "etcd.log").open("ab") as log:
-            # In a session of its own, so that a prefix such as `ip netns exec` ends with it.
+            # In a session of its own, so that a signal also reaches a prefix such as `ip netns exec`.
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         wait_until(self._healthy, START_S, "etcd answers")
 
@@ -101,13 +84,13 @@ class Etcd:
         os.killpg(self.process.pid, number)
 
     def stop(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM and wait."""
         if self.running:
             self.signal(signal.SIGTERM)
         self.process.wait(STOP_S)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL and wait."""
         if self.running:
             self.signal(signal.SIGKILL)
         self.process.wait(STOP_S)

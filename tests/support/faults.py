@@ -1,4 +1,4 @@
-"""What goes wrong between a client and a server: a relay that cuts connections, a host that only accepts them."""
+"""Faults between a client and a server: a relay that cuts connections, and a program that only accepts them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ def link_to(client: KVStoreClient, node: str) -> Link:
 
 
 def connections_to(port: int) -> int:
-    """Of this process."""
+    """How many established connections this process has to a port."""
     found = psutil.Process().net_connections("tcp")
     return sum(1 for each in found if each.raddr and each.raddr.port == port and each.status == "ESTABLISHED")
 
 
 class Cut(NamedTuple):
-    """How a connection of a `Relay` ends: once the server has sent so many bytes of which the client gets no more."""
+    """How a `Relay` fails a connection: after so many bytes from the server it passes no more bytes to the client and
+    calls `then`."""
 
     after_bytes: int
     then: Callable[[], None] = lambda: None
 
 
 class Relay:
-    """Passes connections on to a server. `cuts`: for the first connections; later ones are whole. A thread each."""
+    """Passes connections on to a server, with a thread for each. `cuts`: one for each of the first connections; later
+    connections are passed on in full."""
 
     def __init__(self, server: Server, *cuts: Cut) -> None:
         self._server = server
@@ -52,14 +54,14 @@ class Relay:
 
     @property
     def connections(self) -> int:
-        """How many there were so far."""
+        """How many connections there have been so far."""
         return len(self._pairs)
 
     def cut(self, number: int) -> None:
-        """End connection `number` (from 0): its client gets what was passed on, and no more."""
+        """End connection `number` (from 0). Its client still gets the bytes that were passed on before."""
         for sock in self._pairs[number]:
             with contextlib.suppress(OSError):  # it ended before
-                sock.shutdown(socket.SHUT_RDWR)  # also wakes who waits to send
+                sock.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits to send
             sock.close()
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class Relay:
 
     def _pass(self, client: socket.socket, server: socket.socket, cut: Cut | None) -> None:
         left = cut.after_bytes if cut is not None else 1 << 62
-        with contextlib.suppress(OSError, ValueError):  # ValueError: cut this instant
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it has just been cut
             while True:
                 ready, _, _ = select.select([client, server] if left else [client], [], [], 0.05)
                 for source, sink in ((client, server), (server, client)):

@@ -1,8 +1,8 @@
-"""What the tests stand on: real servers in processes of their own, blocks that prove themselves, and a raw client.
+"""The base of the tests: real servers in processes of their own, blocks whose bytes can be checked, and a raw client.
 
-A block's bytes follow from its key and a version, so whoever holds a block can say whether any byte of it is wrong.
-`RawClient` speaks ZMTP and msgpack on its own, from docs/protocol.md and not through `kvstore`, so that the two
-cannot be wrong together.
+A block's bytes follow from its key and a version, so a test can check every byte of a block. `RawClient` implements
+ZMTP and msgpack messages itself, from docs/protocol.md and not through `kvstore`, so that the two cannot have the same
+error.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ import xxhash
 
 from kvstore import wire
 from kvstore_client import KVStoreClient, Namespace
+from tests.support import forked
+from tests.support.ports import free_ports
 
-OVERHEAD_BYTES = 256 << 20  # what a shard may take beyond its limit, whatever clients do
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = forked.ROOT
+environment = forked.environment
+OVERHEAD_BYTES = 256 << 20  # memory that a shard may take beyond its limit, whatever clients do
 START_S = 30.0
 STOP_S = 20.0
 ANSWER_S = 10.0
 
 
 def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what: str = "") -> Any:
-    """Poll until `condition()` is true and return what it gave; `AssertionError` after `deadline_s`."""
+    """Poll until `condition()` is true and return its value. Raises `AssertionError` after `deadline_s`."""
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
@@ -53,7 +56,7 @@ def wait_until(condition: Callable[[], Any], deadline_s: float = ANSWER_S, what:
 
 
 def make_keys(count: int, first: int = 0, key_bytes: int = 16) -> list[bytes]:
-    """`count` distinct keys that look like hashes; the same numbers give the same keys."""
+    """`count` distinct keys that look like hashes. The same arguments give the same keys."""
     return [
         (xxhash.xxh3_128_digest(number.to_bytes(8, "little")) * 4)[:key_bytes] for number in range(first, first + count)
     ]
@@ -61,6 +64,8 @@ def make_keys(count: int, first: int = 0, key_bytes: int = 16) -> list[bytes]:
 
 def block_of(key: bytes, block_bytes: int, version: int = 0) -> bytes:
     """The block of a key: every byte follows from key and version."""
+    if block_bytes <= 64:  # many of them are made, and a generator takes 20 us to make
+        return b"".join(xxhash.xxh3_128_digest(key, seed=4 * version + part) for part in range(4))[:block_bytes]
     seed = xxhash.xxh3_64_intdigest(key, seed=version)
     return np.random.Generator(np.random.SFC64(seed)).bytes(block_bytes)
 
@@ -76,20 +81,12 @@ def make_namespace(block_bytes: int, model: str, **fields: Any) -> Namespace:
 # ---- processes ---------------------------------------------------------------------------------------------------
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """The environment of a child: this checkout is importable, settings of the caller's shell do not leak in."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    ours = ("KVSTORE_SERVER_", "KVSTORE_ENDPOINT", "KVSTORE_NAMESPACE")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**inherited, "PYTHONPATH": path, **extra}
-
-
 def server_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvstore", *arguments]
 
 
 def alive(process: psutil.Process) -> bool:
-    """False also for one that nobody has waited for yet."""
+    """Whether a process runs. A zombie, which nobody has waited for yet, does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -97,9 +94,9 @@ def alive(process: psutil.Process) -> bool:
 
 
 class Server:
-    """A real `kvstore-server`; its standard error goes to a file. `restart` starts another on the same port.
+    """A real `kvstore-server`. Its standard error goes to the file `log`. `restart` starts another on the same port.
 
-    `prefix`: what runs it elsewhere and becomes it, e.g. ``ip netns exec NAMESPACE``.
+    `prefix`: a command that runs the server elsewhere and becomes its process, e.g. ``ip netns exec NAMESPACE``.
     """
 
     def __init__(
@@ -109,18 +106,26 @@ class Server:
         self._prefix = prefix
         self._arguments = arguments
         self._environment = environment(**extra_environment)
-        self.port = port
+        shards = int(arguments[arguments.index("--shards") + 1]) if "--shards" in arguments else 1
+        # With --port 0 a server takes any ports, but a restart takes the first one and those next to it.
+        self.port = port or (free_ports(shards)[0] if shards > 1 else 0)
         self.start()
 
     def start(self) -> None:
-        command = [*self._prefix, *server_command("--port", str(self.port), *self._arguments)]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment
+        arguments = ["--port", str(self.port), *self._arguments]
+        out, theirs = os.pipe()
+        self._stdout = stdout = os.fdopen(out)
+        with self.log.open("ab") as log, open(theirs, "wb") as says, open(os.devnull, "rb") as nothing:
+            self.process = forked.start(
+                "kvstore",
+                arguments,
+                stdin=nothing,
+                stdout=says,
+                stderr=log,
+                env=self._environment,
+                prefix=self._prefix,
             )
         lines: queue.Queue[str] = queue.Queue()
-        stdout = self.process.stdout
-        assert stdout is not None
         reader = threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True)
         reader.start()
         try:
@@ -140,7 +145,7 @@ class Server:
 
     @property
     def http_url(self) -> str:
-        """Where it serves HTTP, when started with --http: http://HOST:PORT."""
+        """The URL at which it serves HTTP, if started with --http: http://HOST:PORT."""
         found = re.search(r" (http://\S+:\d+)/[;\s]", self.log_text())
         assert found, self.log_text()
         return found[1]
@@ -150,7 +155,7 @@ class Server:
         return self.process.poll() is None
 
     def shards(self) -> list[psutil.Process]:
-        """The shard processes, by start."""
+        """The shard processes, in the order of their start."""
         children = psutil.Process(self.process.pid).children()
         return sorted(children, key=lambda child: child.pid)
 
@@ -161,7 +166,7 @@ class Server:
         self.process.send_signal(number)
 
     def stop(self) -> int:
-        """SIGTERM. -> exit status."""
+        """Send SIGTERM and wait. -> exit status."""
         if self.running:
             self.signal(signal.SIGTERM)
         try:
@@ -173,7 +178,7 @@ class Server:
             self._close()
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor; the kernel ends its shards."""
+        """Send SIGKILL to the supervisor, and wait; the kernel ends its shards."""
         shards = self.shards() if self.running else []
         if self.running:
             self.process.kill()
@@ -182,17 +187,16 @@ class Server:
         self._close()
 
     def _close(self) -> None:
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self._stdout.close()
 
     def restart(self) -> None:
-        """Another server on the same port."""
+        """Start another server on the same port."""
         assert not self.running
         self.start()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """All its processes are stopped (SIGSTOP) meanwhile."""
+        """All its processes are stopped (SIGSTOP) while the body runs."""
         processes = [psutil.Process(self.process.pid), *self.shards()]
         for process in processes:
             process.suspend()
@@ -204,7 +208,7 @@ class Server:
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
-        """Afterwards, the shards are the same processes and have logged nothing unforeseen."""
+        """Fail if after the body the shards are other processes, or a traceback was logged."""
         shards = [shard.pid for shard in self.shards()]
         before = len(self.log_text())
         yield
@@ -214,7 +218,7 @@ class Server:
 
 
 def rss_bytes(pid: int) -> int:
-    """Everything resident of a process, the arena's shared pages included."""
+    """The resident memory of a process, including the shared pages of the arena."""
     with open(f"/proc/{pid}/status") as status:
         for line in status:
             if line.startswith("VmRSS:"):
@@ -223,7 +227,8 @@ def rss_bytes(pid: int) -> int:
 
 
 class MemoryWatch:
-    """Samples the resident memory of a server's shards; fails at its end if one took more than it may."""
+    """Samples the resident memory of a server's shards. Fails at its end if a shard took more than `limit_bytes` and
+    `OVERHEAD_BYTES`."""
 
     def __init__(self, server: Server, limit_bytes: int) -> None:
         self.bound = limit_bytes + OVERHEAD_BYTES
@@ -266,6 +271,7 @@ MakeNamespace = Callable[..., Namespace]
 # ---- the wire, by hand -------------------------------------------------------------------------------------------
 
 HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL = range(1, 12)
+HOTTEST = 13
 WELCOME, SET_REPLY, PART, CONTAINS_REPLY, MATCH_REPLY, DELETE_REPLY, SYNC_REPLY, INFO_REPLY, PONG = range(65, 74)
 ERROR = 127
 PROTOCOL = 2  # the version HELLO names
@@ -297,20 +303,30 @@ class Closed(Exception):
 
 
 class RawClient:
-    """A connection made of a plain socket: says whatever it is told to."""
+    """A connection over a plain socket, which sends any bytes that a test wants. Calls block for up to `ANSWER_S`."""
 
-    def __init__(self, server: Server, handshake: bool = True, receive_buffer: int = 0) -> None:
+    def __init__(self, server: Server, handshake: bool = True, receive_buffer: int = 0, source: str = "") -> None:
+        """source: the address to connect from."""
         self.sock = socket.socket()
+        if source:
+            self.sock.bind((source, 0))
         if receive_buffer:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.sock.settimeout(ANSWER_S)
         self.sock.connect((server.host, server.port))
         self._data = b""
         if handshake:
-            self.sock.sendall(GREETING + ready_command())
-            assert self.read(64)[10] == 3
-            flags, ready = self.read_frame()
-            assert flags == 4 and ready.startswith(b"\x05READY"), ready
+            try:
+                self._shake_hands()
+            except BaseException:
+                self.close()
+                raise
+
+    def _shake_hands(self) -> None:
+        self.sock.sendall(GREETING + ready_command())
+        assert self.read(64)[10] == 3
+        flags, ready = self.read_frame()
+        assert flags == 4 and ready.startswith(b"\x05READY"), ready
 
     def __enter__(self) -> RawClient:
         return self
@@ -340,7 +356,7 @@ class RawClient:
         return flags & ~2, self.read(size)
 
     def send(self, *frames: bytes, more: bool = False) -> None:
-        """One message; with `more` its last frame is still to come."""
+        """Send one message. With `more`, its last frame is still to come."""
         data = [zmtp_frame(frame, 1) for frame in frames[:-1]]
         data.append(zmtp_frame(frames[-1], 1 if more else 0))
         self.sock.sendall(b"".join(data))
@@ -355,7 +371,7 @@ class RawClient:
         return msgspec.msgpack.decode(frames[0]), frames[1:]
 
     def ask(self, *frames: bytes) -> list[Any]:
-        """Send a message; the header of the next reply."""
+        """Send a message. -> the header of the next reply."""
         self.send(*frames)
         return self.reply()[0]
 
@@ -363,7 +379,7 @@ class RawClient:
         return self.ask(pack(HELLO, 0, protocol, canonical, "raw"))
 
     def closed(self) -> bool:
-        """Wait for the server to close; what it still says is dropped."""
+        """Wait for the server to close the connection, and drop all bytes until then. -> False if it does not."""
         try:
             while True:
                 self.read(1)
@@ -376,6 +392,6 @@ class RawClient:
 def set_frames(
     request_id: int, keys: Sequence[bytes], blocks: Sequence[bytes], sums: bytes | None = None, force: bool = False
 ) -> list[bytes]:
-    """A SET of blocks that fit one payload frame."""
+    """The frames of a SET whose blocks fit into one payload frame."""
     header = pack(SET, request_id, 10_000, len(keys), len(keys[0]), force)
     return [header, b"".join(keys), b"".join(blocks), sums_of(blocks) if sums is None else sums]

@@ -1,4 +1,4 @@
-"""A network of this process's own: hosts that are network namespaces on one switch, and what can go wrong between them.
+"""A network of this process's own: hosts, which are network namespaces on one switch, and the faults between them.
 
 ```
  n1 [10.77.0.1 eth0]──veth──[n1 ┐
@@ -6,11 +6,11 @@
  c1 [10.77.0.3 eth0]──veth──[c1 ┘
 ```
 
-Failures are made at the switch, so that no host is told of them: the packets of a host that was `cut` or `separate`d
-from another vanish, and nobody hears a reset. An `impair`ed host's port is taken off the bridge, and a relay process
-(tests/support/relay.py) carries its packets over, late and with losses; both ends' TCP is the kernel's.
+No host notices a fault by itself. The packets of a host that is `cut` off, or of two hosts that are `separate`d, vanish
+without a reset. The port of an `impair`ed host is taken off the bridge, and a relay process (tests/support/relay.py)
+carries its packets over, late and with losses. TCP at both ends is the kernel's.
 
-Everything is removed by `close`, whatever failed before. Needs root and iproute2.
+`close` removes everything, whatever failed before. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def run_ip(*arguments: str) -> str:
-    """`ip ARGUMENTS`, its output; `OSError` with what it said."""
+    """Run `ip ARGUMENTS`. -> its output. Raises `OSError` with its error message."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
@@ -52,7 +52,7 @@ def run_ip(*arguments: str) -> str:
 
 
 def unavailable() -> str:
-    """Why no network can be made here; empty: it can."""
+    """Why no network can be made here; empty if it can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -76,7 +76,8 @@ def unavailable() -> str:
 
 
 def need(reason: str) -> None:
-    """Skip the tests that this machine cannot run. In continuous integration root may not lack anything: fail."""
+    """Skip a test that this machine cannot run, for this reason; do nothing if it is empty. In continuous integration
+    as root, where nothing may be missing, fail instead."""
     if reason and os.environ.get("CI") == "true" and os.geteuid() == 0:
         pytest.fail(f"CI=true, and {reason}")
     if reason:
@@ -84,7 +85,7 @@ def need(reason: str) -> None:
 
 
 class Network:
-    """Hosts on a switch. Its methods may be called by any thread, one at a time."""
+    """Hosts on a switch. Any thread may call its methods, but only one at a time."""
 
     def __init__(self) -> None:
         self.prefix = f"kvtest-{os.getpid()}-{next(_numbers)}"
@@ -107,7 +108,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Remove everything. What runs in the namespaces should have been ended before."""
+        """Remove everything. The processes in the namespaces should have been ended before."""
         for relay in self._relays.values():
             _end(relay)
         self._relays.clear()
@@ -142,16 +143,17 @@ class Network:
         return self._addresses[host]
 
     def namespace(self, host: str) -> str:
-        """The name that `ip netns` knows a host by."""
+        """The name of a host's namespace for `ip netns`."""
         return f"{self.prefix}-{host}"
 
     def command(self, host: str) -> list[str]:
-        """What goes before a command so that it runs on this host; the process keeps its id."""
+        """The prefix of a command that runs it on this host. The process keeps its id."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
     @contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """This thread is on the host meanwhile: sockets it makes, and threads and processes it starts."""
+        """Move this thread to the host while the body runs, and with it the sockets, threads and processes that it
+        starts."""
         with open(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net") as here:
             with open(f"/run/netns/{self.namespace(host)}") as there:
                 _enter(there.fileno())
@@ -160,25 +162,25 @@ class Network:
             finally:
                 _enter(here.fileno())
 
-    # ---- what goes wrong -------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------------------
 
     def cut(self, host: str) -> None:
-        """Packets from and to the host vanish until `heal`."""
+        """Make packets from and to the host vanish until `heal`."""
         self._at_switch("link", "set", "dev", host, "nomaster")
 
     def separate(self, host: str, other: str) -> None:
-        """Packets between two hosts vanish until `reunite`: each believes the other's address to be elsewhere."""
+        """Make packets between two hosts vanish until `reunite`: each gets a wrong hardware address for the other."""
         for one, peer in ((host, other), (other, host)):
             run_ip("-n", self.namespace(one), "neigh", "replace", self.address(peer), "lladdr", NOWHERE, *_PERMANENT)
 
     def reunite(self, host: str, other: str) -> None:
-        """The end of `separate`."""
+        """End `separate`."""
         for one, peer in ((host, other), (other, host)):
             run_ip("-n", self.namespace(one), "neigh", "del", self.address(peer), "dev", "eth0")
 
     def impair(self, host: str, delay_s: float, loss: float, seed: int = 0) -> None:
-        """The round trip to the host takes `delay_s` longer, and this share of the packets each way is lost, until
-        `heal`. Connections live on."""
+        """Make the round trip to the host `delay_s` longer and lose this share of the packets each way, until `heal`.
+        Connections stay up."""
         tap = f"{host}-tap"
         command = ["ip", "netns", "exec", self._switch, sys.executable, str(Path(__file__).with_name("relay.py"))]
         command += ["--port", host, "--tap", tap]
@@ -196,21 +198,21 @@ class Network:
         self._at_switch("link", "set", "dev", host, "nomaster")
 
     def heal(self, host: str) -> None:
-        """The end of `cut` and of `impair`."""
+        """End `cut` and `impair`."""
         relay = self._relays.pop(host, None)
         if relay is not None:
             _end(relay)
             self._set_offload(host, True)
         self._at_switch("link", "set", "dev", host, "master", "bridge")
 
-    # ---- how -------------------------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------------------
 
     def _add_namespace(self, name: str) -> None:
         run_ip("netns", "add", name)
         self._namespaces.append(name)
 
     def _set_offload(self, host: str, on: bool) -> None:
-        """Whether the host leaves checksums, and with them segmentation, to its network card."""
+        """Switch on or off that the host leaves checksums, and with them segmentation, to its network card."""
         command = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, on))
         with self.inside(host), socket.socket() as any_socket:
             fcntl.ioctl(any_socket, SIOCETHTOOL, struct.pack("16sQ16x", b"eth0", ctypes.addressof(command)))
@@ -228,7 +230,7 @@ def _enter(namespace_fd: int) -> None:
 
 
 def _end(relay: subprocess.Popen[str]) -> None:
-    """Its TAP device goes with it."""
+    """End a relay process. Its TAP device goes with it."""
     assert relay.stdin is not None and relay.stdout is not None
     relay.stdin.close()
     try:

@@ -1,10 +1,10 @@
-"""Which programs are called, and which may be: those of requirements/programs.txt, Python, and what the project itself
-builds or installs.
+"""Checks that tests and scripts call only allowed programs.
 
-Calls of this process are heard by an audit hook; those that libraries make are the libraries' own affair. Shell scripts
-are read: `words` finds the words of a script that stand where a command does.
+Allowed are the programs of requirements/programs.txt, Python, and programs that the project itself builds or installs.
+An audit hook sees the calls of this process; calls made by libraries are ignored. Shell scripts are parsed: `words`
+finds the words of a script that are commands.
 
-This is a plugin of pytest, which tests/conftest.py registers: it fails the test that called an unlisted program.
+This is a plugin of pytest, which tests/conftest.py registers. It fails a test that called an unlisted program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.harness import ROOT
 
 LIST: Final = ROOT / "requirements" / "programs.txt"
 
-# Programs whose arguments are another command, after their own options and so many words more.
+# Programs that run another command: it follows their own options and so many further words.
 WRAPPERS: Final = {"unshare": 0, "nsenter": 0, "setpriv": 0, "xargs": 0, "env": 0, "flock": 1}
 SHELLS: Final = ("sh", "bash")
 OURS: Final = ("python", "python3", "kvstore", "kvstore-server")
@@ -44,7 +44,7 @@ _KEYWORDS: Final = frozenset(["fi", "done", "esac", "}", "in", "function"])
 
 
 def listed() -> dict[str, str]:
-    """program -> its package."""
+    """The programs of the list: program -> its package."""
     lines = LIST.read_text(encoding="utf-8").splitlines()
     return dict(line.split() for line in lines if line.strip() and not line.startswith("#"))  # type: ignore[misc]
 
@@ -53,7 +53,7 @@ def listed() -> dict[str, str]:
 
 
 def programs_of(command: Sequence[str]) -> Iterator[str]:
-    """The programs of a command line: the first word, and what that one runs in its turn."""
+    """The programs of a command line: its first word, and the programs that this one runs in turn."""
     if not command:
         return
     yield command[0]
@@ -71,11 +71,11 @@ def programs_of(command: Sequence[str]) -> Iterator[str]:
 
 
 def is_allowed(program: str) -> bool:
-    """Whether a program may be called: it is in the list, Python's, installed beside it, or built by a test."""
+    """Whether a program may be called: it is listed, belongs to Python, is installed beside it, or a test built it."""
     path = Path(program)
     if path.name in listed() or path.name in OURS:
         return True
-    if path.parent == Path("."):  # a name: what the environment holds comes first on the PATH
+    if path.parent == Path("."):  # a bare name: programs of the virtual environment come first on the PATH
         found = shutil.which(program)
         path = Path(found) if found else path
     ours = [sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(ROOT)]
@@ -83,7 +83,7 @@ def is_allowed(program: str) -> bool:
 
 
 class Watch:
-    """Notes programs that this project's code calls and that are not allowed. `take` gives them, once."""
+    """Records the programs that this project's code calls and that are not allowed. `take` returns and forgets them."""
 
     def __init__(self) -> None:
         self._unlisted: list[str] = []
@@ -107,7 +107,7 @@ class Watch:
 
 
 def _library_calls() -> bool:
-    """Whether who called, past the standard library, is an installed package."""
+    """Whether the caller, past the frames of the standard library, is an installed package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -142,9 +142,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def words(script: str) -> Iterator[str]:
-    """The words of a shell script that stand where a command does. Not variables, builtins, or the script's functions.
+    """The words of a shell script that are commands, without variables, builtins and the script's own functions.
 
-    Knows as much of the language as this project's scripts use; a `case` is not among it.
+    Supports only the parts of the language that this project's scripts use; `case` is not supported.
     """
     functions = set(re.findall(r"^\s*([\w-]+)\(\) *\{", script, re.MULTILINE))
     for text in _without_substitutions(script):
@@ -154,7 +154,7 @@ def words(script: str) -> Iterator[str]:
 
 
 def _without_substitutions(script: str) -> Iterator[str]:
-    """The script with every `$(...)` cut out, and what they hold, which are scripts themselves."""
+    """The contents of all `$(...)`, which are scripts themselves, and last the script with every `$(...)` cut out."""
     script = re.sub(r"(^|\s)#.*", r"\1", script, flags=re.MULTILINE).replace("\\\n", " ")
     at = 0
     while (at := script.find("$(", at)) >= 0:
@@ -162,7 +162,7 @@ def _without_substitutions(script: str) -> Iterator[str]:
         while depth:
             depth += {"(": 1, ")": -1}.get(script[end], 0)
             end += 1
-        if not script.startswith("$((", at):  # that is arithmetic
+        if not script.startswith("$((", at):  # `$((` is arithmetic
             yield from _without_substitutions(script[at + 2 : end - 1])
         script = f"{script[:at]}\0{script[end:]}"
     yield script
@@ -201,6 +201,6 @@ def _commands(script: str) -> Iterator[str]:
 
 
 def _newlines_to_semicolons(script: str) -> str:
-    """Outside quotes; inside, a newline is text."""
+    """Replace newlines outside quotes; inside quotes, a newline is text."""
     parts = re.split(r"""('[^']*'|"(?:\\.|[^"\\])*")""", script, flags=re.DOTALL)
     return "".join(part if number % 2 else part.replace("\n", " ; ") for number, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""Budgets of property tests, as multiples of the Hypothesis profile in use (tests/conftest.py has the profiles)."""
+"""Budgets of property tests, as multiples of the Hypothesis profile in use (tests/conftest.py defines the profiles)."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(factor: float) -> int:
-    """So many examples, for `@settings(max_examples=examples(0.3))`: a share of the profile's."""
+    """`factor` times the profile's number of examples, at least 1: `@settings(max_examples=examples(0.3))`."""
     return max(1, round(settings().max_examples * factor))

@@ -1,10 +1,10 @@
 """The slow and lossy link of an impaired host: carries Ethernet frames between its port of the switch and the bridge.
 
-A process of its own, in the switch's namespace; it ends when its standard input does. On the host's side it reads and
-writes the veth port itself, on the other a TAP device that it makes and that is on the bridge in the port's place.
-Frames wait for `--delay` seconds in order; which are lost follows from `--seed`. Frames are whole packets of the link's
-MTU with their checksums made, so that a lost frame is what it would be on a wire: the TAP device promises the kernel
-nothing else, and the host's offloads must be off meanwhile.
+It is a process of its own in the switch's namespace, and ends when its standard input ends. On the host's side it reads
+and writes the veth port itself; on the other side, a TAP device that it makes and that takes the port's place on the
+bridge. Each frame waits for `--delay` seconds, in order; `--seed` decides which frames are lost. Every frame must be a
+whole packet of the link's MTU with its checksum, so that a lost frame is what it would be on a wire. So the TAP device
+offers the kernel no offloads, and the host's offloads must be off meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SO_RCVBUFFORCE: Final = 33
 TUNSETIFF: Final = 0x400454CA
 IFF_TAP, IFF_NO_PI = 2, 0x1000
 FRAME_BYTES: Final = 1 << 16
-BATCH: Final = 64  # frames taken from one side before the other has its turn
+BATCH: Final = 64  # most frames taken from one side before the other side's turn
 BUFFER_BYTES: Final = 32 << 20
 
 
@@ -48,7 +48,7 @@ def open_port(name: str) -> socket.socket:
 
 
 class Direction:
-    """Frames on their way from one side to the other."""
+    """The frames on their way from one side to the other."""
 
     def __init__(self, source: int, sink: int, delay_s: float, loss: float, rng: random.Random) -> None:
         self.source, self._sink = source, sink
@@ -56,7 +56,7 @@ class Direction:
         self._waiting: deque[tuple[float, bytes]] = deque()
 
     def take(self) -> None:
-        """Read what has arrived."""
+        """Read frames that have arrived, at most `BATCH`, and lose some of them."""
         due = time.monotonic() + self._delay_s
         for _ in range(BATCH):
             try:
@@ -67,19 +67,19 @@ class Direction:
                 self._waiting.append((due, frame))
 
     def pass_on(self) -> float:
-        """Write what is due. -> when the next is, infinity for none."""
+        """Write the frames that are due. -> when the next one is due; infinity if there is none."""
         now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
             _, frame = self._waiting.popleft()
             try:
                 os.write(self._sink, frame)
-            except OSError:  # no room, or no link: a frame is lost
+            except OSError:  # no room, or no link: the frame is lost
                 continue
         return self._waiting[0][0] if self._waiting else float("inf")
 
 
 def carry(directions: list[Direction]) -> None:
-    """Until standard input ends."""
+    """Carry frames in all directions until standard input ends."""
     poll = select.epoll()
     poll.register(sys.stdin.fileno(), select.EPOLLIN | select.EPOLLHUP)
     by_source = {direction.source: direction for direction in directions}

@@ -1,11 +1,11 @@
-"""How pytest-xdist shares the tests out: a file is one worker's, and what measures time runs last, alone.
+"""How pytest-xdist distributes the tests: file by file, and tests that measure time run last, alone.
 
-A module's tests share its fixtures, so a file is not divided. All engine tests are one worker's, because they share
-engines and because two engines at once need more cores than a small machine has. Tests marked `exclusive` measure time
-or throughput: they wait until every worker but one has ended.
+A module's tests share its fixtures, so one worker runs a whole file. Two workers run all engine tests, because these
+share engines and because more engines at once need more cores than a small machine has. Tests marked `exclusive`
+measure time or throughput: they wait until every worker but one has ended.
 
-This is a plugin of pytest, which tests/conftest.py registers; it does something under `--dist loadgroup` alone. The
-process that schedules does not collect, so workers tell it which tests are exclusive: all write the same file.
+This is a plugin of pytest, which tests/conftest.py registers. It acts only under `--dist loadgroup`. The process that
+schedules does not collect tests, so the workers tell it which ones are exclusive: all write the same file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +22,15 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 EXCLUSIVE: Final = "exclusive"
-ENGINES: Final = "engines"
-ROOMS: Final = ("engine", "chaos", "integration", "unit")  # those before take longer a file: they start first
+ENGINES: Final = ("engines 1", "engines 2")
+# What the second of the two runs, which is half of the time. The first has all other files of tests/engine.
+SECOND_ENGINES: Final = frozenset(
+    {"test_engine_cluster.py", "test_faults.py", "test_serving.py", "test_soak.py", "test_tiers.py"}
+)
+ROOMS: Final = ("engine", "chaos", "attack", "integration", "unit")  # the longest start first
+SLOW_WEIGHT: Final = 8  # a test of tests/slow.txt takes as long as so many others
 SLOW: Final = Path(__file__).parents[1] / "slow.txt"
-_LIST: Final = "exclusive_tests"  # the name, in a worker's input, of the file
+_LIST: Final = "exclusive_tests"  # the name in a worker's input for the file of exclusive tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,8 +57,12 @@ def pytest_configure_node(node: WorkerController) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=_by_duration)
     slow = slow_tests()
+    weights: Counter[Path] = Counter()
+    for item in items:
+        weights[item.path] += SLOW_WEIGHT if name_of(item.nodeid) in slow else 1
+    # The longest files start first, so that no worker is left alone with one at the end.
+    items.sort(key=lambda item: (_room(item), -weights[item.path], item.path.as_posix()))
     for item in items:
         if name_of(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
@@ -67,11 +77,11 @@ def slow_tests() -> set[str]:
 
 
 def name_of(nodeid: str) -> str:
-    """FILE::FUNCTION or FILE::CLASS of a test, whatever its parameters."""
+    """FILE::FUNCTION or FILE::CLASS of a test, without its parameters."""
     return "::".join(re.sub(r"\[.*", "", nodeid).split("::")[:2])
 
 
-def _by_duration(item: pytest.Item) -> int:
+def _room(item: pytest.Item) -> int:
     return next((number for number, room in enumerate(ROOMS) if f"/tests/{room}/" in item.path.as_posix()), 0)
 
 
@@ -81,20 +91,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesThenExclusive(LoadFileScheduling):
-    """Units of work are files, all the engines, and all the exclusive tests. Those are given out when one worker is
-    left."""
+    """The units of work are single files, two halves of the engine tests, and all exclusive tests together. The
+    exclusive tests are given out when only one worker is left."""
 
     _exclusive: frozenset[str] = frozenset()
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid in self._exclusive:
             return EXCLUSIVE
-        return ENGINES if nodeid.startswith("tests/engine/") else super()._split_scope(nodeid)
+        if nodeid.startswith("tests/engine/"):
+            return ENGINES[nodeid.split("::", maxsplit=1)[0].rpartition("/")[2] in SECOND_ENGINES]
+        return super()._split_scope(nodeid)
 
     def schedule(self) -> None:
         if self.collection is None:  # the first time
             self._exclusive = frozenset(Path(self.config.stash[_path]).read_text().splitlines())
-            self.config.option.loadscopereorder = False  # the tests are in the order in which files shall start
+            self.config.option.loadscopereorder = False  # the tests are already in the order in which files must start
         super().schedule()
         self._go_on()
 
@@ -119,7 +131,7 @@ class FilesThenExclusive(LoadFileScheduling):
         return list(self.workqueue) == [EXCLUSIVE]
 
     def _go_on(self) -> None:
-        """Where only the exclusive tests are left: let all workers but one finish, then give them to that one."""
+        """If only the exclusive tests are left, let all workers but one finish, then give the tests to that one."""
         if not self._only_exclusive_left():
             return
         staying = [node for node in self.nodes if not node.shutting_down]

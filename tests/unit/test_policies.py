@@ -15,10 +15,15 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore._cext import BlockIndex
+from kvstore.store import rules
 from tests.support.properties import examples
 
 READY = BlockIndex.READY
 every_policy = pytest.mark.parametrize("policy", BlockIndex.POLICIES)
+
+
+def test_the_settings_name_the_policies_there_are() -> None:
+    assert sorted(rules.POLICIES) == sorted(BlockIndex.POLICIES)
 
 
 def keys_of(names: Sequence[int]) -> bytes:

@@ -11,10 +11,12 @@ import pytest
 from kvstore import wire
 from kvstore._cext import BlockIndex
 from kvstore.disk.segments import SegmentFiles
+from kvstore.store import listing as listing_module
 from kvstore.store import namespaces as store_module
 from kvstore.store.arena import Arena
 from kvstore.store.disk_blocks import DiskBlocks
-from kvstore.store.namespace import NamespaceStore
+from kvstore.store.listing import Listing
+from kvstore.store.namespace import NamespaceStore, find_parent
 from kvstore.store.namespaces import EMPTY_S, MAX_NAMESPACES, Store
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ErrorCode, WireError
@@ -57,8 +59,18 @@ def present(namespace: NamespaceStore, keys: Sequence[bytes]) -> list[bool]:
 
 
 def hottest(namespace: NamespaceStore, skip: int = 0, limit: int = 100) -> tuple[list[bytes], int]:
-    keys, total = namespace.hottest(skip, limit, 0.0)
-    return [keys[at : at + 16] for at in range(0, len(keys), 16)], total
+    listing = Listing(namespace, 0.0)
+    assert all(listing.steps()) and listing.complete
+    keys = listing.keys(skip, limit)
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)], listing.total
+
+
+def hottest_in_the_background(namespace: NamespaceStore) -> list[bytes]:
+    listing = Listing(namespace, 0.0)
+    for _ in listing.steps():
+        pass
+    keys = listing.keys(0, 100)
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
 # ---- arena ---------------------------------------------------------------------------------------------------------
@@ -351,6 +363,23 @@ def test_a_block_that_is_being_written_is_not_among_the_hottest(store: Store) ->
     assert hottest(namespace) == (keys[:2], 2)
 
 
+def test_a_list_in_parts_leaves_out_what_is_gone_since(store: Store) -> None:
+    namespace, keys = store.open(canonical("m"), 16), make_keys(9)
+    put(store, namespace, keys)
+    listing = Listing(namespace, 0.0)
+    assert all(listing.steps())
+    namespace.memory.index.delete(b"".join(keys[3:6]))
+    parts = [listing.keys(0, 2), listing.keys(2, 2), listing.keys(3, 2), listing.keys(5, 2), listing.keys(6, 2)]
+    assert b"".join(parts) == b"".join(keys[:3] + keys[6:]) and listing.total == 6
+
+
+def test_a_long_list_is_sorted_while_the_caller_goes_on(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setattr(listing_module, "SORT_AT_ONCE", 3)
+    namespace, keys = store.open(canonical("m"), 16), make_keys(9)
+    put(store, namespace, keys)
+    assert hottest_in_the_background(namespace) == keys
+
+
 def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: Store, tmp_path: Path) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(9)
     space = SegmentFiles(tmp_path, SEGMENT, 3)
@@ -377,3 +406,20 @@ def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: St
     disk.delete(b"".join(keys))
     assert removed == [b"".join(keys)], "the persistent index is told"
     assert not namespace.memory.index.gone and not disk.index.gone, "a reader was left behind"
+
+
+def test_the_parent_of_keys_is_found_in_the_chain_asked_for_before() -> None:
+    keys = make_keys(5)
+    chain = b"".join(keys)
+    assert find_parent(chain, b"".join(keys[2:4]), 16) == (keys[1], False)
+    assert find_parent(chain, b"".join(keys[2:]), 16) == (keys[1], True)
+    assert find_parent(chain, keys[0], 16) == (b"", False)
+    for other_chain, other_keys in (
+        (b"", keys[0]),
+        (chain, b""),
+        (chain[:-1], keys[1]),
+        (bytes(24), bytes(8) + keys[0]),
+    ):
+        assert find_parent(other_chain, other_keys, 16) == (b"", False)
+    astride = chain[8:24]  # the end of one key and the beginning of the next
+    assert find_parent(chain, astride, 16)[0] == b""

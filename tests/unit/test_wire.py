@@ -101,6 +101,10 @@ SHARD_INFO = wire.ShardInfo(
     hits=9,
     misses=10,
     created=31,
+    slow_turns={"disk": 2},
+    longest_turn_s=0.25,
+    held_bytes={"streams": 5120},
+    held_limit_bytes=100_663_296,
 )
 
 REQUESTS: dict[str, wire.Request] = {

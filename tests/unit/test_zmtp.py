@@ -39,6 +39,9 @@ class Sink:
         bounds = np.linspace(0, size, self.cuts + 1).astype(int).tolist()
         return [whole[start:end] for start, end in itertools.pairwise(bounds) if start < end]
 
+    def go_on(self) -> bool:
+        return True
+
     def bytes_after_frame(self) -> int:
         return 0
 

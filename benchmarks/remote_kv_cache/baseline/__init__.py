@@ -1,1 +1,1 @@
-"""What the machine and the transports can do without a store."""
+"""Baselines: the speed of the machine and of transports, without a store."""

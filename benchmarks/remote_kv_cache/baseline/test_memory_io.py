@@ -31,9 +31,7 @@ def main() -> None:
             operations,
             references=(NAIVE,),
             unavailable=unavailable,
-            block_bytes=model.block_bytes,
-            blocks=benchmark.batch.blocks,
-            blocks_per_call=benchmark.batch.per_call,
+            **benchmark.batch.described(model.block_bytes),
         )
     benchmark.matrix(f"As multiples of {NAIVE}", NAIVE)
     benchmark.finish(torch_threads=1)

@@ -29,7 +29,7 @@ _ANSWER_MS: Final = 60_000
 
 
 def serve(router: zmq.Socket[bytes], rows: Rows) -> None:
-    """Answer each `(first, last)` with those rows, a frame each; an empty request ends it."""
+    """Answer each `(first, last)` with those rows, one frame each, until an empty request."""
     while True:
         identity, request = router.recv_multipart()
         if not request:
@@ -49,7 +49,7 @@ def _serve_process(pipe: Connection, ipc: str, count: int, row_bytes: int) -> No
 
 @contextlib.contextmanager
 def router_process(ipc: str, count: int, row_bytes: int) -> Iterator[str]:
-    """A ROUTER in a process of its own, at `ipc` and at the tcp endpoint this gives."""
+    """A ROUTER in a process of its own, at `ipc` and at a tcp endpoint. -> that endpoint."""
     with serving_process(_serve_process, ipc, count, row_bytes, what="the ROUTER process") as endpoint:
         yield endpoint
 
@@ -72,7 +72,7 @@ def router_thread(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, rows: 
 
 
 def dealer_operation(dealer: zmq.Socket[bytes], blocks: Blocks, name: str, into: bool) -> Operation:
-    """Ask for the blocks and receive them in place (`into`), or as messages that are copied."""
+    """The operation that asks for the blocks and receives them in place (`into`), or as messages that are copied."""
 
     def call(start: int, end: int) -> None:
         dealer.send(_CALL.pack(start, end))
@@ -86,7 +86,7 @@ def dealer_operation(dealer: zmq.Socket[bytes], blocks: Blocks, name: str, into:
 
 
 def measure(benchmark: Benchmark, model: Model) -> None:
-    """One model, with peers of its own."""
+    """Measure one model, with peers of its own."""
     benchmark.say(f"{model.name}: making {benchmark.batch.blocks} blocks of {model.block_bytes} bytes")
     blocks = Blocks(benchmark.batch, model.block_bytes)
     with contextlib.ExitStack() as stack:
@@ -109,9 +109,7 @@ def measure(benchmark: Benchmark, model: Model) -> None:
             model.name,
             operations,
             references=(MEMCPY,),
-            block_bytes=model.block_bytes,
-            blocks=blocks.batch.blocks,
-            blocks_per_call=blocks.batch.per_call,
+            **blocks.batch.described(model.block_bytes),
         )
 
 

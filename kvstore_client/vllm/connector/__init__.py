@@ -1,6 +1,6 @@
-"""The connector that vLLM loads: `kvstore_client.vllm.connector`, `KVStoreConnector`.
+"""The package that holds vLLM's connector: module path `kvstore_client.vllm.connector`, class `KVStoreConnector`.
 
-The class is imported when it is asked for: it needs vLLM, and the other modules do not all need it.
+The class is imported on first access: it needs vLLM, and not all of the other modules do.
 """
 
 from __future__ import annotations

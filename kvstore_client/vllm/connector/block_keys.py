@@ -1,14 +1,14 @@
-"""What a request's blocks are called in the store: the engine's block hashes, unless those do not say enough.
+"""The keys of a request's blocks in the store: the engine's block hashes, or salted ones where those are not enough.
 
-Two things change a block's bytes behind the hash's back:
+Two things change a block's bytes without changing its hash:
 
-* **a LoRA adapter**: the hash has its name and path, and "/adapters/sql" holds other weights on the next machine, or
-  tomorrow. The adapter's content is added here. If its files cannot be read, or change after the engine may have loaded
-  them, its blocks are called by names of this engine alone.
-* **new weights in a running engine** (reinforcement learning). vLLM then resets the connector's cache, and from that
-  moment all blocks have names of this engine alone: nothing older, and nobody else's, is found under them.
+* **a LoRA adapter**: the hash covers its name and path, but "/adapters/sql" may hold other weights on another machine,
+  or tomorrow. So the key here also covers the adapter's content. If the adapter's files cannot be read, or change
+  after the engine may have loaded them, its blocks get keys that only this engine has.
+* **new weights in a running engine** (reinforcement learning). vLLM then resets the connector's cache. From then on
+  all blocks get keys that only this engine has, so that neither older blocks nor those of other engines are found.
 
-A key made here is as long as the hash it is made of, since keys of one namespace have one length.
+A key made here is as long as the hash it is made from, since all keys of one namespace have one length.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass
 class _Adapter:
-    """stamp: names, sizes and times of the files when they were read; None if they could not be."""
+    """salt: added to the keys of its blocks. stamp: names, sizes and times of the files when they were read; None if
+    they could not be read."""
 
     salt: bytes
     stamp: tuple[tuple[str, int, int], ...] | None
@@ -44,7 +45,7 @@ class _Adapter:
 
 @dataclass
 class _Named:
-    """The keys made so far for one request, and the last hash they were made of."""
+    """The keys made so far for one request, and the hash that the last of them was made from."""
 
     salt: bytes
     keys: list[bytes] = field(default_factory=list)
@@ -52,8 +53,8 @@ class _Named:
 
 
 class BlockKeys:
-    """Keys of requests' blocks. Thread: the scheduler's. Reads an adapter's files, about a megabyte, when its first
-    request comes; a request without adapter costs nothing until ``forget``."""
+    """The keys of requests' blocks. Used by the scheduler's thread only. The first request of an adapter reads the
+    adapter's files, at most about a megabyte of each; a request without adapter costs nothing until ``forget``."""
 
     def __init__(self) -> None:
         self._generation = b""
@@ -69,7 +70,7 @@ class BlockKeys:
         if named is None:
             named = self._named[request] = _Named(self._salt(request.lora_request))
         done = len(named.keys)
-        if done > len(hashes) or (done and hashes[done - 1] != named.last_hash):  # its tokens were taken back
+        if done > len(hashes) or (done and hashes[done - 1] != named.last_hash):  # vLLM took tokens back
             named.keys, done = [], 0
         named.keys += [
             hashlib.blake2b(block_hash, digest_size=len(block_hash), key=named.salt).digest()
@@ -79,7 +80,7 @@ class BlockKeys:
         return named.keys
 
     def forget(self) -> None:
-        """From now on no key equals one made before, here or in another engine."""
+        """From now on, no key equals a key made earlier or in another engine."""
         self._generation = os.urandom(SALT_BYTES)
         self._adapters.clear()
         self._named.clear()
@@ -91,7 +92,7 @@ class BlockKeys:
         known = self._adapters.get(lora.lora_int_id)
         files = _adapter_files(lora.lora_path)
         stamp = _stamp(files)
-        if known is None or (lora.load_inplace and known.stamp != stamp):  # the engine reads it anew
+        if known is None or (lora.load_inplace and known.stamp != stamp):  # the engine loads it, perhaps again
             content = _content(files) if stamp else None
             known = _Adapter(content or os.urandom(SALT_BYTES), stamp)
             if content is None:
@@ -113,7 +114,7 @@ class BlockKeys:
 
 
 def _adapter_files(path: str) -> list[Path]:
-    """What decides an adapter: its weights and their configuration. Never downloads: a hub's name has no files."""
+    """An adapter's weights and configuration. Never downloads: for an adapter named by its hub name, no files."""
     folder = Path(path).expanduser()
     try:
         return sorted(

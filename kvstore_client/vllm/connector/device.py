@@ -1,11 +1,11 @@
-"""Copies between a CUDA device and host memory, beside the model's work.
+"""Copies between a CUDA device and host memory, on streams beside the model's.
 
-Two side streams, one a direction, so that neither waits for the other nor for the model. What orders a copy with the
-model is an event of the model's stream: a copy out waits for all that was queued before it, a copy in for all that
-was queued before the last ``fence``. The engine may be a step ahead of its GPU: blocks that the scheduler has freed
-and given away may still be written by a step that was queued earlier, which no guarantee of the scheduler's covers.
+There are two side streams, one for each direction, so that neither waits for the other. A copy is ordered with the
+model's work by an event on the model's stream: a copy out waits for all work queued before it, a copy in for all work
+queued before the last ``fence``. The fence is needed because the engine may be a step ahead of its GPU: a step that
+was queued earlier may still write to blocks that the scheduler has freed and given away since.
 
-One call hands the driver all runs of a copy; no kernel of ours runs, and no memory of the device is taken.
+One call hands the driver up to `RUNS_PER_CALL` runs of a copy. No kernel of ours runs, and no device memory is taken.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 Addresses = npt.NDArray[np.int64]
 
-# Batches of over 50 000 runs are known to have crashed a driver; a call costs microseconds, so this costs nothing.
+# Batches of over 50 000 runs are known to have crashed a driver. A call costs microseconds, so more calls cost nothing.
 RUNS_PER_CALL = 8192
 
 
 class DeviceCopy:
-    """A copy on a side stream; keeps what it reads and writes alive. Any thread. Both methods raise what the device
-    reports."""
+    """A copy on a side stream. It keeps the memory that it reads and writes alive. Thread-safe. Both methods raise the
+    device's errors."""
 
     def __init__(self, event: torch.cuda.Event, keep: object) -> None:
         self._event = event
@@ -53,7 +53,7 @@ class Runs(NamedTuple):
 
 
 class SideStreams:
-    """The copies of one device. Any thread; the copies of a direction are done in the order of the calls."""
+    """The copies of one device. Thread-safe. The copies of one direction are made in the order of the calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._copy_batch = batched_copy()
@@ -63,16 +63,16 @@ class SideStreams:
         self._fence: torch.cuda.Event | None = None
 
     def fence(self) -> None:
-        """Called by the model's thread. Copies in, from now on, wait for what is queued on its stream by now."""
+        """Called by the model's thread. Later copies in wait for all work queued on its stream up to this call."""
         self._fence = self._event_of_the_current_stream()
 
     def copy_out(self, runs: Runs, keep: object) -> DeviceCopy:
-        """From the cache to the rows, after all that is queued on the calling thread's stream. ``keep``: what must
-        outlive the copy."""
+        """Copy from the cache to the rows, after all work queued on the calling thread's stream. ``keep``: an object
+        that must outlive the copy, such as the array of the rows."""
         return self._copy(self._out, self._event_of_the_current_stream(), runs.cache, runs.rows, runs.sizes, keep)
 
     def copy_in(self, runs: Runs, keep: object) -> DeviceCopy:
-        """From the rows to the cache, after the last fence. Without any fence, blocks until the device is idle."""
+        """Copy from the rows to the cache, after the last fence. Without any fence, blocks until the device is idle."""
         # Not torch.cuda.device(): on leaving it, a thread that never chose a device would open a context on device 0.
         torch.cuda.set_device(self._device)
         fence = self._fence
@@ -95,7 +95,7 @@ class SideStreams:
         keep: object,
     ) -> DeviceCopy:
         batch = [torch.from_numpy(array) for array in (src, dst, sizes)]
-        done = torch.cuda.Event(blocking=True)  # whoever waits sleeps instead of spinning
+        done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps instead of spinning
         with torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
@@ -106,22 +106,23 @@ class SideStreams:
 
 
 def pinned_rows(rows: int, row_bytes: int, device: torch.device) -> npt.NDArray[np.uint8]:
-    """Uninitialized page-locked memory, given back when the last view of it is gone. Where the system refuses to lock
-    as much, it stays pageable, with a warning: slower, and copies out then block.
+    """Uninitialized page-locked memory of shape (rows, row_bytes), freed when the last view of it is gone. If the
+    system refuses to lock that much, the memory stays pageable and a warning is logged: copies are slower, and copies
+    out then block.
 
-    torch's own pinned memory is rounded up to a power of two, which may be twice what was asked for.
+    torch's own pinned memory is not used: its size is rounded up to a power of two, up to twice what is needed.
     """
     size = rows * row_bytes
-    # Memory is locked by the page: these pages hold nothing else.
+    # Memory is locked in whole pages, so these pages must hold nothing else.
     memory = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
     first = -memory.ctypes.data % mmap.PAGESIZE
     pool = memory[first : first + size].reshape(rows, row_bytes)
     register, unregister = host_register()
     torch.cuda.set_device(device)
     if register(pool.ctypes.data, size):
-        # The array that owns the memory goes after its last view, and its finalizer runs before the memory is freed.
+        # The array that owns the memory outlives all its views, and its finalizer runs before the memory is freed.
         finalizer = weakref.finalize(memory, unregister, pool.ctypes.data)
-        finalizer.atexit = False  # the driver unlocks what a process leaves behind
+        finalizer.atexit = False  # when the process ends, the driver unlocks its memory
     elif size:
         logger.warning(
             "kvstore: the system did not page-lock %.1f GiB of host memory, so copies to and from it are slow. Lower "

@@ -1,10 +1,10 @@
-"""The middle tier's index: which slot of the workers' host pools holds which block, and who goes first.
+"""The index of the host tier: which slot of the workers' host pools holds which block, and which block is evicted next.
 
-It is the server's own index (`kvstore._cext.BlockIndex`) over one segment, with its eviction policies. Without a middle
-tier (``keep=False``) the same slots are only where blocks wait to be sent, and are free again afterwards.
+It is the server's own index (`kvstore._cext.BlockIndex`) over one segment, with its eviction policies. Without a CPU
+tier (``keep=False``), blocks only wait in the slots until they are sent, and the slots are free again afterwards.
 
-A slot is reserved (being written), then kept (readable). References protect a slot from eviction while workers read
-it. One thread, the scheduler's.
+A slot is first reserved (being written), then committed (readable). References protect a slot from eviction while
+workers read it. Only the scheduler's thread uses this module.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ Slots = npt.NDArray[np.int32]
 
 
 class HostTier:
-    """Slots 0 … ``slots`` - 1. Keys are all of one length. ``policy``: one of `BlockIndex.POLICIES`."""
+    """An index of slots 0 … ``slots`` - 1. All keys must have one length. ``keep``: whether blocks stay in their slots
+    after they were sent. ``policy``: one of `BlockIndex.POLICIES`. Not thread-safe."""
 
     def __init__(self, slots: int, *, keep: bool, policy: str = "default") -> None:
         self.slots = slots
         self.policy = policy
         self.keep = keep
-        self._index: BlockIndex | None = None  # made when the first key tells how long keys are
+        self._index: BlockIndex | None = None  # made with the first key, whose length it needs
         self._tick = 1
 
     @property
@@ -37,22 +38,22 @@ class HostTier:
 
     @property
     def busy(self) -> int:
-        """Slots being written, and slots that are read although their blocks are gone."""
+        """Slots that are being written, and slots that are still read although their blocks were dropped."""
         return self._index.writing + self._index.gone if self._index is not None else 0
 
     def find(self, keys: Sequence[bytes]) -> Slots:
-        """The slot of each key, negative where there is none."""
+        """The slot of each key, negative where the key has none."""
         slots = self.acquire(keys, refresh=False)
         self.release(slots)
         return slots
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The leading run of the chain was used; from here on its tail goes before its head."""
+        """Count a use of the chain's leading blocks that are here. The tail of a chain is evicted before its head."""
         if self._index is not None and keys:
             self._index.match_prefix(b"".join(keys), time.monotonic(), True, self._ticks(len(keys)))
 
     def acquire(self, keys: Sequence[bytes], *, refresh: bool = True) -> Slots:
-        """`find`, with a reference on each slot found."""
+        """Like `find`, and take a reference on each slot found. ``refresh``: count this as a use of the blocks."""
         if self._index is None or not keys:
             return np.full(len(keys), -1, dtype=np.int32)
         return self._index.acquire(b"".join(keys), time.monotonic(), self._ticks(len(keys)), refresh)
@@ -63,7 +64,8 @@ class HostTier:
             self._index.release(np.asarray(slots, dtype=np.int32))
 
     def reserve(self, keys: Sequence[bytes]) -> Slots:
-        """A slot to write for each key that is new, as far as there is room; negative otherwise (`is_known`)."""
+        """Reserve a slot to write for each new key, evicting other blocks if need be. -> the slots, negative where the
+        block is known already (see `is_known`) or there is no room."""
         if not keys:
             return np.empty(0, dtype=np.int32)
         if self._index is None:
@@ -77,29 +79,29 @@ class HostTier:
 
     @staticmethod
     def is_known(slot: int) -> bool:
-        """Whether `reserve` refused because the block is here, or on its way here."""
+        """Whether this result of `reserve` means that the block is here or being written."""
         return slot in (BlockIndex.EXISTED, BlockIndex.DUPLICATE)
 
     def commit(self, slots: Slots | Sequence[int]) -> None:
-        """Reserved slots are written: readable from now on."""
+        """Make reserved slots readable: they have been written."""
         if self._index is not None and len(slots):
-            # A block's checksum is the store's matter: host memory is as good as the engine's own.
+            # No checksums: host memory is trusted as much as the engine's own. The store has checksums of its own.
             self._index.commit(
                 np.asarray(slots, dtype=np.int32), np.zeros(len(slots), dtype=np.uint64), self._ticks(len(slots))
             )
 
     def abort(self, slots: Slots | Sequence[int]) -> None:
-        """Reserved slots will not be written; negative ones are skipped."""
+        """Free reserved slots: they will not be written. Negative slots are skipped."""
         if self._index is not None and len(slots):
             self._index.abort(np.asarray(slots, dtype=np.int32))
 
     def hold(self, slots: Sequence[int]) -> None:
-        """One more reference on readable slots."""
+        """Take one more reference on readable slots."""
         if self._index is not None and len(slots):
             self._index.acquire_slot(np.asarray(slots, dtype=np.int32))
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Forget blocks; slots that are referenced are free when that ends."""
+        """Forget the blocks in these slots. A slot with references becomes free when the last one is released."""
         if self._index is not None and len(slots):
             self._index.drop(np.asarray(slots, dtype=np.int32))
 

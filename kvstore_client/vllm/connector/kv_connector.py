@@ -5,12 +5,12 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": "tcp://127.0.0.1:7070"}}'
 
-The engine makes one of these in its scheduler and one in every worker, usually in different processes. Each holds one
+The engine makes one connector in its scheduler and one in every worker, usually in different processes. Each holds one
 half and passes the engine's calls on to it. Only the workers know their tensors, so they send their namespaces to the
 scheduler, through the engine's handshake.
 
-No exception leaves a connector once the engine runs: the guards catch the store's failures, and `_never_raise` catches
-what a defect of ours raises.
+Once the engine runs, the guards catch the store's failures, and `_never_raise` catches defects of ours. Only the few
+calls that must keep a promise to the engine are not caught, such as ``update_state_after_alloc``.
 """
 
 from __future__ import annotations
@@ -61,21 +61,22 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
 
-# With fewer rows in a host pool, a block would wait for another one in every step.
+# With fewer rows in a host pool, blocks would wait for each other in every step.
 MIN_SLOTS = 8
 
 
 @dataclass
 class RankStore(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker sends to the scheduler (the engine pickles it): the namespace of its part of every block, and how
-    many blocks its host pool has room for."""
+    """The handshake data of a worker for the scheduler (the engine pickles it): the namespace of its part of every
+    block, and how many blocks its host pool has room for."""
 
     namespace: Namespace
     slots: int
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """One class for both halves, as vLLM requires; the module says what the halves are. No call blocks on the store.
+    """One class for both halves, as vLLM requires; see the package's docstring for the halves. Once the engine runs,
+    no call waits for the store, except ``shutdown``.
 
     Thread: in each process the one thread that the engine calls its connector from.
     """
@@ -109,7 +110,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The scheduler's half.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Called once while the engine starts, with what every worker's ``get_handshake_metadata`` returned. Raises
+        """Called once while the engine starts, with the result of every worker's ``get_handshake_metadata``. Raises
         ValueError when a worker hashes blocks differently than this process."""
         ranks = [told for told in metadata.values() if isinstance(told, RankStore)]
         if len(ranks) != len(metadata):
@@ -119,7 +120,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
             return
         check_same_hash(self._vllm_config, [rank.namespace for rank in ranks])
-        # Ranks that hold the same part have one namespace, and one answer.
+        # Ranks that hold the same part share one namespace, which is asked once.
         distinct = {rank.namespace.id: rank.namespace for rank in ranks}
         self._guards = [self._guard(namespace, self._options.lookup_timeout_s) for namespace in distinct.values()]
         self._explain_mismatch(self._guards[0])
@@ -140,7 +141,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
-        """Log why nothing will be found, if the store has blocks of this model under other namespaces only."""
+        """Log a warning if the store has blocks of this model, but under namespaces that this engine does not share."""
         info = guard.call(lambda client: client.info(), None)
         if info is None:
             return
@@ -155,7 +156,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if half := self._scheduler:  # not caught: without the promised load the request would wait for ever
+        if half := self._scheduler:  # may raise: if it were caught, the request would wait for its load for ever
             half.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -188,8 +189,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def reset_cache(self) -> bool | None:
-        """Called when the engine gets new weights, among others. From now on this engine finds nothing that was saved
-        before, neither in its host memory nor in the store. Other engines still find it in the store."""
+        """Called when the engine gets new weights, among other cases. From now on this engine finds none of the blocks
+        saved before, neither in its host memory nor in the store. Other engines still find those in the store."""
         if half := self._scheduler:
             self._never_raise(half.reset, None)
             logger.warning(
@@ -225,7 +226,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def _pool_slots(self, block_bytes: int) -> int:
-        """How many rows this rank's host pool has."""
+        """How many rows this rank's host pool gets. Raises ValueError when ``cpu_bytes`` is too small."""
         if not self._options.cpu_bytes:
             return max(MIN_SLOTS, self._options.staging_bytes // block_bytes)
         ranks: int = self._vllm_config.parallel_config.world_size
@@ -256,12 +257,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._worker.load(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs only after its load ended."""
+        """Does nothing: a request runs only after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing to do: a block holds all layers, so it is saved when the step's last layer is computed."""
+        """Does nothing: a block holds all layers, so it is saved when the step's last layer is computed."""
 
     def wait_for_save(self) -> None:
         """Starts the copies out of the cache. They end, and the blocks are sent, in the background."""
@@ -283,7 +284,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Both halves.
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        """What was counted since the last call. The engine adds it up over the workers, logs and exports it."""
+        """The counts since the last call. The engine adds them up over the workers, logs and exports them."""
         counters = self._counters.take()
         if self._role == KVConnectorRole.SCHEDULER:
             stats = TransferStats.of(counters)
@@ -311,7 +312,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Sends what waits, for at most ``timeout_s``, then disconnects."""
+        """Sends the blocks that wait, for at most ``timeout_s``, then disconnects."""
         for half in (self._scheduler, self._worker):
             if half is not None:
                 self._never_raise(half.close, None)

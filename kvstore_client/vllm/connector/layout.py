@@ -1,15 +1,15 @@
 """The engine's paged KV cache, seen as blocks of bytes, and the copies of blocks between it and host memory.
 
-vLLM hands every layer's cache over as a tensor of logical shape (num_blocks, heads, tokens, content), where content
-is K and V together, with whatever strides the attention backend asked for; a backend with small kernel blocks hands
-over (num_blocks * r, ...). The content is the backend's own (the CPU backend stores K in tiles of the instruction
-set), so a block here is opaque: for every layer, in layer order, the page's bytes in the order they have in memory.
-That order makes the copies long; ``description`` records it, because it is part of what must agree before two
-engines may share blocks.
+vLLM hands over every layer's cache as a tensor of logical shape (num_blocks, heads, tokens, content), where content
+is K and V together, with whatever strides the attention backend asked for. With small kernel blocks the shape is
+(num_blocks * r, ...). The content is the backend's own (the CPU backend stores K in tiles of the instruction set), so a
+block is opaque here: for every layer, in layer order, the page's bytes in the order they have in memory. This order
+gives the longest runs to copy. ``description`` records it, because two engines that share blocks must have it in
+common.
 
-Either kind of cache is copied straight between its paged tensors and the rows of a pool, one copy of every byte:
-host tensors at once, by ``kvstore._cext``; those of a CUDA device on a side stream, as the dense runs of bytes that
-``runs`` finds.
+Blocks are copied straight between the paged tensors and the rows of a pool, one copy of every byte. ``kvstore._cext``
+copies host tensors, within the call. Tensors of a CUDA device are copied on a side stream, as the dense runs of bytes
+that ``runs`` finds.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kvstore_client.vllm.connector.device import Addresses, Runs, SideStreams, p
 
 
 class Copy(Protocol):
-    """A copy under way. To be kept until it is done; any thread."""
+    """A copy under way. The caller keeps it until it is done. Thread-safe."""
 
     def done(self) -> bool:
-        """Never blocks."""
+        """Whether the copy is done. Never blocks."""
 
     def wait(self) -> None:
-        """Blocks until it is done."""
+        """Blocks until the copy is done."""
 
 
 class FinishedCopy:
-    """A copy that was made in the call that asked for it."""
+    """A copy that was complete when the call returned."""
 
     def done(self) -> bool:
         return True
@@ -49,14 +49,14 @@ class FinishedCopy:
 class BlockLayout:
     """Copies whole blocks between KV cache tensors and rows of ``block_bytes`` bytes.
 
-    The tensors belong to the engine and live as long as it does. For copies from and to host tensors the caller
-    orders them with the model's own reads and writes; for those of a device see each method.
+    The tensors belong to the engine and live as long as it does. For host tensors, the caller orders the copies with
+    the model's own reads and writes; for tensors of a device see each method.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """kv_caches: layer name -> tensor, as given to ``register_kv_caches``. Layers that share one cache appear
-        once in a block. Raises ValueError when the pages of the layers have different shapes, or lie where nothing
-        here can copy."""
+        once in a block. Raises ValueError when there is no cache, when the pages of the layers have different shapes,
+        or when the tensors lie neither on the CPU nor on one CUDA device."""
         distinct: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         for name in sorted(kv_caches, key=_layer_order):
             tensor = kv_caches[name]
@@ -80,7 +80,7 @@ class BlockLayout:
                 f"kvstore: the KV cache lies on {', '.join(sorted(map(str, (*devices, self._device))))}; "
                 "it must lie on the CPU or on one CUDA device"
             )
-        # A host tensor and its array share memory, so scatter writes where the engine reads.
+        # A host tensor and its array share memory, so scatter writes into the engine's cache.
         self._arrays = [page.numpy() for page in pages] if self._device.type == "cpu" else None
         self._streams = SideStreams(self._device) if self._device.type == "cuda" else None
         self._runs = _runs_of_a_block(pages)
@@ -92,27 +92,27 @@ class BlockLayout:
         self.description = f"{len(pages)}x{order}({inner})"
 
     def pool(self, rows: int) -> Rows:
-        """Uninitialized host memory for ``rows`` blocks: page-locked where the cache lies on a device, else pages that
-        nobody has touched yet."""
+        """Uninitialized host memory of shape (rows, block_bytes), uint8: page-locked if the cache lies on a device,
+        else pages that nobody has touched yet."""
         if self._streams is not None:
             return pinned_rows(rows, self.block_bytes, self._device)
         return np.empty((rows, self.block_bytes), dtype=np.uint8)
 
     def fence(self) -> None:
-        """Called by the model's thread before it lets ``swap_in`` be called: those copies wait for all that is queued
-        on its stream by now, such as writes of earlier steps to blocks that have changed hands since. Never blocks;
-        for host tensors there is nothing to do."""
+        """Called by the model's thread before other threads may call ``swap_in``. Those copies then wait for all work
+        queued on the model's stream by now, such as writes of earlier steps to blocks that were given to another
+        request since. Never blocks; does nothing for host tensors."""
         if self._streams is not None:
             self._streams.fence()
 
     def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Copy:
-        """``pool[slots[i]]`` becomes block ``block_ids[i]``, as it is after all work queued on the calling thread's
-        stream: called by the model's thread after the forward. Host tensors: done on return. Devices: never blocks
-        if the pool is from ``pool``.
+        """Copy block ``block_ids[i]`` to ``pool[slots[i]]``, after all work queued on the calling thread's stream: the
+        model's thread calls this after the forward. Host tensors: done on return. Devices: never blocks if the pool is
+        page-locked memory from ``pool``.
 
-        The blocks must not change, nor the slots be used, until it is done. Raises IndexError for a block or a slot
-        that is not there, ValueError for a pool that does not fit, before any byte moves. With a slot given twice,
-        which block it holds is not said.
+        Until the copy is done, the blocks must not change and the slots must not be used. Raises IndexError for a block
+        or a slot that does not exist and ValueError for a pool that does not fit, before any byte moves. If a slot is
+        given twice, it is undefined which block it holds.
         """
         if self._streams is not None:
             return self._streams.copy_out(self.runs(block_ids, pool, slots), keep=pool)
@@ -121,11 +121,11 @@ class BlockLayout:
         return FinishedCopy()
 
     def swap_in(self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> Copy:
-        """Block ``block_ids[i]`` becomes ``pool[slots[i]]``. Called by any thread. Host tensors: done on return.
-        Devices: after all that the last ``fence`` saw queued.
+        """Copy ``pool[slots[i]]`` to block ``block_ids[i]``. Called by any thread. Host tensors: done on return.
+        Devices: after all work that was queued at the last ``fence``.
 
-        From the fence until it is done, nobody else may use these blocks, nor change the slots. Raises as
-        ``swap_out``. A slot may be given to several blocks.
+        From the fence until the copy is done, nobody else may use these blocks or change the slots. Raises as
+        ``swap_out``. One slot may be copied to several blocks.
         """
         if self._streams is not None:
             return self._streams.copy_in(self.runs(block_ids, pool, slots), keep=pool)
@@ -134,7 +134,7 @@ class BlockLayout:
         return FinishedCopy()
 
     def runs(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Runs:
-        """Where the bytes of these blocks lie, in the cache and in the rows of the pool: the fewest dense runs.
+        """Where the bytes of these blocks lie, in the cache and in the rows of the pool, as few dense runs as possible.
         Raises as ``swap_out``."""
         if pool.dtype != np.uint8 or pool.shape[1:] != (self.block_bytes,) or (len(pool) and pool.strides[1] != 1):
             raise ValueError(
@@ -151,8 +151,8 @@ class BlockLayout:
 
 
 class _BlockRuns(NamedTuple):
-    """The dense runs of one block, in the order of its bytes: ``addresses`` of block 0, ``strides`` to the next
-    block, ``offsets`` in a row, ``sizes``."""
+    """The dense runs of one block, in the order of its bytes: their ``addresses`` in block 0, the ``strides`` to the
+    next block, their ``offsets`` in a row and their ``sizes``, all in bytes."""
 
     addresses: Addresses
     strides: Addresses
@@ -161,7 +161,7 @@ class _BlockRuns(NamedTuple):
 
 
 def _runs_of_a_block(pages: Sequence[torch.Tensor]) -> _BlockRuns:
-    """Runs that adjoin in every block, such as layers kept together, become one."""
+    """The runs of all pages. Adjoining runs, such as those of layers that lie side by side, become one."""
     runs: list[tuple[int, int, int]] = []  # address, stride, size
     for page in pages:
         starts, size = _dense_runs(page)
@@ -176,7 +176,7 @@ def _runs_of_a_block(pages: Sequence[torch.Tensor]) -> _BlockRuns:
 
 
 def _dense_runs(page: torch.Tensor) -> tuple[Addresses, int]:
-    """Where the dense runs of one page of bytes start, and the size they all have."""
+    """Where the dense runs of one page of bytes start, and their size, which is the same for all."""
     axes: list[tuple[int, int]] = []  # size, stride; the innermost last
     for size, stride in zip(page.shape[1:], page.stride()[1:], strict=True):
         if axes and axes[-1][1] == size * stride:
@@ -214,7 +214,8 @@ def _memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def _pages_of_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A view (num_blocks, ...) of bytes, inner axes in memory order; a dense page becomes one axis."""
+    """A view (num_blocks, ...) of bytes, inner axes in memory order; a dense page becomes one axis. Raises ValueError
+    for a tensor whose bytes cannot be viewed like that."""
     if tensor.shape[0] % num_blocks:
         raise ValueError(
             f"kvstore: a KV cache tensor has shape {tuple(tensor.shape)}, "
@@ -231,5 +232,5 @@ def _pages_of_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         pages = pages.unflatten(0, (num_blocks, -1))
     try:
         return pages.view(num_blocks, -1)
-    except RuntimeError:  # strides with gaps, or heads outside blocks: the copies walk the axes
+    except RuntimeError:  # strides with gaps, or the heads' axis outside the blocks': the copies walk the axes
         return pages

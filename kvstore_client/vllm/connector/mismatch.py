@@ -1,4 +1,4 @@
-"""Why an engine finds nothing although another one stores the same model: said once, in a WARNING at the start."""
+"""The text of one WARNING at the start: why this engine does not find what another one stores of the same model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from kvstore_client import Namespace
 
-# What to do about a difference: by field of the namespace. Fields that only follow from others come last.
+# What to do about a difference, by the field of the namespace. Fields that only follow from others come last.
 ADVICE: Mapping[str, str] = {
     "hash": "set the same PYTHONHASHSEED (or none) and --prefix-caching-hash-algo for every engine",
     "model": "load the same --revision",
@@ -31,9 +31,9 @@ CONSEQUENCES = ("world", "layers", "layout", "block_bytes")
 def explain_mismatch(mine: Namespace, store_namespaces: Iterable[str]) -> str | None:
     """Why another engine's blocks of the same model will not be found, or None if there is nothing to explain.
 
-    mine: of rank 0. store_namespaces: the canonical JSON of the namespaces in the store, some of which may be of no
-    engine. Another tenant is meant to be separate. Nothing is said if the store has blocks of this engine's namespace
-    too, except that others hash differently: nobody wants that.
+    mine: the namespace of rank 0. store_namespaces: the canonical JSON of the namespaces in the store; some may not be
+    of an engine. Other tenants are separate on purpose and not explained. If the store also has blocks of this engine's
+    namespace, the only difference explained is another hash, which nobody wants.
     """
     own = _flat(mine.canonical())
     differences = []
@@ -60,7 +60,7 @@ def explain_mismatch(mine: Namespace, store_namespaces: Iterable[str]) -> str | 
 
 
 def _flat(canonical: str | bytes) -> dict[str, object] | None:
-    """A namespace's fields and its extra ones in one dict; None if it is not the namespace of an engine."""
+    """A namespace's fields and its extra fields in one dict; None if it is not the namespace of a vLLM engine."""
     try:
         fields = json.loads(canonical)
         extra = fields.pop("extra")
@@ -70,8 +70,8 @@ def _flat(canonical: str | bytes) -> dict[str, object] | None:
 
 
 def _same_model(own: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Whether the two look like parts of one deployment, in the same terms. Hub models compare by name, so that a
-    revision can be the difference; a fingerprint of files is all there is to compare."""
+    """Whether the two look like parts of one deployment and have the same fields. Hub models compare by name alone, so
+    that the revision can be the difference; local models compare by the fingerprint of their files."""
     mine, theirs = str(own["model"]), str(other.get("model"))
     same = mine == theirs or ("/" in mine and mine.partition("@")[0] == theirs.partition("@")[0])
     return same and own.keys() == other.keys() and all(own[name] == other.get(name) for name in ("tenant", "rank"))

@@ -15,7 +15,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
         has an equal share. 0: no CPU tier.
     cpu_policy: which block of the CPU tier is evicted first, as the server's ``--policy``.
     staging_bytes: without a CPU tier, the host memory of each rank for blocks on their way to and from the store. When
-        the store is slower than the engine it fills, and the blocks that have waited longest are dropped.
+        the store is slower than the engine, this memory fills, and the blocks that have waited longest are dropped.
     min_hit_tokens: the store is not asked for prompts shorter than this, and shorter hits are not loaded.
     save_decode: also save the blocks that generated tokens fill. They are part of the next turn's prompt.
     """

@@ -1,4 +1,4 @@
-"""What the scheduling half remembers: of each request, load and copy, until it is over."""
+"""The records of the scheduler's half: one for each request, load and job of copies, kept until that is over."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class WaitingRequest:
-    """A request that asked what it may load and has no blocks yet."""
+    """A request that asked how much it may load and has no blocks of the engine's cache yet."""
 
-    lookup: PrefixLookup | None = None  # None: the store is not asked for it
+    lookup: PrefixLookup | None = None  # None: the store is not asked for this request
     local: int = 0  # leading blocks in the engine's own cache
-    awaited: str | None = None  # the request whose load it waited for, to share it
+    awaited: str | None = None  # the other request whose load it waited for, to share that load's blocks
 
 
 @dataclass
 class TrackedRequest:
-    """A request that has blocks."""
+    """A request that has blocks of the engine's cache."""
 
     request: Request
-    lookup: PrefixLookup | None
+    lookup: PrefixLookup | None  # None: there is none, or its result was used
     next_save: int  # blocks before this one are in the store, or were handed to the workers to save
-    stored: int | None = None  # leading blocks the store has, once that is known
-    last_job: int = -1  # the last one that copies out of this request's blocks
-    outdated: bool = False  # its blocks were computed with other weights
+    stored: int | None = None  # leading blocks the store has, once known
+    last_job: int = -1  # the last job that copies out of this request's blocks
+    outdated: bool = False  # its blocks may have been computed with older weights
 
 
 @dataclass
 class PendingLoad:
-    """Blocks on their way to a request, until every rank is done."""
+    """A load of blocks for a request, until every rank is done with it."""
 
     keys: Sequence[bytes]
     block_ids: list[int]
-    held: list[int]  # slots of the host tier that are read
-    fetched: list[int] = field(default_factory=list)  # slots of the host tier that are written …
+    held: list[int]  # slots of the host tier that the load reads
+    fetched: list[int] = field(default_factory=list)  # slots of the host tier that the load writes …
     fetched_block_ids: list[int] = field(default_factory=list)  # … and the cache blocks filled from them
-    failed: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)  # cache blocks that some rank could not load
 
 
 @dataclass
@@ -52,4 +52,4 @@ class PendingCopies:
 
     slots: list[int]
     ranks_left: int
-    broken: bool = False  # on some rank they could not be made
+    broken: bool = False  # some rank could not make its copies

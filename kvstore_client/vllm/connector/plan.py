@@ -1,7 +1,7 @@
-"""What the connector's halves tell each other: a plan for every step, and the workers' report on it.
+"""The messages between the connector's halves: a plan for every step, and the workers' reports.
 
-Both travel pickled through the engine. A *slot* is a row of every worker's host pool: the scheduler's half assigns
-slots, the workers only do as they are told, so slot 7 holds the same block's parts on all ranks.
+Both travel pickled through the engine. A *slot* is a row of every worker's host pool. The scheduler's half alone
+assigns slots, so that slot 7 holds the parts of one and the same block on all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 class Load:
     """Blocks that must be in the cache before ``request_id`` may run.
 
-    ``host_slots[i]`` goes to ``host_block_ids[i]``; the store's block ``keys[i]`` to ``block_ids[i]``, by way of
-    ``slots[i]``, where it stays for later, or without slots by way of rows of the worker's own.
+    The worker copies ``host_slots[i]`` to cache block ``host_block_ids[i]``. It fetches block ``keys[i]`` from the
+    store into ``slots[i]``, where the block stays for later, and copies it to cache block ``block_ids[i]``. With
+    ``slots`` None it fetches into staging rows of its own instead.
     """
 
     request_id: str
@@ -30,8 +31,9 @@ class Load:
 
 @dataclass
 class Saves:
-    """Blocks complete at the end of a step. ``copies``: first cache block ``block_ids[i]`` to ``slots[i]``, then that
-    to the store as ``keys[i]``. ``sends``: in their slots already."""
+    """Blocks to save that are complete at the end of a step. The worker copies cache block ``block_ids[i]`` to
+    ``slots[i]`` and then sends that slot to the store as ``keys[i]``. Blocks ``send_keys[i]`` are in their slots
+    ``send_slots[i]`` already and are only sent. ``job``: the number of these saves in the workers' reports."""
 
     job: int
     keys: list[bytes] = field(default_factory=list)
@@ -46,10 +48,10 @@ class Saves:
 
 @dataclass
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
-    """What the workers do in one step.
+    """The workers' tasks in one step.
 
-    held: finished requests whose blocks must stay until all copies up to a job's are made.
-    preempting: blocks of preempted requests are given to others in this step, so copies out of them must be over.
+    held: finished request -> a job; the engine keeps the request's blocks until all copies up to that job are made.
+    preempting: blocks of preempted requests are given to others in this step, so copies out of them must end first.
     idle: no token is computed in this step; the engine comes back at once.
     """
 
@@ -62,9 +64,10 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What is over on the workers since their last report, in numbers of ranks.
+    """What the workers have finished since their last report, counted in ranks.
 
-    copied: job -> ranks whose copies out of the cache are made, or given up (``broken``: somewhere).
+    copied: job -> ranks that have made its copies out of the cache, or given them up.
+    broken: jobs whose copies some rank has given up.
     released: (job, slot) -> ranks that will not read the slot for this job any more.
     """
 
@@ -76,6 +79,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return bool(self.copied or self.released)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """The reports of two ranks as one."""
+        """The sum of two ranks' reports."""
         assert isinstance(other, WorkerReport)
         return WorkerReport(self.copied + other.copied, self.broken | other.broken, self.released + other.released)

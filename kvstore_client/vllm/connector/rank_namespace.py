@@ -1,34 +1,35 @@
 """The namespace of a rank's part of every block: what must agree before two engines may share blocks.
 
-A block's key is the engine's own hash of its tokens and of everything before them. The namespace must name the rest
-of what decides the block's bytes. A too narrow namespace costs hits; a too wide one serves wrong bytes, so when in
-doubt it is here. Where each thing is named (verified in vLLM 0.32; ``hash`` is ``generate_block_hash_extra_keys``):
+A block's key is the engine's own hash of its tokens and of everything before them. The namespace must name everything
+else that decides the block's bytes. A namespace with too many fields costs hits; one with too few serves wrong bytes.
+So a setting in doubt is included. Where each input is named (verified in vLLM 0.32; ``hash`` is
+``generate_block_hash_extra_keys``):
 
 =============================== =====================================================================================
 tokens, cache salt              hash (the salt in the first block, hence in all)
 prompt embeddings               hash, by content
-images, audio, video            hash, by content, or by the id a request gives them, which is taken at its word. With
-                                prefix caching and the processor's cache both off they are named by a counter: refused
-LoRA adapter                    hash, but only by name and path, which hold other weights elsewhere and tomorrow:
+images, audio, video            hash, by content, or by the id that a request gives them, which is trusted. If prefix
+                                caching and the processor's cache are both off, vLLM names them by a counter: refused
+LoRA adapter                    hash, but only by name and path, which may hold other weights elsewhere or tomorrow:
                                 ``block_keys`` adds the content
 weights                         model: revision of the hub, or a fingerprint of the files; how they are loaded: loaded
 rope and window overrides, …    config: all of the configuration as the engine runs it, quantization included
 processing of images            config
-drafting layers' weights        draft. Their last entry of a block depends on the next token too, which costs a
-                                proposal at worst, never a token
+drafting layers' weights        draft. A block's last entry of these layers depends on the next token too, which can
+                                cost a proposal, never change a token
 which layers, which heads       layers (pipeline stages may be cut anywhere), rank and world, parallel
-dtypes                          dtype, kv_dtype, and in layout the one each layer has. fp8 scales are the
-                                checkpoint's or 1, never measured while running; those per token lie in the page
+dtypes                          dtype, kv_dtype, and in layout the dtype of each layer. fp8 scales are the
+                                checkpoint's or 1, never measured while running; scales per token lie in the page
 page layout, attention backend  layout
 block size                      block_tokens; hashes of another granularity are refused
 hash function and its seed      hash
 engine version                  engine
 bytes that depend on later      refused: non-causal layers, diffusion models
 tokens
-pages that are no plain table   refused: windows, sinks, states, compression, context parallelism
+pages that are not plain tables refused: windows, sinks, states, compression, context parallelism
 =============================== =====================================================================================
 
-Weights that change while the engine runs are in no namespace: see ``block_keys``. What is refused: see
+No namespace covers weights that change while the engine runs: see ``block_keys``. The refusals are in
 ``shared/engine_checks.py``.
 """
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# How a model's configuration may call the number of KV heads, of all its layers or of some.
+# The names that model configurations use for the number of KV heads, of all layers or of some.
 KV_HEADS_NAME = re.compile(r"kv_heads|key_value_heads|n_head_kv|query_group|heads_in_group|attention_groups")
 
 
@@ -63,8 +64,8 @@ def rank_namespace(vllm_config: VllmConfig, layout: BlockLayout, layers: Iterabl
     """The namespace of this worker's part of every block. ``layers``: the attention layers that have KV caches.
 
     Ranks that hold the same part (see ``replica``) have the same namespace. Engines of different parallel sizes have
-    different ones even where a part has the same heads: weights quantized while they are loaded get scales of their
-    shard.
+    different namespaces, even where a part holds the same heads: weights that are quantized while they are loaded get
+    scales of their shard.
     """
     model = vllm_config.model_config
     layers = list(layers)
@@ -101,8 +102,8 @@ def rank_namespace(vllm_config: VllmConfig, layout: BlockLayout, layers: Iterabl
 
 
 def replica(vllm_config: VllmConfig) -> tuple[int, int]:
-    """The index of this rank among the ranks that hold the same part of every block, and how many they are. For a
-    worker, once its model is loaded."""
+    """The index of this rank among the ranks that hold the same part of every block, and the number of those ranks.
+    For workers only, once the model is loaded."""
     replicas = tp_replicas(vllm_config)
     return get_tp_group().rank_in_group % replicas, replicas
 
@@ -110,11 +111,11 @@ def replica(vllm_config: VllmConfig) -> tuple[int, int]:
 def tp_replicas(vllm_config: VllmConfig) -> int:
     """How many consecutive tensor-parallel ranks hold the same bytes, in every layer this worker has.
 
-    vLLM says it of MLA (a layer's ``max_tp_shards``). KV heads fewer than ranks are replicated to consecutive ranks
-    too (``QKVParallelLinear.num_kv_head_replicas``), but of that it only tells the number of heads of the model as a
-    whole, and for models whose layers differ it may be that of one layer. Wrongly assumed, a rank would read another
-    one's heads; wrongly denied, some bytes are stored twice. So it counts only where the model's configuration has one
-    number of KV heads and every layer agrees with it.
+    For MLA, vLLM says it (a layer's ``max_tp_shards``). If there are fewer KV heads than ranks, vLLM replicates heads
+    to consecutive ranks too (``QKVParallelLinear.num_kv_head_replicas``), but it only tells the number of heads of the
+    whole model; for models whose layers differ, that may be the number of one layer. If replication is assumed
+    wrongly, a rank reads another rank's heads; if it is missed, some bytes are stored twice. So replicated heads count
+    only if the model's configuration has one number of KV heads and every layer agrees with it.
     """
     tp = int(get_tp_group().world_size)
     heads = None if vllm_config.speculative_config is not None else uniform_kv_heads(vllm_config.model_config)
@@ -129,7 +130,7 @@ def tp_replicas(vllm_config: VllmConfig) -> int:
 
 
 def uniform_kv_heads(model: ModelConfig) -> int | None:
-    """The number of KV heads, of every layer and over all ranks, if the model's configuration leaves no doubt."""
+    """The number of KV heads of each layer, over all ranks; None unless the configuration is certain about it."""
     if model.using_transformers_backend() or model.model_arch_config.per_layer_overrides is not None:
         return None
     named = [value for name, value in _items(model.hf_text_config.to_dict()) if KV_HEADS_NAME.search(name)]
@@ -156,7 +157,7 @@ def _layer_specs(vllm_config: VllmConfig) -> Iterator[KVCacheSpec]:
 
 
 def _names_digest(vllm_config: VllmConfig, layers: Sequence[object]) -> str:
-    """How many layers, and a digest of which."""
+    """The number of these layers, and a digest of their names."""
     wanted = {id(layer) for layer in layers}
     modules: Mapping[str, object] = vllm_config.compilation_config.static_forward_context
     names = sorted(name for name, module in modules.items() if id(module) in wanted)
@@ -164,8 +165,8 @@ def _names_digest(vllm_config: VllmConfig, layers: Sequence[object]) -> str:
 
 
 def attention_kind(layer: object) -> str:
-    """The backend that decides what the bytes of a page mean, with the CPU backend's instruction set, and the dtype
-    the layer keeps."""
+    """What decides the meaning of a page's bytes: the attention backend, the instruction set of the CPU backend, and
+    the dtype of the layer's cache."""
     backend = getattr(layer, "get_attn_backend", None)
     name = backend().get_name() if backend is not None else type(layer).__name__
     details = (getattr(layer, "isa", None), getattr(layer, "kv_cache_dtype", None))

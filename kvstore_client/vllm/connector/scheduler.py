@@ -1,15 +1,15 @@
-"""The connector's half beside the engine's scheduler: decides what is loaded and saved, and where it lies meanwhile.
+"""The connector's half beside the engine's scheduler: it decides which blocks are loaded and saved, and in which slots.
 
-Thread: the engine core's, for everything here. Nothing blocks: the store is asked by `PrefixLookups` in the
-background, and the engine is told "ask again" (None) until the answer is there or its deadline has passed.
+Thread: the engine core's, for everything here. Nothing blocks: `PrefixLookups` asks the store in the background, and
+the engine is told "ask again" (None) until the answer is there or the lookup's deadline has passed.
 
-A load parks its request until all ranks have its blocks. What is under way is remembered by request until then, also
-when the request is aborted; what fails on any rank is missing.
+A load parks its request until all ranks have its blocks. Its record is kept until then, even if the request is
+aborted. A block that any rank could not load is missing.
 
 A save is planned in the step that completes a block. Its slot in the host tier is written (copied from the cache),
-then read (sent to the store), and free or evictable afterwards. ``next_save`` of a request starts where the store's
-run of blocks ended, so that blocks which only the engine has (the store was emptied, or evicted them) are saved again
-and the chain in the store has no hole.
+then read (sent to the store), and free or evictable afterwards. A request's ``next_save`` starts where the store's run
+of blocks ends. So blocks that only the engine has (because the store was emptied or evicted them) are saved again, and
+the chain in the store has no hole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class SchedulerHalf:
-    """State per request from its first lookup until the engine reports it finished, per load and save until done."""
+    """The decisions and their state: of each request from its first lookup until the engine reports it finished, of
+    each load and save until it is done. Not thread-safe; no method blocks."""
 
     def __init__(
         self,
@@ -73,13 +74,13 @@ class SchedulerHalf:
         self._saves = Saves(job=0)
         self._copying: dict[int, PendingCopies] = {}
         self._sending: Counter[tuple[int, int]] = Counter()  # (job, slot) -> ranks that still read it
-        self._held: dict[str, int] = {}  # finished requests whose blocks the engine keeps, and until which job
-        self._newly_held: dict[str, int] = {}
-        self._hit_sources: tuple[str, int, int] = ("", 0, 0)
+        self._held: dict[str, int] = {}  # finished requests whose blocks the engine keeps -> until which job
+        self._newly_held: dict[str, int] = {}  # those that no plan has named yet
+        self._hit_sources: tuple[str, int, int] = ("", 0, 0)  # of the last load: request, tokens of host, of store
 
     @property
     def under_way(self) -> dict[str, int]:
-        """What is not over yet, by kind; all 0 when the engine is idle and has heard from its workers."""
+        """How many records of each kind there are; all 0 when the engine is idle and its workers have reported."""
         return {
             "waiting": len(self._waiting),
             "tracked": len(self._tracked),
@@ -94,13 +95,14 @@ class SchedulerHalf:
     # What a request may load.
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond the ``computed_tokens`` of the engine's own cache that can be loaded: whole blocks only,
+        """How many tokens can be loaded beyond the ``computed_tokens`` of the engine's own cache: whole blocks only,
         and never the last token, which the engine must compute to go on. None: not known yet, ask again."""
         waiting = self._waiting.setdefault(request.request_id, WaitingRequest())
         local = waiting.local = computed_tokens // self._block_tokens
         keys = self._keys.of(request)
         usable = min(len(keys), (request.num_tokens - 1) // self._block_tokens)
-        # One failed load is enough: a store that finds blocks but cannot deliver them would hold the request for ever.
+        # No second load after a failed one: a store that finds blocks but cannot deliver them would hold the request
+        # for ever.
         if (
             not self._may_load
             or usable * self._block_tokens < self._min_hit_tokens
@@ -109,7 +111,7 @@ class SchedulerHalf:
         ):
             waiting.lookup = None
             return 0
-        # The whole chain, whatever the engine has of it: its head must not grow old in the store before its tail.
+        # Ask for the whole chain, also for blocks the engine has: in the store, its head must not age before its tail.
         lookup = waiting.lookup
         if lookup is None or (lookup.stored is not None and time.monotonic() - lookup.asked_at > FOUND_VALID_S):
             lookup = waiting.lookup = self._lookups.ask(keys[:usable])
@@ -126,8 +128,9 @@ class SchedulerHalf:
         return tokens if tokens >= self._min_hit_tokens else 0
 
     def _awaits(self, waiting: WaitingRequest, key: bytes) -> bool:
-        """Whether another request is loading the block: it will then be in the engine's own cache, for all. One such
-        load is waited for; after it has failed everybody is on his own, or the last would wait for all the others."""
+        """Whether to wait for another request's load of the block, which will put it into the engine's own cache for
+        all requests. A request waits for one such load only: if that fails, every request loads for itself, since
+        otherwise the last of them would wait for the loads of all others in turn."""
         bringer = self._arriving.get(key)
         if bringer is None or waiting.awaited not in (None, bringer):
             return False
@@ -135,9 +138,9 @@ class SchedulerHalf:
         return True
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The engine gave the request blocks, and counts on ``external_tokens`` to be loaded into them."""
+        """Plan the load: the engine gave the request blocks and relies on ``external_tokens`` being loaded there."""
         waiting = self._waiting.pop(request.request_id, None)
-        if waiting is None:  # the second call of a loaded request, which changes nothing
+        if waiting is None:  # the engine calls again after the load, when there is nothing to do
             return
         tracked = self._tracked[request.request_id] = TrackedRequest(request, waiting.lookup, next_save=waiting.local)
         self._settle_lookup(tracked)
@@ -170,13 +173,13 @@ class SchedulerHalf:
         self._counters.add("hit_tokens_store", external_tokens - host_tokens)
 
     def hit_sources(self, request: Request) -> tuple[int, int]:
-        """Tokens of the load just planned by `allocated`: from the host tier, from the store."""
+        """How many tokens of the load just planned by `allocated` come from the host tier, and from the store."""
         request_id, host, store = self._hit_sources
         return (host, store) if request_id == request.request_id else (0, 0)
 
     def _slots_to_fetch_into(self, keys: Sequence[bytes]) -> list[int] | None:
-        """Slots of the host tier for blocks from the store, so that they are there next time; None where that would
-        empty the tier, or another request is fetching the same."""
+        """Slots of the host tier for blocks from the store, so that the tier has them next time. None if the blocks
+        would take more than half of the tier, if there is no room, or if one of the blocks is being written already."""
         if not self._tier.keep or not keys or len(keys) > self._tier.slots // 2:
             return None
         slots = self._tier.reserve(keys)
@@ -189,18 +192,18 @@ class SchedulerHalf:
     # What a step saves.
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """The step the engine just scheduled."""
+        """The plan of the step that the engine just scheduled, without its saves."""
         plan = StepPlan(
             preempting=bool(output.preempted_req_ids),
             idle=not output.total_num_scheduled_tokens,
         )
-        # Taken before anything can fail: a promised load that is forgotten would park its request for ever.
+        # Loads are taken before anything can fail: if a promised load were lost, its request would be parked for ever.
         plan.loads, self._loads = self._loads, []
         plan.held, self._newly_held = self._newly_held, {}
         return plan
 
     def plan_saves(self, output: SchedulerOutput) -> Saves | None:
-        """The blocks which that step completes, and what requests that finished left unsaved."""
+        """The saves of that step: the blocks it completes, and those that finished requests left unsaved."""
         if self._may_save and output.kv_connector_block_state is not None:
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self._tracked.get(request_id)
@@ -217,8 +220,8 @@ class SchedulerHalf:
         return saves
 
     def _save(self, tracked: TrackedRequest, computed_tokens: int, block_ids: Sequence[int]) -> int:
-        """Plan to save what is complete once ``computed_tokens`` are, and is not saved yet. -> for how many blocks
-        there was no room, because all slots are read or written; the next step tries again."""
+        """Plan to save the blocks that are complete once ``computed_tokens`` are computed and that are not saved yet.
+        -> how many blocks found no slot, because all are being read or written; the next step tries those again."""
         if tracked.outdated:
             return 0
         request = tracked.request
@@ -251,8 +254,8 @@ class SchedulerHalf:
         return unplaced
 
     def _settle_lookup(self, tracked: TrackedRequest) -> None:
-        """Save from where the store's run of blocks ends, once that is known. Until then, and when the store did not
-        say, what the engine has itself counts as saved: it was, when it was computed."""
+        """Start to save where the store's run of blocks ends, once that is known. Until then, and if the lookup is not
+        certain, the blocks in the engine's own cache count as saved: they were saved when they were computed."""
         lookup = tracked.lookup
         if lookup is None or self._lookups.poll(lookup) is None:
             return
@@ -262,9 +265,9 @@ class SchedulerHalf:
             tracked.next_save = min(tracked.next_save, tracked.stored)
 
     def _send_again(self, key: bytes) -> None:
-        """The host tier has a block the store lacks."""
+        """Plan to send a block that the host tier has and the store lacks."""
         [slot] = self._tier.acquire([key]).tolist()
-        if slot < 0:  # still being written: it is sent then
+        if slot < 0:  # still being written, and sent after that
             return
         if slot in self._saves.send_slots:
             self._tier.release([slot])
@@ -275,7 +278,7 @@ class SchedulerHalf:
     # What the workers report.
 
     def update(self, output: KVConnectorOutput) -> None:
-        """The workers' report of a step."""
+        """Take in the workers' report of a step."""
         for load in self._loading.values():
             if output.invalid_block_ids:
                 load.failed.update(output.invalid_block_ids.intersection(load.block_ids))
@@ -308,7 +311,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._failed_loads.add(request_id)
-            tracked.lookup = tracked.stored = None  # it was wrong
+            tracked.lookup = tracked.stored = None  # the lookup was wrong
 
     def _copied(self, job: int, ranks: int, *, broken: bool) -> None:
         copying = self._copying[job]
@@ -331,15 +334,16 @@ class SchedulerHalf:
     # The end of a request.
 
     def save_rest(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Plan to save what a request that finished leaves unsaved."""
+        """Plan to save the blocks that a finished request leaves unsaved."""
         tracked = self._tracked.get(request.request_id)
         if self._may_save and tracked is not None and request.request_id not in self._loading:
             lost = self._save(tracked, request.num_computed_tokens - request.num_in_flight_tokens, block_ids)
             self._counters.add("dropped_blocks", lost)
 
     def finished(self, request: Request) -> bool:
-        """Forget the request. True: the engine keeps its blocks until the workers name it, because they are still
-        to be copied. (A load under way ends with the workers' report, until which the engine keeps them anyway.)"""
+        """Forget the request. True: its blocks are still to be copied, so the engine must keep them until the workers
+        name the request. (If a load is under way, the engine keeps the blocks until the workers report its end
+        anyway.)"""
         request_id = request.request_id
         tracked = self._tracked.pop(request_id, None)
         self._waiting.pop(request_id, None)
@@ -353,12 +357,12 @@ class SchedulerHalf:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether finished requests' blocks will be free soon."""
+        """Whether the engine still keeps blocks of finished requests, which will be free soon."""
         return bool(self._held)
 
     def reset(self) -> None:
-        """Find nothing again that was saved before: the weights may have changed. What requests have computed by now
-        is not saved any more."""
+        """Make all blocks saved so far unfindable for this engine: the weights may have changed. The blocks of current
+        requests are not saved any more."""
         self._keys.forget()
         self._tier.clear()
         for waiting in self._waiting.values():

@@ -1,8 +1,8 @@
-"""What the connector counted, in the forms in which the engine collects, exports and logs it.
+"""The connector's counts, in the forms in which the engine collects, exports and logs them.
 
 Every rank and the scheduler count under the names of ``COUNTERS`` and ``GAUGES`` and hand a ``TransferStats`` to the
-engine. The engine adds them up over ranks and time, and gives the sum to its log line and to ``PromMetrics``, in the
-front end's process. ``TrafficLog`` writes one line a minute of ours.
+engine. The engine adds these up over ranks and time. It gives the sum to its log line and, in the front end's process,
+to ``PromMetrics``. ``TrafficLog`` writes the connector's own log line, once a minute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOG_INTERVAL_S = 60.0
 
 @dataclass
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report and the newest gauges, of one source or of many put together.
+    """Counts since the last report and the newest gauges, of one source or of several merged ones.
 
     data: {"counters": {name: number}, "gauges": {"name/source": number}}, which msgpack and pickle can carry.
     """
@@ -48,7 +48,7 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         self.data = {"counters": {}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
-        """Put another source's, or a later interval's, numbers to these."""
+        """Add the numbers of another source, or of a later interval."""
         counters = self.data["counters"]
         for name, number in other.data["counters"].items():
             counters[name] = counters.get(name, 0) + number
@@ -56,7 +56,8 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of the engine's "KV Transfer metrics" log line: what is not 0, gauges summed over sources."""
+        """The numbers of the engine's "KV Transfer metrics" log line: those that are not 0, gauges summed over
+        sources."""
         numbers = {**self.data["counters"], **sum_over_sources(self.data["gauges"])}
         return {name: round(number, 3) for name, number in numbers.items() if number}
 
@@ -74,9 +75,9 @@ def sum_over_sources(gauges: Mapping[str, float]) -> dict[str, float]:
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The numbers as Prometheus metrics, labelled like the engine's own. Every metric is there from the start, as 0.
+    """The numbers as Prometheus metrics, labelled like the engine's own. Every metric exists from the start, as 0.
 
-    Thread: the front end's, which also makes it; one for all engines of a front end.
+    One object serves all engines of a front end. Thread: the front end's only, including the constructor.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class TrafficLog:
-    """One INFO line a minute about what the connector did, when it did anything.
+    """One INFO line a minute about the connector's traffic, unless there was none.
 
     Owned by the scheduler's half and used in its thread only; never blocks.
     """
@@ -154,11 +155,11 @@ class TrafficLog:
         self._stats = TransferStats()
 
     def observe(self, data: Mapping[str, Mapping[str, float]]) -> None:
-        """Add ``TransferStats.data`` of the ranks or of the scheduler; it is copied."""
+        """Add ``TransferStats.data`` of the ranks or of the scheduler. The data is copied."""
         self._stats.aggregate(TransferStats.of(data["counters"], data["gauges"]))
 
     def tick(self, now: float) -> None:
-        """Write the line if a minute is over. Cheap: call it every step."""
+        """Write the line if a minute has passed. Cheap enough to call in every step."""
         seconds = now - self._since
         if seconds < LOG_INTERVAL_S:
             return
@@ -171,7 +172,7 @@ class TrafficLog:
 
 
 def traffic_text(counters: Mapping[str, float], waiting_blocks: float) -> str:
-    """The numbers an operator asks for first; troubles beyond the usual two appear only when there are some."""
+    """The text of the line: always hits, traffic, waiting, dropped and failed; other troubles only if there are any."""
 
     def count(name: str) -> float:
         return counters.get(name, 0)

@@ -1,6 +1,6 @@
-"""The parts of vLLM that are not its public interface and may move between versions. Tested with 0.32.
+"""Imports of the parts of vLLM that are not its public interface and may move between versions. Tested with 0.32.
 
-Imported when first needed: vLLM takes seconds to import.
+The parts are imported when first needed: vLLM takes seconds to import.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any, TypeAlias
 
 import torch
 
-# Takes ``src, dst, sizes``: int64 tensors in host memory.
+# Arguments ``src, dst, sizes``: int64 tensors in host memory; addresses and bytes.
 BatchedCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def batched_copy() -> BatchedCopy:
-    """Copies ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]`` for every i, queued on the current stream: in one
-    call to the driver where that is possible (cuMemcpyBatchAsync, CUDA 12.8). Raises RuntimeError when this vLLM has no
-    such function. Later versions take more arguments, all optional."""
+    """The function that queues, on the current stream, copies of ``sizes[i]`` bytes from address ``src[i]`` to
+    ``dst[i]`` for every i: in one call to the driver where possible (cuMemcpyBatchAsync, CUDA 12.8). Raises
+    RuntimeError when this vLLM has no such function. In later versions it takes more arguments, all optional."""
     copy: BatchedCopy = _part("vllm._custom_ops", "swap_blocks_batch")
     return copy
 
 
 def host_register() -> tuple[Callable[[int, int], bool], Callable[[int], None]]:
-    """What page-locks ``(address, bytes)``, false with a warning where the system refuses, and what undoes it.
-    Raises RuntimeError when this vLLM has none."""
+    """Two functions: one page-locks memory given as ``(address, bytes)`` and returns False, with a warning, if the
+    system refuses; the other undoes that for an ``address``. Raises RuntimeError when this vLLM lacks them."""
     module = "vllm.v1.kv_offload.cpu.host_register"
     return _part(module, "host_register"), _part(module, "host_unregister")
 

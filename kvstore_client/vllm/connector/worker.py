@@ -1,9 +1,9 @@
-"""The connector's half beside the model: moves blocks between the KV cache, the host pool and the store.
+"""The connector's half beside the model: it moves blocks between the KV cache, the host pool and the store.
 
 Threads: the engine calls everything here from the model's thread, which never waits for the network. Copies out of the
-cache are ordered behind the model's work and end before the engine may reuse the blocks (the scheduler's half keeps
-finished requests' blocks, `handle_preemptions` waits for the few copies under way). Transfers run on threads of their
-own, and touch only blocks and slots that are theirs until they say otherwise.
+cache are ordered behind the model's work and end before the engine may reuse the blocks: the scheduler's half keeps
+the blocks of finished requests, and `handle_preemptions` waits for the few copies under way. Transfers run on threads
+of their own. A transfer touches only blocks and slots that were given to it, until it reports its end.
 
 Copies of a block, load from the store: message -> row -> cache; save: cache -> row -> socket.
 """
@@ -27,23 +27,29 @@ from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerRepo
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# Requests that load at the same time: while one places what arrived, the other receives.
+# Requests that load at the same time: while one places the blocks that arrived, the other receives.
 LOADING_THREADS = 2
-# A step without tokens has nothing else to do than to hear of a transfer's end; without this wait it would take the
-# interpreter from the transfers.
+# How long a step without tokens waits for the end of a transfer. Without this wait, such steps would spin and take the
+# GIL from the transfers.
 IDLE_WAIT_S = 0.001
 
 
 class OrderedCopies(NamedTuple):
-    """A job whose copies out of the cache were ordered."""
+    """A job whose copies out of the cache are under way."""
 
     saves: Saves
-    copy: Copy | None  # None: it could not be
+    copy: Copy | None  # None: it could not be started
     started: float
 
 
 class WorkerHalf:
-    """One rank's transfers. Nothing here raises: what fails is reported as not loaded, or is not saved."""
+    """The transfers of one rank. Call every method from the model's thread. A failure does not raise: a block whose
+    load fails is reported as not loaded, and one whose save fails is not saved. Only `await_copies` raises, if the
+    device reports an error.
+
+    It owns the host pool; the scheduler's half assigns the pool's slots. Only `await_copies`, `take_loaded` (for
+    `IDLE_WAIT_S`) and `close` wait.
+    """
 
     def __init__(
         self,
@@ -55,16 +61,17 @@ class WorkerHalf:
         replica: tuple[int, int],
         counters: Counters,
     ) -> None:
-        """slots: rows of the host pool. timeout_s: from a load's order to its end. replica: which of how many ranks
-        with the same part of every block this is; each block is sent by one of them."""
+        """slots: rows of the host pool. timeout_s: how long a load may take, from the call of `load`. replica: the
+        index of this rank among the ranks with the same part of every block, and their number; one of them sends each
+        block."""
         self._layout = layout
         self._timeout_s = timeout_s
         self._replica, self._replicas = replica
         self._counters = counters
         self._pool = layout.pool(slots)
         self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters)
-        # Half the slots may be on their way to the store, a chunk of them on the wire, so that there is always room for
-        # the blocks of the next steps, which make the oldest that wait give way.
+        # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
+        # room for the blocks of the next steps; they displace the oldest blocks in the queue.
         limit = slots // 2 - min(self._in.chunk_blocks, slots // 4)
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent)
         self._staging = threading.local()
@@ -88,7 +95,8 @@ class WorkerHalf:
     # Into the cache.
 
     def load(self, load: Load) -> None:
-        """Begin. The request ends up in `take_finished` whatever happens, its missing blocks among the failed."""
+        """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
+        missing blocks."""
         if load.slots is not None:
             loading = RankLoad(load, self._layout, self._pool, lambda: self._pool, load.slots)
         else:
@@ -113,7 +121,7 @@ class WorkerHalf:
         )
 
     def _staging_rows(self) -> Rows:
-        """This transfer thread's own rows: twice a chunk, so that one can be placed while the next arrives."""
+        """The rows of the calling transfer thread: two chunks, so that one can be placed while the next arrives."""
         rows: Rows | None = getattr(self._staging, "rows", None)
         if rows is None:
             rows = self._staging.rows = self._layout.pool(2 * self._in.chunk_blocks)
@@ -138,36 +146,38 @@ class WorkerHalf:
         self._news.set()
 
     def take_loaded(self) -> set[str]:
-        """Requests whose loads ended since the last call."""
+        """The requests whose loads ended since the last call. In an idle step, waits up to `IDLE_WAIT_S` for one."""
         if self._idle:
             self._news.wait(IDLE_WAIT_S)
         self._news.clear()
         with self._lock:
             finished, self._finished = self._finished, set()
-            # Told apart from the blocks' failure a step later, a request would run on blocks that are not there.
+            # The failed blocks are told in the same step as the request: told a step later, the request would
+            # run on blocks that are not there.
             self._failed_to_tell, self._failed_block_ids = self._failed_block_ids, set()
         return finished
 
     def take_failed_block_ids(self) -> set[int]:
-        """Blocks of the cache that were to be loaded and were not, for the requests last named as loaded."""
+        """The cache blocks that could not be loaded, of the requests that `take_loaded` named last."""
         failed, self._failed_to_tell = self._failed_to_tell, set()
         return failed
 
     # Out of the cache.
 
     def begin_step(self, plan: StepPlan) -> None:
-        """A step's plan came."""
+        """Take in the step's plan."""
         self._idle = plan.idle
         self._held.update(plan.held)
 
     def await_copies(self) -> None:
-        """Before the model writes to blocks that were taken from a request while they were copied from."""
+        """Wait for all copies out of the cache: the model is about to write to blocks of preempted requests."""
         for copying in self._copying:
             if copying.copy is not None:
                 copying.copy.wait()
 
     def save(self, saves: Saves) -> None:
-        """Order the copies, behind the model's work on the blocks; send what is in its slot already."""
+        """Start the copies, ordered behind the model's work on the blocks, and send the blocks that are in their slots
+        already."""
         copy: Copy | None = None
         started = time.monotonic()
         if saves.slots:
@@ -179,7 +189,7 @@ class WorkerHalf:
         self._send(saves.job, saves.send_keys, saves.send_slots)
 
     def take_saved(self) -> set[str]:
-        """Finished requests whose blocks are not needed any more, since the last call."""
+        """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
         self._settle_copies()
         saved = {request_id for request_id, job in self._held.items() if job <= self._copied_job}
         for request_id in saved:
@@ -187,7 +197,7 @@ class WorkerHalf:
         return saved
 
     def take_report(self) -> WorkerReport | None:
-        """What is over since the last call, for the scheduler's half."""
+        """The report to the scheduler's half: what ended since the last call; None if nothing did."""
         self._settle_copies()
         while self._released:
             self._report.released[self._released.popleft()] += 1
@@ -216,7 +226,7 @@ class WorkerHalf:
             self._send(saves.job, saves.keys, saves.slots)
 
     def _send(self, job: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """To the store, by one of the ranks that have the same bytes."""
+        """Queue the blocks that this rank sends, and release the slots of those that another rank sends."""
         mine = [self._is_mine(key) for key in keys]
         self._released.extend((job, slot) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine)
         sent = [index for index, is_mine in enumerate(mine) if is_mine]
@@ -234,42 +244,42 @@ class WorkerHalf:
         self._released.extend(cast("tuple[int, int]", token) for token, _ in results)
 
     def close(self) -> None:
-        """Send what waits, as long as a transfer may take; then disconnect."""
+        """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
         self._settle_copies()
         self._out.close(self._timeout_s)
         self._in.close()
 
 
 class RankLoad:
-    """One request's blocks on their way in. Used by one transfer thread."""
+    """The blocks of one request's load, on this rank. Used by one transfer thread."""
 
     def __init__(
         self, load: Load, layout: BlockLayout, pool: Rows, rows: Callable[[], Rows], slots: Sequence[int]
     ) -> None:
-        """rows, slots: where the store's blocks arrive; ``rows()`` is the same for every call of one thread."""
+        """rows, slots: where the store's blocks arrive; ``rows()`` returns the same rows to each call of one thread."""
         self.load = load
         self.rows = rows
         self.slots = slots
         self.placed = 0
-        self.seconds = 0.0  # of placing
-        self.missing = {*load.host_block_ids, *load.block_ids}
+        self.seconds = 0.0  # spent placing blocks
+        self.missing = {*load.host_block_ids, *load.block_ids}  # cache blocks that are not loaded yet
         self._layout = layout
         self._pool = pool
         self._copies: deque[tuple[Copy, Sequence[int]]] = deque()
 
     def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
-        """Place the leading run of a chunk; a block after a hole is of no use, since the engine computes again from
-        the first missing one."""
+        """Start to place the leading run of a chunk. Blocks after a gap are of no use, since the engine computes from
+        the first missing block on."""
         started = time.monotonic()
         run = len(hits) if hits.all() else int(hits.argmin())
-        while len(self._copies) > 1:  # the rows of the chunk before the last are written to next
+        while len(self._copies) > 1:  # the next chunk is written to the rows of the chunk before the last
             self._settle()
         self._place(self.rows(), self.slots[first : first + run], self.load.block_ids[first : first + run])
         self.seconds += time.monotonic() - started
         return run == len(hits)
 
     def finish(self) -> None:
-        """Place what the pool had and wait for all copies; ``missing`` is then what it says."""
+        """Place the blocks of the host pool and wait for all copies. After that, ``missing`` is final."""
         try:
             self._place(self._pool, self.load.host_slots, self.load.host_block_ids)
         finally:

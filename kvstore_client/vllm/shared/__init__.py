@@ -1,1 +1,1 @@
-"""What the connector and the tier have in common."""
+"""The code that the connector and the tier share."""

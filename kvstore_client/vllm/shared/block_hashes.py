@@ -1,8 +1,8 @@
-"""The engine's block hashes: whether other processes make the same ones.
+"""Checks that other processes compute the same block hashes as this one.
 
 A block's key is the engine's own hash of its tokens and of everything before them. If two processes hash differently,
-neither ever finds what the other stored. So that is checked while the engine starts, and the namespace says how an
-engine hashes.
+neither ever finds a block that the other stored. So the hashes are checked while the engine starts, and the namespace
+says how an engine hashes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROBE_TOKENS = tuple(range(1, 17))
 
 
 def check_hash_reproducible(vllm_config: VllmConfig) -> None:
-    """Raise ValueError when this process hashes with a random seed, which no other process has."""
+    """Raise ValueError if this process hashes with a random seed, which no other process has."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     function = get_hash_fn_by_name(algorithm)
     if resolve_none_hash_seed(function) != resolve_none_hash_seed(function):
@@ -37,17 +37,18 @@ def check_hash_reproducible(vllm_config: VllmConfig) -> None:
 
 def hash_probe(vllm_config: VllmConfig) -> str:
     """How this process hashes: the algorithm, and a digest of the hash of a fixed block. Two processes have equal
-    probes exactly if they have equal hashes. It does not reveal the seed, and does not change vLLM's own state."""
+    probes exactly if they hash alike. The probe does not reveal the seed, and making it does not change vLLM's own
+    state."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     function = get_hash_fn_by_name(algorithm)
-    root = BlockHash(function(resolve_none_hash_seed(function)))  # what init_none_hash makes the first block's parent
+    root = BlockHash(function(resolve_none_hash_seed(function)))  # the first block's parent, as in init_none_hash
     block = hash_block_tokens(function, root, PROBE_TOKENS, (("cache_salt", "kvstore"),))
     return f"{algorithm}-{hashlib.sha256(block).hexdigest()[:16]}"
 
 
 def check_same_hash(vllm_config: VllmConfig, namespaces: Iterable[Namespace]) -> None:
-    """Called in the scheduler's process with the workers' namespaces. Raises ValueError when a worker hashes
-    differently than this process."""
+    """Called in the scheduler's process with the workers' namespaces. Raises ValueError if a worker hashes differently
+    than this process."""
     mine = hash_probe(vllm_config)
     for namespace in namespaces:
         if (theirs := namespace.extra["hash"]) != mine:

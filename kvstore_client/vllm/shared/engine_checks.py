@@ -1,4 +1,4 @@
-"""Engines whose blocks cannot be shared are refused while they start, with a message that says what to change."""
+"""Checks that refuse an engine whose blocks cannot be shared, while it starts; the message says what to change."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
 
 
 def _check_layer(spec: KVCacheSpec) -> None:
-    """Accepts only the two plain kinds, and no class derived from them: a window, a sink or a compression changes which
-    blocks a request has, or what is in them."""
+    """Accepts only the two plain kinds, and no class derived from them: with a window, a sink or compression, a request
+    has other blocks, or blocks with other content."""
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise ValueError(
             f"kvstore: this model has a KV cache of kind {type(spec).__name__}; supported are only kinds that keep "
@@ -61,7 +61,7 @@ def _check_layer(spec: KVCacheSpec) -> None:
 
 
 def check_inputs(vllm_config: VllmConfig) -> None:
-    """Raise ValueError when a block's hash would not say all that decides its bytes."""
+    """Raise ValueError if a block's hash does not cover all inputs that decide the block's bytes."""
     model = vllm_config.model_config
     if model.is_diffusion:
         raise ValueError(

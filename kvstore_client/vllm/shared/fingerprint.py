@@ -1,4 +1,4 @@
-"""What files hold, in a few characters: the same on every machine, wherever they lie and whatever they are called."""
+"""Fingerprints of files: a few characters that are the same on every machine, whatever folder the files lie in."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SAMPLE_BYTES = 4096
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files with weights in a folder, or the one file that is the model, by name."""
+    """The files with weights in a folder, sorted by name, or the single file that is the model."""
     candidates = [path] if path.is_file() else path.iterdir()
     return sorted(file for file in candidates if file.suffix in WEIGHT_SUFFIXES)
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:
-    """A digest of files: their names, sizes and the bytes at ``SAMPLES`` places of each.
+    """A digest of files: their names, their sizes and the bytes at ``SAMPLES`` places of each file; 16 characters.
 
-    Sampling keeps it under a second for weights of any size; that other weights agree in every sampled place of
-    every file, with equal names and sizes, is as good as excluded even for merged adapters.
+    Sampling takes less than a second for weights of any size. It is practically impossible, even for merged adapters,
+    that other weights have equal names and sizes and also agree at every sampled place of every file.
     """
     digest = xxhash.xxh3_128()
     for file in files:
@@ -36,7 +36,7 @@ def files_fingerprint(files: Iterable[Path]) -> str:
 
 
 def sample_offsets(size: int) -> Iterable[int]:
-    """Where to sample a file of ``size`` bytes: everywhere when it is small, else evenly from start to end."""
+    """The offsets of the samples in a file of ``size`` bytes: all of a small file, else evenly from start to end."""
     if size <= SAMPLES * SAMPLE_BYTES:
         return range(0, size, SAMPLE_BYTES)
     return [index * (size - SAMPLE_BYTES) // (SAMPLES - 1) for index in range(SAMPLES)]

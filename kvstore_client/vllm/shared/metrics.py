@@ -1,7 +1,7 @@
-"""The metrics of the connector and of the tier: what is counted under which name, and what the number means.
+"""The metrics of the connector and of the tier: their names, and what the numbers mean.
 
-The metrics are named ``vllm:kvstore_…`` although they are ours: when an engine is made again in one process, vLLM
-clears the registry of names that begin with ``vllm:``, and any other would be registered twice, which is an error.
+The metrics are ours but named ``vllm:kvstore_…``: when a process makes a second engine, vLLM removes all names that
+begin with ``vllm:`` from the registry. A metric with another name would be registered twice, which is an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PREFIX: Final = "vllm:kvstore_"
 
 
 class Metric(NamedTuple):
-    """A name for the engine's metrics page, without the prefix, and what the number means."""
+    """A metric of the engine's metrics page: its name without the prefix, and what the number means."""
 
     name: str
     meaning: str
@@ -21,7 +21,7 @@ class Metric(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Where a counter goes: a metric, and the value of its label."""
+    """The metric that a counter is added to, and the value of the metric's label."""
 
     metric: Metric
     label_value: str = ""
@@ -77,7 +77,7 @@ COUNTERS: Final[Mapping[str, Sample]] = {
     ),
 }
 
-# Counted at several places at once: each source's last value counts, and the metric is their sum.
+# A gauge has several sources at once; the metric is the sum of each source's last value.
 GAUGES: Final[Mapping[str, Metric]] = {
     "waiting_blocks": Metric("waiting_blocks", "Blocks in host memory that wait to be sent to the store."),
 }

@@ -1,4 +1,4 @@
-"""What names a model and its weights, the same on every machine: part of every namespace."""
+"""The identity of a model and its weights, the same on every machine; part of every namespace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def model_identity(model: ModelConfig) -> str:
-    """What the weights are: ``name@revision`` of a hub model, ``architecture@fingerprint`` of local files, a bare name
-    where neither is known.
+    """The identity of the weights: ``name@revision`` of a hub model, ``architecture@fingerprint`` of local files, or a
+    bare name if neither is known.
 
-    A path is no identity: the same path holds other weights tomorrow, and the same weights lie at another path on the
-    next machine.
+    A path is not an identity: the same path may hold other weights tomorrow, and the same weights may lie at another
+    path on another machine.
     """
     path = Path(model.model)
     if path.exists() and (files := weight_files(path)):
@@ -33,14 +33,15 @@ def model_identity(model: ModelConfig) -> str:
 
 
 def load_identity(load: LoadConfig) -> str:
-    """How weights are read. Formats may pick other files of one model, some other places, and dummies none."""
+    """How weights are loaded. One format may read other files of a model than another, or files elsewhere; dummy
+    weights come from no file."""
     extra = load.model_loader_extra_config
     text = json.dumps(extra if isinstance(extra, dict) else vars(extra), sort_keys=True, default=_plain)
     return f"{load.load_format}" + (f"/{xxhash.xxh3_64_hexdigest(text.encode())}" if extra else "")
 
 
 def draft_identity(vllm_config: VllmConfig) -> str:
-    """The model that drafts, if one does: its layers' caches are in the blocks too."""
+    """The identity of the drafting model, empty without one: the caches of its layers are in the blocks too."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return ""
@@ -68,13 +69,14 @@ def config_digest(model: ModelConfig) -> str:
         images and (images.mm_encoder_attn_dtype, images.mm_device_do_normalize),
     )
     text = json.dumps([kept, settings], sort_keys=True, default=_plain)
-    if "longrope" in text:  # chooses its factors by the longest sequence the engine allows
+    if "longrope" in text:  # longrope chooses its factors by the longest sequence that the engine allows
         text += f"/{model.max_model_len}"
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def _plain(value: object) -> object:
-    """What JSON has no form for, the same in every process: without order of sets and addresses of objects."""
+    """A JSON value for objects that JSON cannot hold, the same in every process: sets are sorted, and the addresses of
+    objects are left out."""
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -1,12 +1,13 @@
 """Options that an engine's operator writes as JSON, read into a typed struct.
 
-A wrong option stops the engine while it starts: an option that is misspelt and silently ignored costs its user a day.
+A wrong option stops the engine while it starts: silently ignoring a misspelt option would cost the operator a day.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import threading
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -28,7 +29,7 @@ class Size(int):
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the connector and the tier both need to know of the store. Durations in seconds.
+    """The options that the connector and the tier have in common. Durations in seconds.
 
     endpoint: as ``KVStoreClient`` takes it: one address, a list of nodes, or the URL of a cluster.
     timeout_s: the deadline of a request's load, after which its missing blocks are computed, and of every other call
@@ -58,11 +59,15 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+_converting = threading.Lock()  # msgspec crashes when two threads are the first to use a type at the same time
+
+
 def parse_options(kind: type[T], options: Mapping[str, Any], what: str) -> T:
     """``options`` as the struct ``kind``, whose fields are the valid options.
 
-    Raises ValueError beginning with ``what``, the place where the options stand: for an unknown option (with the
-    nearest valid one and the list of all), a missing one, one of the wrong type, and whatever ``kind`` itself refuses.
+    Raises ValueError for an unknown option (naming the nearest valid one and all valid ones), a missing option, an
+    option of the wrong type, and any value that ``kind`` itself refuses. The message begins with ``what``, the place
+    where the options stand.
     """
     valid = kind.__struct_fields__
     if unknown := [name for name in options if name not in valid]:
@@ -75,7 +80,8 @@ def parse_options(kind: type[T], options: Mapping[str, Any], what: str) -> T:
             example = f", for example {field.name}={examples[0]!r}" if examples else ""
             raise ValueError(f"{what}: {field.name} is missing; it must be given{example}")
     try:
-        return msgspec.convert(dict(options), kind, dec_hook=_read_size)
+        with _converting:
+            return msgspec.convert(dict(options), kind, dec_hook=_read_size)
     except msgspec.ValidationError as error:
         raise ValueError(f"{what}: {_with_the_value(str(error), options)}") from None
 
@@ -89,12 +95,12 @@ def _read_size(kind: type, given: object) -> Size:
         if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
             return Size(given)
     except ValueError:
-        pass  # says the same as the error below
+        pass  # the error below says the same
     raise ValueError("expected a number of bytes, or text with a unit such as '64GiB'")
 
 
 def _with_the_value(said: str, options: Mapping[str, Any]) -> str:
-    """msgspec's message in JSON's terms, with the value that was given: msgspec names only the place."""
+    """msgspec's message in JSON's terms, with the given value added: msgspec names only the place."""
     place = re.fullmatch(r"(.*) - at `\$\.(\w+).*`", said, re.DOTALL)
     if place is None:
         return said

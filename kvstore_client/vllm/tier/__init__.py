@@ -1,6 +1,7 @@
-"""The tier that vLLM's tiered offloading loads: `kvstore_client.vllm.tier`, `KVStoreTier`.
+"""The package that holds the tier for vLLM's tiered offloading: module path `kvstore_client.vllm.tier`, class
+`KVStoreTier`.
 
-The class is imported when it is asked for: it needs vLLM, and the other modules do not all need it.
+The class is imported on first access: it needs vLLM, and not all of the other modules do.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Which chunks the store holds, asked in the background of a scheduler that must not wait.
+"""Lookups of chunks in the background: which chunks the store holds. The scheduler never waits.
 
-The framework asks key by key, and again in every step until it is told. So keys are collected during a step and one
-question for all of them leaves at its end; while it is on its way, what further steps ask is collected into the next.
-An answer is shared by all requests that ask for the key while it is fresh, and it is final for a request that has
-used it: the framework relies on a load that failed not being promised again to the same request.
+The framework asks for one key at a time, and again in every step until it gets an answer. So the keys of a step are
+collected, and one question for all of them is sent at the end of the step. While that question is under way, the keys
+of further steps are collected into the next question. All requests that ask for a key while its answer is fresh share
+that answer. The answer is final for a request that has used it: the framework relies on a chunk whose load failed not
+being promised to the same request again.
 
-vLLM's `AsyncLookupManager` is not used because it asks request by request, has no deadline, and keeps telling that a
-chunk is missing for as long as the first request that asked for it runs, whatever was stored meanwhile.
+vLLM's `AsyncLookupManager` is not used because it asks request by request, has no deadline, and reports a chunk as
+missing for as long as the first request that asked for it runs, even if the chunk has been stored meanwhile.
 """
 
 from __future__ import annotations
@@ -28,28 +29,29 @@ if TYPE_CHECKING:
 
 # An answer younger than this serves requests that have not asked for the key before.
 VALID_S: Final = 1.0
-# What was found stays until it has been read: longer than a load waits for its turn.
+# How long found chunks are pinned: longer than a load waits for its turn.
 PIN_S: Final = 10.0
-# Keys that wait to be touched at most; the oldest are dropped, touching them is only advice.
+# Most keys that wait to be touched. Beyond that the oldest are dropped: a touch is only a hint to the store.
 MOST_TOUCHES: Final = 1 << 16
 
 
 class ChunkLookup:
-    """Whether the store has a key: None until it is known. Set once by the asking thread, or by the scheduler."""
+    """The answer for one key. ``found``: whether the store has the key, None until known. The lookup thread sets it
+    once; the scheduler sets it at the deadline, or when a load has shown that the chunk is missing."""
 
     __slots__ = ("asked_at", "found", "holders")
 
     def __init__(self, asked_at: float) -> None:
         self.asked_at = asked_at
         self.found: bool | None = None
-        self.holders = 0  # requests that have used it
+        self.holders = 0  # requests that have used this answer and still run
 
 
 class ChunkLookups:
-    """The lookups of one tier. Every method is called by the scheduler and none blocks.
+    """The lookups of one tier. Call every method from the scheduler's thread. No method blocks, except ``close``.
 
-    guard: of these lookups alone, since on one connection answers would wait behind blocks. Its thread is the only one
-    that waits for the store.
+    guard: used by these lookups alone, since on a shared connection answers would wait behind blocks. Only the lookup
+    thread waits for the store.
     """
 
     def __init__(self, guard: StoreGuard, *, timeout_s: float, counters: Counters) -> None:
@@ -58,10 +60,10 @@ class ChunkLookups:
         self._counters = counters
         self._latest: dict[bytes, ChunkLookup] = {}
         self._of_request: dict[str, dict[bytes, ChunkLookup]] = {}
-        self._step: dict[bytes, ChunkLookup] = {}  # asked for in this step
+        self._step: dict[bytes, ChunkLookup] = {}  # first asked for in this step
         self._step_touches: dict[bytes, None] = {}
-        self._unheld: list[tuple[bytes, ChunkLookup]] = []  # still on their way
-        self._changed = threading.Condition()  # guards the following
+        self._unheld: list[tuple[bytes, ChunkLookup]] = []  # not answered yet, and no request waits for them
+        self._changed = threading.Condition()  # guards the attributes that follow
         self._unasked: dict[bytes, ChunkLookup] = {}
         self._untouched: dict[bytes, None] = {}
         self._sending = 0
@@ -70,7 +72,7 @@ class ChunkLookups:
         self._thread.start()
 
     def find(self, key: bytes, request_id: str) -> bool | None:
-        """Whether the store has the key; None: ask again in a later step. From the deadline on it has not."""
+        """Whether the store has the key. None: not known yet, ask again in a later step. After the deadline: False."""
         used = self._of_request.setdefault(request_id, {})
         answer = used.get(key)
         if answer is None:
@@ -82,11 +84,11 @@ class ChunkLookups:
         return answer.found
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Refresh the recency of keys, some time."""
+        """Have the recency of keys refreshed in the store, at some later time."""
         self._step_touches.update(dict.fromkeys(keys))
 
     def end_step(self) -> None:
-        """The step is over: send what was asked in it."""
+        """End the step: send the question for the keys that were asked in it."""
         self._unheld = [(key, answer) for key, answer in self._unheld if not self._drop(key, answer)]
         if not self._step and not self._step_touches:
             return
@@ -100,7 +102,7 @@ class ChunkLookups:
         self._step, self._step_touches = {}, {}
 
     def deny(self, keys: Iterable[bytes], request_id: str) -> None:
-        """A load has shown that these are not there: neither this request nor a new one is told otherwise."""
+        """A load has shown that these keys are missing: answer so to this request and to new ones."""
         used = self._of_request.get(request_id, {})
         for key in keys:
             for answer in (used.get(key), self._latest.get(key)):
@@ -108,7 +110,7 @@ class ChunkLookups:
                     answer.found = False
 
     def forget(self, request_id: str) -> None:
-        """The request asks no more. Answers on their way stay, for others to share."""
+        """Forget a request that asks no more. Lookups under way are kept, for other requests to share."""
         for key, answer in self._of_request.pop(request_id, {}).items():
             answer.holders -= 1
             if not answer.holders and not self._drop(key, answer):
@@ -116,17 +118,17 @@ class ChunkLookups:
 
     @property
     def known(self) -> int:
-        """Keys something is remembered about."""
+        """How many keys have an answer, or a lookup under way, that can be shared."""
         return len(self._latest)
 
     @property
     def waiting(self) -> int:
-        """Keys that are yet to be asked for or touched, or are on their way."""
+        """How many keys wait to be asked for or touched, or are in the request under way."""
         with self._changed:
             return len(self._unasked) + len(self._untouched) + self._sending
 
     def close(self) -> None:
-        """End the thread. A question on its way ends with the guard, or by its deadline."""
+        """End the thread. Waits for a question under way, which ends when the guard is closed or by its deadline."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -141,7 +143,8 @@ class ChunkLookups:
         return answer
 
     def _drop(self, key: bytes, answer: ChunkLookup) -> bool:
-        """Forget an answer that nobody holds any more; not while it is on its way, for others to share."""
+        """Forget an answer that no request holds any more, unless it is not known yet: others may share it.
+        -> False if that must be tried again later."""
         if answer.found is None and not answer.holders:
             return False
         if not answer.holders and self._latest.get(key) is answer:
@@ -174,7 +177,7 @@ class ChunkLookups:
             present = self._guard.call(partial(_present, list(asked), left, PIN_S), None)
         hits = [False] * len(asked) if present is None else present.tolist()
         for answer, hit in zip(asked.values(), hits, strict=True):
-            if answer.found is None:  # its deadline has not passed
+            if answer.found is None:  # else the scheduler has set it: the deadline passed, or a load failed
                 answer.found = hit
 
 

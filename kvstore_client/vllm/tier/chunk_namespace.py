@@ -1,13 +1,14 @@
-"""What must agree before two engines' CPU tiers may share chunks.
+"""The namespace of a tier's chunks: what must agree before two engines' CPU tiers may share chunks.
 
 A chunk's key names its tokens, everything before them, the adapter, the salt, and the cache group. Its bytes are a row
-of the engine's shared region as the ranks left it: the pages of every rank one after the other, in each rank the
-tensors of its layers, in each tensor the blocks of the chunk. So beside the model, the namespace names all that
-decides this arrangement. Whoever changes any of it has another namespace and shares nothing; in doubt it is here.
+of the engine's shared region as the ranks left it: the pages of one rank after the other, in each rank the tensors of
+its layers, in each tensor the blocks of the chunk. So the namespace names the model and everything that decides this
+arrangement. An engine that differs in any of it has another namespace and shares nothing. A setting in doubt is
+included.
 
-The framework tells a tier too little for that: no revision, no quantization, no hash function. The rest is with the
-callers of the tier's constructor, where `engine_configs` finds it. What neither a key nor the namespace could say
-stops the engine.
+The framework tells a tier too little for that: no revision, no quantization, no hash function. The callers of the
+tier's constructor have the rest, and `engine_configs` finds it there. An engine stops at the start if something decides
+its chunks' bytes that neither the key nor the namespace can name.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 
 def engine_configs() -> tuple[VllmConfig, KVCacheConfig]:
-    """The configuration of the engine that is being built, taken from the calls under way in this thread.
+    """The configuration of the engine that is being built, taken from the stack of the calling thread.
 
-    Raises ValueError when there is none: guessing could serve another model's bytes.
+    Raises ValueError if the stack has none: a guess could serve another model's bytes.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -81,7 +82,8 @@ def chunk_namespace(
     page_bytes: int,
     tenant: str,
 ) -> Namespace:
-    """chunk_bytes: a row of the primary tier. page_bytes: one rank's part of it."""
+    """The namespace of the chunks. chunk_bytes: size of a row of the primary tier. page_bytes: one rank's part of a
+    row."""
     model = engine.model_config
     parallel = offloading.parallel
     chunk_tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
@@ -91,7 +93,7 @@ def chunk_namespace(
         block_tokens=chunk_tokens,
         block_bytes=chunk_bytes,
         layout=f"vllm-cpu-tier/{offloading.kv_cache_layout}/{page_bytes}",
-        rank=0,  # one object has the parts of all ranks
+        rank=0,  # one chunk holds the parts of all ranks
         world=1,
         tenant=tenant,
         extra={
@@ -115,8 +117,8 @@ def chunk_namespace(
 
 
 def _cache_digest(cache: KVCacheConfig) -> str:
-    """A digest of how layers share a chunk. Left out is what follows from the size of the engine's cache: how many
-    blocks it has, hence the sizes and places of its tensors, of which only the order counts."""
+    """A digest of how layers share a chunk. It leaves out what follows from the size of the engine's cache: the number
+    of blocks, and so the sizes and offsets of its tensors. Of the offsets, only the order counts."""
     groups = [(group.layer_names, group.role.value, repr(group.kv_cache_spec)) for group in cache.kv_cache_groups]
     places = sorted({tensor.offset for tensor in cache.kv_cache_tensors})
     tensors = [(tensor.layers, tensor.block_stride, places.index(tensor.offset)) for tensor in cache.kv_cache_tensors]

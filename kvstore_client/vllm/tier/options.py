@@ -8,11 +8,11 @@ from kvstore_client.vllm.shared.store_options import StoreOptions
 
 
 class TierOptions(StoreOptions, frozen=True, kw_only=True):
-    """What an operator may set beside `StoreOptions`. A block of the store is here a chunk of vLLM's CPU tier.
+    """What an operator may set beside `StoreOptions`. Each chunk of vLLM's CPU tier is one block of the store.
 
-    waiting_chunks: how many chunks may wait to be sent. Beyond that the ones that have waited longest are dropped.
+    waiting_chunks: how many chunks may wait to be sent. Beyond that, the chunks that have waited longest are dropped.
         0: a quarter of the CPU tier.
-    locality: where the store is, seen from the engine, for vLLM's filters by request and for its backpressure.
+    locality: where the store is, as seen from the engine. vLLM uses it in its filters by request and for backpressure.
     """
 
     waiting_chunks: int = 0

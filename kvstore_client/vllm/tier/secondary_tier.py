@@ -5,12 +5,13 @@
         "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore_client.vllm.tier",
                              "endpoint": "tcp://127.0.0.1:7070"}]}}'
 
-vLLM moves chunks of blocks between the GPU and its CPU tier; whatever enters the CPU tier is offered to this tier, and
-what the CPU tier misses is looked for here. Chunks go between the CPU tier's rows and the socket without a copy: the
-framework pins the rows of a job until this tier reports it, so a job is reported once no thread can touch its rows.
+vLLM moves chunks of blocks between the GPU and its CPU tier. Every chunk that enters the CPU tier is offered to this
+tier, and chunks that the CPU tier lacks are looked up here. Chunks go between the CPU tier's rows and the socket
+without a copy. The framework pins the rows of a job until this tier reports the job, so a job is reported only when no
+thread can touch its rows any more.
 
-All calls come from the scheduler's thread and none blocks, except ``drain_jobs`` and ``shutdown``, which wait as the
-framework wants it. No exception leaves them once the engine runs: a failure of the store is a miss or a failed job.
+All calls come from the scheduler's thread. None blocks, except ``drain_jobs`` and ``shutdown``, where the framework
+wants the tier to wait. Once the engine runs, a failure of the store does not raise: it is a miss or a failed job.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ T = TypeVar("T")
 
 LOAD_THREADS = 2
 GENERATION_BYTES = 16
-# Of the CPU tier: chunks that wait are pinned in it, as many more can be on the wire, and the engine needs the rest.
+# The share of the CPU tier that may wait to be sent. Waiting chunks are pinned there, as many again can be on the wire,
+# and the engine needs the rest.
 WAITING_SHARE = 0.25
-# Of what the connector counts, what a tier does: lookups, transfers, and what went wrong with them.
+# The connector's counters that apply to a tier: those of lookups, transfers and their failures.
 TIER_COUNTERS = frozenset(
     {
         "transfer_in_blocks",
@@ -91,7 +93,7 @@ TIER_COUNTERS = frozenset(
 
 @dataclass
 class StoreJob:
-    """A job on its way out. It is reported once `TransferOut` has told the outcome of every chunk."""
+    """A job of chunks on their way out. It is reported once `TransferOut` has named the outcome of every chunk."""
 
     unnamed: int  # chunks whose outcome is not known yet
     began: float
@@ -101,7 +103,8 @@ class StoreJob:
 
 @dataclass
 class LoadJob:
-    """A job on its way in. Written by a transfer's thread until it is finished, then read by the scheduler's."""
+    """A job of chunks on their way in. A transfer's thread writes it until it is finished; the scheduler's thread reads
+    it after that."""
 
     job_id: JobId
     keys: Sequence[OffloadKey]
@@ -116,7 +119,7 @@ class LoadJob:
 
 
 def _never_raises(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """An error in our own code, too, is a miss: the engine goes on."""
+    """Return ``otherwise`` when a method raises: a defect of ours is a miss too, and the engine goes on."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(method)
@@ -133,7 +136,7 @@ def _never_raises(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """One engine's way to the store. See the module for threads, blocking and failures."""
+    """One engine's access to the store. See the module's docstring for threads, blocking and failures."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -146,8 +149,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: BackpressureDetector | None = None,
         **options: Any,
     ) -> None:
-        """Connects; a store out of reach is logged and used as soon as it is there. Raises ValueError for options or
-        an engine that cannot work; the engine stops with the message."""
+        """Connects. If the store is out of reach, that is logged, and the store is used as soon as it is up. Raises
+        ValueError for options or an engine that cannot work; the engine then stops with the message."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         given = parse_options(TierOptions, options, f"secondary_tiers, {tier_type}")
         self.locality = Locality(given.locality)
@@ -180,7 +183,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._most_waiting = given.waiting_chunks or max(1, int(len(self._rows) * WAITING_SHARE))
         self._out = TransferOut(self._guard, limit=self._most_waiting, counters=self._counters, done=self._sent)
         self._in = TransferIn(self._guard, threads=LOAD_THREADS, counters=self._counters)
-        self._stores: dict[JobId, StoreJob] = {}  # the scheduler's alone
+        self._stores: dict[JobId, StoreJob] = {}  # only used by the scheduler's thread
         self._named: deque[Sequence[tuple[Hashable, SendOutcome]]] = deque()  # from the transfer's thread
         self._loads: deque[LoadJob] = deque()  # finished ones, from the transfer's threads
         self._unstarted: list[JobResult] = []
@@ -205,24 +208,26 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.end_step()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Each chunk is offered once, when it enters the CPU tier: every engine can read it from the store then."""
+        """Each chunk is offered only once, when it enters the CPU tier; from then on every engine can read it from the
+        store."""
         return RequestOffloadingContext()
 
     @_never_raises(None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
 
-    # Transfers. That jobs are under way keeps the engine stepping: the framework sees to that, so has_pending_work is
-    # the base's.
+    # Transfers. The framework itself keeps the engine stepping while jobs are under way, so has_pending_work is the
+    # base's.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job_id = job_metadata.job_id
         try:
             rows = self._open_rows()
-            # The head of what can never wait at once, since dropping the oldest would leave a tail nobody finds.
+            # Of a job larger than the queue only the head is queued: if the queue dropped the oldest chunks instead,
+            # a tail would be left, which nobody finds.
             names = self._names(job_metadata.keys)[: self._most_waiting]
             blocks = [rows[chunk] for chunk in job_metadata.chunk_ids[: self._most_waiting]]
-        except Exception:  # nothing of it was handed on, so its rows are free
+        except Exception:  # no chunk was handed on, so the rows are free
             self._defect()
             self._unstarted.append(JobResult(job_id=job_id, success=False))
             return
@@ -258,11 +263,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return results
 
     def drain_jobs(self) -> None:
-        """Wait for every job. Each call of the store has a deadline, so this ends; a store out of reach fails what
-        waits at once.
+        """Wait for every job. Each call of the store has a deadline, so this ends; if the store is out of reach, jobs
+        that wait fail at once.
 
         The framework is about to empty its caches, as it does when the engine gets new weights, and does not tell a
-        tier why. So nothing stored before is found from now on, and what is stored is for this engine alone.
+        tier why. So from now on no chunk stored before is found, and only this engine finds the chunks it stores.
         """
         began = time.monotonic()
         while not (self._out.drain(self._timeout_s) and self._in.drain(self._timeout_s)):
@@ -279,7 +284,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             )
         self._generation = os.urandom(GENERATION_BYTES)
 
-    # Metrics: the connector's, as far as a tier has them, beside those the framework counts for every tier.
+    # Metrics: those of the connector that apply to a tier. The framework adds its own for every tier.
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -302,7 +307,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     @_never_raises(None)
     def shutdown(self) -> None:
-        """Send what waits, for at most the time of one call; then end everything that could touch the rows."""
+        """Send the chunks that wait, for at most the time of one call; then end all that could touch the rows."""
         self._out.close(self._timeout_s)
         self._guard.close()  # loads under way end now
         self._in.close()
@@ -310,10 +315,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.close()
         self._rows = None
 
-    # Within.
+    # Internals.
 
     def _names(self, keys: Collection[OffloadKey]) -> list[bytes]:
-        """What the chunks are called in the store: as the engine calls them, until its caches are reset."""
+        """The chunks' keys in the store: the engine's keys, and salted ones once its caches have been reset."""
         if not self._generation:
             return list(keys)
         return [hashlib.blake2b(key, digest_size=len(key), key=self._generation).digest() for key in keys]
@@ -322,7 +327,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._named.append(named)
 
     def _name(self, job_id: JobId, outcome: SendOutcome) -> list[JobResult]:
-        """One chunk's end, and the job's if it was its last."""
+        """Count the outcome of one chunk. -> the job's result if that was its last chunk."""
         job = self._stores[job_id]
         job.unnamed -= 1
         job.stored += outcome is SendOutcome.STORED
@@ -341,7 +346,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _loaded(self, job: LoadJob) -> JobResult:
         complete = len(job.loaded) == len(job.keys)
-        if not complete:  # or the request would be promised them again, and again
+        if not complete:  # else the same request would be promised the missing chunks again and again
             missing = set(range(len(job.keys))).difference(job.loaded)
             self._lookups.deny([job.names[index] for index in missing], job.request_id)
         return JobResult(
@@ -363,9 +368,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def _rows_of(view: memoryview) -> Rows:
-    """The CPU tier's chunks as rows, over the same memory. Raises ValueError for memory that is not such rows.
+    """The CPU tier's chunks as rows (chunks, chunk_bytes), uint8, over the same memory. Raises ValueError for memory of
+    another form.
 
-    Through a memoryview of its own: the framework releases the one it gave, which must not have any user then.
+    The rows use a memoryview of their own: the framework releases the one it passed, which must then have no user.
     """
     contiguous = view.ndim == 2 and view.c_contiguous and view.itemsize == 1
     if not contiguous or view.readonly:

@@ -1,0 +1,181 @@
+"""Long work on many blocks, in steps of a few milliseconds, so that it does not delay other clients.
+
+Jobs run one after the other, a step a turn of the loop. PURGE removes the blocks that are in memory and on disk when
+it starts; blocks that are set while it runs may be removed or not. While the disk tier recovers it waits, because a
+block that is not known yet cannot be removed. HOTTEST sorts all blocks by their last use; the order is kept, so that a
+client that asks for one part after the other has it sorted once. A DELETE of damaged blocks hashes those in memory.
+
+Only the loop's thread uses this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvstore import wire
+from kvstore._cext import BlockIndex, checksum
+from kvstore.disk.tier import DiskTier
+from kvstore.shard.account import LISTS, REMOVALS, Account
+from kvstore.shard.peer import Peer
+from kvstore.store.listing import Listing
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.namespaces import Store
+from kvstore.wire import ErrorCode, WireError
+
+STEP_BLOCKS: Final = 4096  # removed in one turn; takes some milliseconds with a disk tier
+HASHED_BYTES: Final = 16 << 20  # in one turn, in some milliseconds
+MAX_WAITING: Final = 64
+LISTING_S: Final = 10.0  # how long the order of a namespace's blocks is kept after its last use
+
+log = logging.getLogger("kvstore.shard")
+
+Steps = Iterator[bool]
+"""A job's steps: True after each, False when it can do nothing now. It sends the reply itself, as its last step."""
+
+
+class _Job(NamedTuple):
+    peer: Peer
+    steps: Steps
+    held: int  # bytes of keys
+
+
+class Background:
+    """The jobs that clients have requested."""
+
+    def __init__(
+        self, store: Store, disk: DiskTier | None, account: Account, answer: Callable[[Peer, wire.Reply], None]
+    ) -> None:
+        """answer: sends a reply once no removed block can come back from disk."""
+        self._store = store
+        self._disk = disk
+        self._account = account
+        self._answer = answer
+        self._jobs: deque[_Job] = deque()
+        self._waits = False
+        self._now = 0.0
+        self._listing: Listing | None = None
+        self._listing_until = 0.0
+
+    def purge(self, peer: Peer, request: wire.Purge) -> None:
+        """Queue a purge. Raises `WireError` when `MAX_WAITING` jobs are queued."""
+        self._add(peer, request.id, self._purge(peer, request))
+
+    def hottest(self, peer: Peer, request: wire.Hottest, namespace: NamespaceStore) -> None:
+        """Queue a list of the hottest blocks. Raises `WireError` when `MAX_WAITING` jobs are queued."""
+        self._add(peer, request.id, self._hottest(peer, request, namespace))
+
+    def delete_damaged(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore, keys: bytes) -> None:
+        """Queue a check of blocks. Raises `WireError` when `MAX_WAITING` jobs are queued, or the keys do not fit."""
+        self._add(peer, request.id, self._delete_damaged(peer, request, namespace, keys), len(keys))
+
+    def _add(self, peer: Peer, request_id: int, steps: Steps, held: int = 0) -> None:
+        if len(self._jobs) >= MAX_WAITING:
+            raise WireError(
+                ErrorCode.LIMIT,
+                f"{MAX_WAITING} purges, lists and checks of blocks wait already; try again later",
+                request_id,
+            )
+        self._account.draw(REMOVALS, held, request_id)
+        self._jobs.append(_Job(peer, steps, held))
+
+    @property
+    def pending(self) -> bool:
+        """A job can go on now: the loop must not sleep."""
+        return bool(self._jobs) and not self._waits
+
+    def step(self, now: float) -> None:
+        """Do the next step of the first job. Jobs of clients that are gone are dropped."""
+        self._now = now
+        if now > self._listing_until:
+            self._keep(None)
+        if not self._jobs:
+            return
+        peer, steps, held = self._jobs[0]
+        working: bool | None = None
+        try:
+            if not peer.closed:
+                working = next(steps, None)
+        except WireError as error:
+            peer.reply(wire.Error(error.request_id, int(error.code), str(error)))
+        except Exception:  # a bug must end one client's connection, not the whole cache
+            log.exception("client %s: internal error in the background", peer.address)
+            peer.close("internal error")
+        self._waits = working is False
+        if working is None:
+            self._jobs.popleft()
+            self._account.give_back(REMOVALS, held)
+
+    # ---- PURGE -----------------------------------------------------------------------------------------------
+
+    def _purge(self, peer: Peer, request: wire.Purge) -> Steps:
+        while self._disk is not None and self._disk.volume.recovering:
+            yield False
+        purged = 0
+        for namespace in self._chosen(peer, request):
+            for index in (namespace.memory.index, namespace.disk.index if namespace.disk is not None else None):
+                if index is None:
+                    continue
+                for slots in np.array_split(listed := index.ready_slots(), len(listed) // STEP_BLOCKS + 1):
+                    keys = index.keys_of(slots[np.equal(index.states_of(slots), BlockIndex.READY)])
+                    if self._disk is not None:
+                        self._disk.fetching.disown(namespace, keys)
+                    purged += namespace.delete(keys, self._now)
+                    yield True
+        self._answer(peer, wire.PurgeReply(request.id, purged))
+
+    def _chosen(self, peer: Peer, request: wire.Purge) -> list[NamespaceStore]:
+        if request.all:
+            return list(self._store)
+        namespace = self._store.get(peer.namespace)
+        return [namespace] if namespace is not None else []
+
+    # ---- DELETE of damaged blocks ----------------------------------------------------------------------------
+
+    def _delete_damaged(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore, keys: bytes) -> Steps:
+        index, size = namespace.memory.index, namespace.key_bytes
+        step = max(1, HASHED_BYTES // namespace.block_bytes) * size
+        deleted = 0
+        for at in range(0, len(keys), step):
+            some = keys[at : at + step]
+            slots = index.acquire(some, self._now, 0, False)
+            there = np.flatnonzero(slots >= 0)
+            sums = np.array([checksum(namespace.views(slots[i : i + 1])[0]) for i in there], dtype=np.uint64)
+            wrong = there[sums != index.checksums(slots[there])]
+            index.release(slots)
+            bad = b"".join(some[i * size : (i + 1) * size] for i in wrong.tolist())
+            if bad:
+                log.warning("client %s: %d damaged blocks in memory were deleted", peer.address, len(wrong))
+                if self._disk is not None:
+                    self._disk.fetching.disown(namespace, bad)
+                deleted += namespace.delete(bad, self._now)
+            yield True
+        self._answer(peer, wire.DeleteReply(request.id, deleted))
+
+    # ---- HOTTEST ---------------------------------------------------------------------------------------------
+
+    def _keep(self, listing: Listing | None) -> None:
+        """Keep the order of a namespace's blocks, instead of the one that is kept."""
+        if self._listing is not None:
+            self._account.give_back(LISTS, self._listing.nbytes)
+        self._listing = listing
+
+    def _hottest(self, peer: Peer, request: wire.Hottest, namespace: NamespaceStore) -> Steps:
+        listing = self._listing
+        if listing is None or not listing.complete or listing.namespace is not namespace or not request.skip:
+            self._keep(None)
+            listing = Listing(namespace, self._now)
+            self._account.draw(LISTS, listing.nbytes, request.id)
+            self._keep(listing)
+            for working in listing.steps():
+                self._listing_until = self._now + LISTING_S
+                yield working
+        self._listing_until = self._now + LISTING_S
+        limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes)
+        keys = listing.keys(request.skip, limit)
+        self._account.check(len(keys), request.id)  # it stays there until the client has taken it
+        peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, listing.total))

@@ -1,0 +1,57 @@
+"""What one faulty reader can do to the blocks of others: nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore_client import KVStoreClient
+from kvstore_client._links import targets
+from tests.support.harness import (
+    DELETE,
+    DELETE_REPLY,
+    MakeNamespace,
+    RawClient,
+    Server,
+    blocks_of,
+    make_keys,
+    pack,
+    set_frames,
+)
+
+
+def test_a_reader_with_a_broken_checksum_deletes_nothing(
+    server: Server, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace, keys = new_namespace(4096), make_keys(50)
+    blocks = blocks_of(keys, 4096)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        client.set(keys, blocks)
+        with monkeypatch.context() as patch:
+            break_checksums(patch)
+            assert client.get(keys).hit == 0 and client.stats.checksum_errors == 50
+        assert client.get(keys).blocks == blocks
+
+
+def break_checksums(patch: pytest.MonkeyPatch) -> None:
+    """A bit of every sum that this process computes is wrong."""
+    right = targets.checksum_into
+
+    def wrong(buffers: object, out: object) -> None:
+        right(buffers, out)  # type: ignore[arg-type] # whatever it was given
+        out[:] ^= 1  # type: ignore[index] # an array
+
+    patch.setattr(targets, "checksum_into", wrong)
+
+
+def test_only_damaged_blocks_are_deleted_as_damaged(server: Server, new_namespace: MakeNamespace) -> None:
+    namespace, keys = new_namespace(4096), make_keys(6)
+    blocks = blocks_of(keys, 4096)
+    with RawClient(server) as raw, KVStoreClient(server.endpoint, namespace) as client:
+        raw.hello(namespace.canonical())
+        assert raw.ask(*set_frames(1, keys[:3], blocks[:3]))[3] == 3
+        assert raw.ask(*set_frames(2, keys[3:], blocks[3:], sums=bytes(24)))[3] == 3  # sums of other bytes
+        joined = b"".join(keys)
+        assert raw.ask(pack(DELETE, 3, 5000, 6, 16, True), joined) == [DELETE_REPLY, 3, 3]
+        assert raw.ask(pack(DELETE, 4, 5000, 6, 16, True), joined) == [DELETE_REPLY, 4, 0]
+        assert list(client.contains(keys)) == [True] * 3 + [False] * 3
+        assert client.get(keys[:3]).blocks == blocks[:3]

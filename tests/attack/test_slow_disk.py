@@ -1,0 +1,59 @@
+"""System calls of the disk tier that take ten seconds: PINGs, and GETs from memory, are answered as ever."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore_client import KVStoreClient
+from tests.attack.scale import FULL, LONGEST_S
+from tests.support.disk import disk_flags, wait_until_on, wait_until_written
+from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
+from tests.support.pinger import Pinger
+
+DELAY_S = 10.0 if FULL else 3.0
+BLOCK = 64 << 10
+
+pytestmark = pytest.mark.exclusive  # it measures time
+
+
+@pytest.fixture(scope="module")
+def slow_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("shim") / "slow_calls.so"
+    source = Path(__file__).with_name("slow_calls.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("call", ["fallocate", "open", "unlink"])
+def test_nobody_waits_for_a_slow(
+    call: str, start_server: StartServer, new_namespace: MakeNamespace, slow_calls: Path, tmp_path: Path
+) -> None:
+    folder, trigger = tmp_path / "disk", tmp_path / "trigger"
+    server = start_server(
+        *disk_flags(folder, "256MiB"),
+        memory="32MiB",
+        segment="4MiB",
+        LD_PRELOAD=str(slow_calls),
+        SLOW_CALLS_FOLDER=str(folder),
+        SLOW_CALLS_TRIGGER=str(trigger),
+        SLOW_CALLS_MS=str(int(DELAY_S * 1000)),
+    )
+    with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=30) as client:
+        wait_until_on(client)
+        first, second = make_keys(50), make_keys(60, first=1000)
+        client.set(first, blocks_of(first, BLOCK))
+        wait_until_written(client)
+        trigger.write_text(call)
+        with server.unharmed(), Pinger(server) as pinger:
+            client.set(second, blocks_of(second, BLOCK))  # more segments are needed, in new files
+            end = time.monotonic() + DELAY_S / 2
+            while time.monotonic() < end:
+                assert client.get(second).blocks == blocks_of(second, BLOCK)
+        assert pinger.latency.longest_s <= LONGEST_S, pinger.latency
+        trigger.unlink()
+        wait_until(lambda: wait_until_written(client, 60))
+        assert client.get(first + second).blocks == blocks_of(first + second, BLOCK)

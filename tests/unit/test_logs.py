@@ -1,0 +1,32 @@
+"""Log lines: whoever can cause a line can cause a million, so lines of a kind are bounded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from kvstore.logs import _BURST
+from tests.support.harness import environment
+
+PROGRAM = """
+import logging, time
+from kvstore import logs
+logs._BURST_S = 0.5
+logs.configure("info", "here")
+log = logging.getLogger("kvstore")
+for number in range(1000):
+    log.info("a line, number %d", number)
+    log.info("another line") if number % 500 == 0 else None
+time.sleep(0.6)
+log.info("a line, number %d", 1000)
+"""
+
+
+def test_lines_of_a_kind_are_bounded_and_those_left_out_are_counted() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert sum("a line, number" in line for line in lines) == _BURST + 1
+    assert sum("another line" in line for line in lines) == 2, "other lines are not affected"
+    assert lines[-1].endswith(f"a line, number 1000 ({1000 - _BURST} more lines of this kind were left out)")
