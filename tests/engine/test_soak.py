@@ -96,7 +96,7 @@ def test_a_busy_engine_with_a_failing_store_stays_right_and_small(
         turn = requests = preemptions = aborted = 0
         warm_bytes = server_bytes = 0
         busy_s = 0.0
-        while busy_s < SOAK_S or turn < 2 * WARM_UP_ROUNDS:
+        while busy_s < SOAK_S or turn < 2 * WARM_UP_ROUNDS or (busy_s < 3 * SOAK_S and not (preemptions and aborted)):
             asks = [talk.ask(turn) for _ in range(10)]
             started = time.monotonic()
             engine.order_play(*asks)

@@ -1,8 +1,11 @@
-"""How pytest-xdist distributes the tests: file by file, and tests that measure time run last, alone.
+"""How pytest-xdist distributes the tests: file by file, and tests that measure time run last, nearly alone.
 
 A module's tests share its fixtures, so one worker runs a whole file. Two workers run all engine tests, because these
-share engines and because more engines at once need more cores than a small machine has. Tests marked `exclusive`
-measure time or throughput: they wait until every worker but one has ended.
+share engines and because more engines at once need more cores than a small machine has.
+
+Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then two workers run them.
+One has those of tests/integration, which wait for deadlines. The other one begins with the clusters of tests/chaos,
+which also wait most of the time, and take longer; so those that keep a core busy, which follow them, run alone.
 
 This is a plugin of pytest, which tests/conftest.py registers. It acts only under `--dist loadgroup`. The process that
 schedules does not collect tests, so the workers tell it which ones are exclusive: all write the same file.
@@ -21,7 +24,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-EXCLUSIVE: Final = "exclusive"
+EXCLUSIVE: Final = ("exclusive 1", "exclusive 2")
 ENGINES: Final = ("engines 1", "engines 2")
 # What the second of the two runs, which is half of the time. The first has all other files of tests/engine.
 SECOND_ENGINES: Final = frozenset(
@@ -91,14 +94,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesThenExclusive(LoadFileScheduling):
-    """The units of work are single files, two halves of the engine tests, and all exclusive tests together. The
-    exclusive tests are given out when only one worker is left."""
+    """The units of work are single files, two halves of the engine tests, and two parts of the exclusive tests. These
+    are given out when no more workers are left than there are of them."""
 
     _exclusive: frozenset[str] = frozenset()
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid in self._exclusive:
-            return EXCLUSIVE
+            return EXCLUSIVE[nodeid.startswith("tests/integration/")]
         if nodeid.startswith("tests/engine/"):
             return ENGINES[nodeid.split("::", maxsplit=1)[0].rpartition("/")[2] in SECOND_ENGINES]
         return super()._split_scope(nodeid)
@@ -111,8 +114,9 @@ class FilesThenExclusive(LoadFileScheduling):
         self._go_on()
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if EXCLUSIVE in self.workqueue:
-            self.workqueue.move_to_end(EXCLUSIVE)
+        for unit in EXCLUSIVE:
+            if unit in self.workqueue:
+                self.workqueue.move_to_end(unit)
         if not self._only_exclusive_left():
             super()._assign_work_unit(node)
 
@@ -128,15 +132,21 @@ class FilesThenExclusive(LoadFileScheduling):
         return crashed
 
     def _only_exclusive_left(self) -> bool:
-        return list(self.workqueue) == [EXCLUSIVE]
+        return bool(self.workqueue) and set(self.workqueue) <= set(EXCLUSIVE)
 
     def _go_on(self) -> None:
-        """If only the exclusive tests are left, let all workers but one finish, then give the tests to that one."""
+        """If only exclusive tests are left, let all workers but one a unit finish, then give the units to those."""
         if not self._only_exclusive_left():
             return
+        units = len(self.workqueue)
         staying = [node for node in self.nodes if not node.shutting_down]
-        for node in staying[1:]:
+        for node in staying[units:]:
             node.shutdown()
-        if staying and self.nodes == staying[:1]:
-            super()._assign_work_unit(staying[0])
-            staying[0].shutdown()  # after these tests
+        staying = staying[:units]
+        # A worker keeps its last test until it knows what follows, so one test may be left to each.
+        if self.nodes != staying or any(self._pending_of(self.assigned_work[node]) > 1 for node in staying):
+            return
+        for number in range(units):
+            super()._assign_work_unit(staying[number % len(staying)])
+        for node in staying:
+            node.shutdown()  # after these tests
