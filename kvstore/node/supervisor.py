@@ -109,6 +109,8 @@ class Supervisor:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # moving blocks needs many connections
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        # The kernel may give a signal to any thread. Python handles it on this one, which may be waiting: wake it.
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         started = time.monotonic()
         self._log_start()
         status = self._serve()
@@ -289,7 +291,6 @@ class Supervisor:
                     if child.process is not None:
                         child.process.kill()
             self._stopping = True
-        os.write(self._wake_w, b"x")
 
     def _shard_config(self, child: Child, ready_fd: int) -> ShardConfig:
         return ShardConfig(

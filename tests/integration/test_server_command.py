@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
 import signal
 import subprocess
@@ -48,6 +50,15 @@ def test_printed_settings_can_be_given_as_the_file(tmp_path: Path) -> None:
     again = run("--print-config", "--config", str(file)).stdout
     assert again == file.read_text()
     assert "\nshards = 3\n" in again and '\nmemory = "2GiB"\n' in again
+
+
+def test_a_signal_that_the_kernel_gives_to_another_thread_stops_the_server(start_server: StartServer) -> None:
+    server = start_server("--http", "127.0.0.1:0")
+    pid = server.process.pid
+    [other, *_] = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.tgkill(pid, other, signal.SIGTERM) == 0, os.strerror(ctypes.get_errno())
+    assert server.process.wait(20) == 0
 
 
 def test_a_start_and_a_stop_are_told_in_one_line_each(start_server: StartServer) -> None:
