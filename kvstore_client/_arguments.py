@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, Final
 
 _MAX_NUMBER: Final = (1 << 63) - 1
@@ -37,3 +38,11 @@ def seconds(name: str, value: Any, most: float, zero: bool = False) -> float:
     if not (number >= 0 if zero else number > 0) or not number <= most:
         raise ValueError(f"{name}={value!r}: {expected}")
     return number
+
+
+def whole_numbers(name: str, values: Iterable[int]) -> list[int]:
+    """`values` as ints of any size."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}: expected whole numbers") from None

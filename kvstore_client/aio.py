@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client import _arguments
+from kvstore_client._calls.chains import Parent
 from kvstore_client.client import DEFAULT_TIMEOUT_S, KVStoreClient
 from kvstore_client.errors import ConnectionLost, KVStoreError
 from kvstore_client.keys import Keys, Namespace
@@ -117,6 +118,8 @@ class AsyncKVStoreClient:
         *,
         force: bool = False,
         deferred: bool = True,
+        parent: Parent = None,
+        position: int = 0,
         priority: int = 0,
         ttl_s: float | None = None,
         timeout_s: float | None = None,
@@ -129,6 +132,8 @@ class AsyncKVStoreClient:
             blocks,
             force=force,
             deferred=deferred,
+            parent=parent,
+            position=position,
             priority=priority,
             ttl_s=ttl_s,
             timeout_s=timeout_s,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import weakref
 from collections.abc import Generator, Iterable, Sequence
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from kvstore import wire
 from kvstore_client import _arguments
 from kvstore_client._calls.batches import first_occurrences
+from kvstore_client._calls.chains import Parent, chains_of
 from kvstore_client._calls.exchange import Exchange
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.reading import Reader
@@ -136,28 +136,34 @@ class KVStoreClient:
         *,
         force: bool = False,
         deferred: bool = True,
+        parent: Parent = None,
+        position: int = 0,
         priority: int = 0,
         ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
         """Store `blocks[i]` under `keys[i]`. A block that exists already is left alone unless `force`.
 
-        `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. Give the
-        keys of one prefix chain head first: the tail is then evicted first. `deferred`: return when one copy of each
-        block is stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a block is
-        evicted only when no block of a lower priority can be. `ttl_s`: the blocks that this call stores expire after so
-        many seconds, whatever the server's rule for the namespace says; None: by that rule. The rule applies again to
-        copies that a server hands on to another one or that a client repairs. Raises `BlockSizeMismatch`, `ValueError`,
-        and the errors that the class names.
+        `blocks`: a sequence of buffers, or an `(n, block_bytes)` array or CPU tensor; sent without a copy. The keys are
+        of one prefix chain, head first. A chain may be set in several calls: `parent` is then the key before `keys[0]`,
+        and `position` the index of `keys[0]` in the chain. For keys of several chains, `parent` is a sequence: the key
+        before each one, None for a chain's first. A block is not evicted while a block behind it in its chain is at the
+        same shard, and a block that would take the place of its own chain is refused. `deferred`: return when one copy
+        of each block is stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a
+        block is evicted only when no block of a lower priority can be. `ttl_s`: the blocks that this call stores expire
+        after so many seconds, whatever the server's rule for the namespace says; None: by that rule. The rule applies
+        again to copies that a server hands on to another one or that a client repairs. Raises `BlockSizeMismatch`,
+        `ValueError`, and the errors that the class names.
         """
+        packed = pack_keys(keys)
         options = self._options(
             timeout_s,
             force=force,
             deferred=deferred,
+            chains=chains_of(packed, parent, _arguments.whole_number("position", position, 0, wire.MAX_POSITION)),
             priority=_arguments.whole_number("priority", priority, 0, wire.MAX_PRIORITY),
             ttl_s=0.0 if ttl_s is None else _arguments.seconds("ttl_s", ttl_s, wire.MAX_TTL_S),
         )
-        packed = pack_keys(keys)
         source = BlockSource(blocks, self.namespace.block_bytes)
         if source.count != len(packed):
             raise ValueError(f"{len(packed)} keys and {source.count} blocks: expected as many blocks as keys")
@@ -232,7 +238,7 @@ class KVStoreClient:
         options = self._options(timeout_s)
         packed = pack_keys(keys)
         rows = writable_rows(out, self.namespace.block_bytes)
-        places = list(range(len(packed))) if slots is None else _slot_numbers(slots)
+        places = list(range(len(packed))) if slots is None else _arguments.whole_numbers("slots", slots)
         if len(places) != len(packed):
             raise ValueError(f"{len(packed)} keys and {len(places)} slots: expected as many slots as keys")
         if places and not 0 <= min(places) <= max(places) < len(rows):
@@ -391,10 +397,3 @@ class KVStoreClient:
         finally:
             self.stats.hits += hits
             self.stats.misses += len(packed) - hits
-
-
-def _slot_numbers(slots: Iterable[int]) -> list[int]:
-    try:
-        return [operator.index(slot) for slot in slots]
-    except TypeError as error:
-        raise TypeError(f"slots: {error}: expected whole numbers") from None

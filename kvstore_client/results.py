@@ -16,6 +16,9 @@ class SetResult(NamedTuple):
     `duplicated`: repeated in the batch. `error`: not stored, because there was no room or the server was out of reach;
     or, if the set is not deferred, not stored on all replicas; or with fewer copies than the client's `min_copies`.
     `copies`: the least number of copies that any block of the call is known to have, 0 if one was not stored.
+    `evicted`: how many blocks made room for these, as far as the shards have answered. `refused`: how many of the
+    blocks in `error` a shard refused because there was no room, or room only at the cost of the blocks before them in
+    their chain.
     """
 
     total: int
@@ -25,6 +28,8 @@ class SetResult(NamedTuple):
     duplicated: int
     error: int
     copies: int = 0
+    evicted: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class ServerCache:
         if run:
             self._get(self._keys[chain[:run]].tobytes())
         if run < len(chain):
-            self._set(self._keys[chain[run:]].tobytes())
+            self._set(self._keys[chain[run:]].tobytes(), self._keys[chain[run - 1]].tobytes() if run else b"", run)
         return run
 
     @property
@@ -125,9 +125,9 @@ class ServerCache:
                 outgoing.release()
         stream.close()
 
-    def _set(self, keys: bytes) -> None:
+    def _set(self, keys: bytes, parent: bytes, position: int) -> None:
         count = len(keys) // KEY_BYTES
-        request = wire.Set(1, _DEADLINE_MS, count, KEY_BYTES)
+        request = wire.Set(1, _DEADLINE_MS, count, KEY_BYTES, chained=True, parent=parent, position=position)
         write = self._answers.begin_write(self._peer, request, keys)
         self._answers.commit(self._peer, write, bytes(count * wire.CHECKSUM_BYTES))
 

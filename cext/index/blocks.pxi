@@ -2,7 +2,7 @@
 #
 # A slot is FREE, then WRITING (reserved for a key), then READY (committed), then FREE again; or GONE before that, as
 # long as a reader still holds a removed block. The methods of the index are composed of these state changes in
-# looking_up.pxi, writing.pxi, removing.pxi, by_slot.pxi and segments.pxi.
+# looking_up.pxi, writing.pxi, removing.pxi, linking.pxi, by_slot.pxi and segments.pxi.
 #
 # What must hold. A key has at most one table entry: its READY slot, or its WRITING slot; then `older` of the WRITING
 # slot is the READY slot that it will replace (NONE: none). The policy has the READY slots and no others. GONE slots
@@ -36,6 +36,8 @@ cdef class Blocks:
         self.table.k1 = int.from_bytes(os.urandom(8), "little")
         self.policy = policy
         self.policy.space = &self.space
+        self.space.links_at = slots_per_segment * self.space.stride
+        self.space.policy_at = self.space.links_at + slots_per_segment * sizeof(Link)
         if not table_resize(&self.table, 8):
             raise MemoryError("no memory for an index table of 8 entries")
 
@@ -159,6 +161,8 @@ cdef class Blocks:
     cdef bint retire(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
         """Takes a READY slot that is no longer in the table out of use. True when that frees the slot."""
         self.policy.removed(slot, record, evicted)
+        if record.linked:
+            links_cut(&self.space, self.policy, slot, record)
         self.ready -= 1
         self.expiring -= record.expires != 0
         if record.refs == 0:

@@ -1,7 +1,7 @@
 # The interface of an index: one class, and the contract of each of its methods.
 #
 # Cython needs a class to be in one file, so the methods only call functions, grouped in looking_up.pxi, writing.pxi,
-# removing.pxi, by_slot.pxi and segments.pxi. All of them work on one `Blocks` (blocks.pxi), which has the state.
+# removing.pxi, linking.pxi, by_slot.pxi and segments.pxi. All of them work on one `Blocks` (blocks.pxi), which has the state.
 
 
 @cython.final
@@ -159,20 +159,30 @@ cdef class BlockIndex:
         return reserve_keys(self.blocks, keys, force, tick, priority)
 
     def commit(
-        self, slots, sums, uint64_t tick, double expires=0.0, parent=b"", bint ends_chain=False
+        self, slots, sums, uint64_t tick, double expires=0.0, parent=b"", bint ends_chain=False, bint behind=False
     ) -> int:
         """Makes written slots of a chain, head first, READY with their checksums; negative slots are skipped.
 
-        ``parent`` and ``ends_chain`` are hints for the policy. ``parent``: the key of the block before the first slot
-        (empty: none, or unknown; the block need not be there). ``ends_chain``: the chain ends with the last slot. A
-        slot that is skipped because its block existed does not interrupt the chain: the next block counts as the
+        ``parent``, ``ends_chain`` and ``behind`` are hints for the policy. ``parent``: the key of the block before the
+        first slot (empty: none, or unknown; the block need not be there). ``ends_chain``: the chain ends with the last
+        slot. ``behind``: the chain does not begin with the first slot, even if the parent is not there. A slot that is skipped because its block existed does not interrupt the chain: the next block counts as the
         successor of the previous one, until a refresh of the whole chain shows its place.
 
         The blocks expire at the time ``expires``; 0: never. A block that is replaced is retired: its slot becomes free
         when no reader holds it, and its pin goes over to the new block. Returns the number of committed slots. Raises
         ValueError, and commits nothing, when a slot is not WRITING.
         """
-        return commit_slots(self.blocks, slots, sums, tick, expires, parent, ends_chain)
+        return commit_slots(self.blocks, slots, sums, tick, expires, parent, ends_chain, behind)
+
+    def link(self, keys, before=b"") -> int:
+        """Says that the keys are a chain, head first, which continues the chain of the key ``before`` (empty: no chain).
+        Or ``before`` has as many keys: the one before each.
+
+        Each READY block is linked to the nearest READY block before it, if it is not linked yet. A block that others
+        are linked to is not evicted before these. Returns how many blocks were linked. A link that would close a circle
+        is not made, nor one to a block that thousands follow already.
+        """
+        return link_keys(self.blocks, keys, before)
 
     def disown(self, slots) -> int:
         """Detaches WRITING slots from their keys, so that the keys are absent again and other writers may set them.
@@ -224,6 +234,12 @@ cdef class BlockIndex:
         """Returns the key of each slot that holds a block, concatenated; zeros for negative slots."""
         return keys_at(self.blocks, slots)
 
+    def links_of(self, slots) -> tuple[bytes, bytes]:
+        """Returns the links of the blocks in these slots, for link() of another index: the keys of blocks that follow
+        another one, and the keys of those that they follow. Either is in one of the slots. Negative slots are skipped.
+        """
+        return links_of(self.blocks, slots)
+
     def ready_slots(self, uint64_t since=0):
         """Returns the READY slots, int32, ascending, that have a tick of at least ``since`` and have not expired."""
         return slots_used_since(self.blocks, since)
@@ -269,8 +285,8 @@ cdef class BlockIndex:
     def evict(self, Py_ssize_t n, double now, keys=None) -> int:
         """Evicts up to n READY blocks, which the policy chooses. Returns how many.
 
-        Blocks that are being read or pinned stay, and blocks of a higher priority stay while one of a lower priority
-        can be evicted. The keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be
+        Blocks that are being read or pinned stay, blocks stay while others that are linked to them do, and blocks of a
+        higher priority stay while one of a lower priority can be evicted. The keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be
         among them.
         """
         return evict_blocks(self.blocks, n, now, keys)

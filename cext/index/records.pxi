@@ -66,6 +66,10 @@ cdef enum:
     LOOKAHEAD = 32  # keys whose cache lines are prefetched together
     MAX_SLOTS = 0x7FFFFFC0
 
+    FOLLOWS = 1   # the block is linked to the one before it in its chain
+    FOLLOWED = 2  # other blocks are linked to it
+    KEPT = 4      # the policy has put it aside, because it was FOLLOWED when its turn to be evicted came
+
     CHECKSUM = 0  # the fields of a record that `column_of` can read
     TICK = 1
     EXPIRES = 2
@@ -88,10 +92,21 @@ cdef struct Record:
     uint32_t rank       # how many blocks followed it in the batch that last touched it; tick - rank names the batch
     uint8_t state
     uint8_t priority    # 0 to PRIORITIES - 1; blocks of a higher priority stay longer
+    uint8_t linked      # FOLLOWS, FOLLOWED, KEPT: which fields of its Link are valid, and where the policy has it
+
+
+cdef struct Link:
+    # A block's place in the tree of chains; beside the records of its segment. See links.pxi.
+    int32_t before      # FOLLOWS: the block before it in its chain
+    int32_t next        # FOLLOWS: the neighbours among the blocks that follow the same one
+    int32_t previous
+    int32_t first       # FOLLOWED: one of the blocks that follow it
+    int32_t followers   # FOLLOWED: how many there are
+    int32_t chosen      # of them, by a walk that does not remove blocks; 0 between walks
 
 
 cdef struct Segment:
-    char *records           # NULL: detached; the policy's `slot_bytes` of each slot follow the records
+    char *records           # NULL: detached; the links of all slots follow, then the policy's `slot_bytes` of each
     uint32_t latest_pin     # no pin in the segment ends later; makes counting pins cheap
 
 
@@ -101,6 +116,8 @@ cdef struct Space:
     Py_ssize_t ordinals
     Py_ssize_t slots_per_segment
     Py_ssize_t stride       # bytes from record to record
+    Py_ssize_t links_at     # bytes from the records to the links
+    Py_ssize_t policy_at    # bytes from the records to the policy's data
     uint64_t magic          # divides by slots_per_segment
     uint32_t clock          # the latest time that a call was given
 
@@ -118,6 +135,13 @@ cdef inline Record *record_at(Space *space, int32_t slot) noexcept nogil:
     cdef uint32_t ordinal = segment_of(space, slot)
     return <Record *>(
         space.segment[ordinal].records + (slot - <Py_ssize_t>ordinal * space.slots_per_segment) * space.stride
+    )
+
+
+cdef inline Link *link_at(Space *space, int32_t slot) noexcept nogil:
+    cdef uint32_t ordinal = segment_of(space, slot)
+    return <Link *>(space.segment[ordinal].records + space.links_at) + (
+        slot - <Py_ssize_t>ordinal * space.slots_per_segment
     )
 
 

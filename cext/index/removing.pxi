@@ -80,45 +80,86 @@ cdef Py_ssize_t drop_expired(Blocks blocks, double now, Py_ssize_t limit) noexce
 # -- eviction --------------------------------------------------------------------------------------------------------
 
 
+cdef inline int32_t next_victim(Blocks blocks, int32_t bared, uint32_t time) noexcept nogil:
+    """Returns the next block to evict, NONE at the end. ``bared``: a block that a walk passed because others followed
+    it, and that no block follows any more; NONE: there is none."""
+    cdef Record *record
+    cdef Link *link
+    cdef int32_t slot = bared
+    if slot != NONE and not is_held(&blocks.space, blocks.record(slot), time):
+        return slot
+    while True:
+        slot = blocks.policy.next()
+        if slot == NONE:
+            return NONE
+        record = blocks.record(slot)
+        if not record.linked & FOLLOWED or is_expired(&blocks.space, record):
+            return slot
+        link = link_at(&blocks.space, slot)
+        if link.chosen == link.followers:
+            return slot
+        blocks.policy.kept(slot, record)
+
+
 cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray keys) except -1:
     cdef uint32_t time = blocks.advance(now)
-    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, count = 0, before = 0
-    cdef int32_t slot
+    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, count = 0, start = 0
+    cdef int32_t slot, before, bared = NONE
     cdef Record *record
     n = min(n, blocks.ready)
     if keys is not None:
-        before = len(keys)
-        PyByteArray_Resize(keys, before + max(n, 0) * key_bytes)
+        start = len(keys)
+        PyByteArray_Resize(keys, start + max(n, 0) * key_bytes)
     blocks.policy.start(time)
     while count < n:
-        slot = blocks.policy.next()
+        slot = next_victim(blocks, bared, time)
         if slot == NONE:
             break
         record = blocks.record(slot)
         if keys is not None:
-            memcpy(PyByteArray_AS_STRING(keys) + before + count * key_bytes, record_key(record), key_bytes)
+            memcpy(PyByteArray_AS_STRING(keys) + start + count * key_bytes, record_key(record), key_bytes)
+        before = link_at(&blocks.space, slot).before if record.linked & FOLLOWS else NONE
+        if before != NONE and not blocks.record(before).linked & KEPT:
+            before = NONE
         blocks.forget(slot, record, not is_expired(&blocks.space, record))
+        bared = NONE if before == NONE or blocks.record(before).linked & FOLLOWED else before
         count += 1
     if keys is not None:
-        PyByteArray_Resize(keys, before + count * key_bytes)
+        PyByteArray_Resize(keys, start + count * key_bytes)
     return count
 
 
 cdef object next_victims(Blocks blocks, Py_ssize_t n, double now):
     cdef uint32_t time = blocks.advance(now)
     cdef Py_buffer result
-    cdef Py_ssize_t count = 0
-    cdef int32_t slot
+    cdef Py_ssize_t count = 0, i
+    cdef int32_t slot, before, bared = NONE
+    cdef int32_t *out
+    cdef Link *link
+    cdef Record *record
     n = max(min(n, blocks.ready), 0)
     answer = np.empty(n, np.int32)
     PyObject_GetBuffer(answer, &result, PyBUF_WRITABLE)
+    out = <int32_t *>result.buf
     blocks.policy.start(time)
     while count < n:
-        slot = blocks.policy.next()
+        slot = next_victim(blocks, bared, time)
         if slot == NONE:
             break
-        if not is_expired(&blocks.space, blocks.record(slot)):
-            (<int32_t *>result.buf)[count] = slot
-            count += 1
+        bared = NONE
+        record = blocks.record(slot)
+        if is_expired(&blocks.space, record):
+            continue
+        out[count] = slot
+        count += 1
+        if record.linked & FOLLOWS:  # as if it were gone: the block before it may be next
+            before = link_at(&blocks.space, slot).before
+            link = link_at(&blocks.space, before)
+            link.chosen += 1
+            if link.chosen == link.followers and blocks.record(before).linked & KEPT:
+                bared = before
+    for i in range(count):
+        if blocks.record(out[i]).linked & FOLLOWS:
+            link_at(&blocks.space, link_at(&blocks.space, out[i]).before).chosen = 0
     PyBuffer_Release(&result)
     return answer[:count]

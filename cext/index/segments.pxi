@@ -2,7 +2,7 @@
 
 
 cdef inline Py_ssize_t segment_record_bytes(Blocks blocks) noexcept:
-    return blocks.space.slots_per_segment * (blocks.space.stride + blocks.policy.slot_bytes)
+    return blocks.space.slots_per_segment * (blocks.space.stride + sizeof(Link) + blocks.policy.slot_bytes)
 
 
 cdef Py_ssize_t attach_segment(Blocks blocks) except -1:

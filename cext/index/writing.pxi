@@ -74,7 +74,7 @@ cdef int choose(Blocks blocks, const int32_t *slots, Py_ssize_t n) except -1:
 
 
 cdef Py_ssize_t commit_slots(
-    Blocks blocks, slots, sums, uint64_t tick, double expires, parent, bint ends_chain
+    Blocks blocks, slots, sums, uint64_t tick, double expires, parent, bint ends_chain, bint behind
 ) except -1:
     cdef Py_buffer view, sums_view
     cdef int32_t before = slot_of(blocks, parent, "parent", 0)
@@ -105,7 +105,7 @@ cdef Py_ssize_t commit_slots(
                 record.tick = tick + record.rank
                 record.expires = until
                 count += 1
-            blocks.policy.inserted(slot, n, before, ends_chain)
+            blocks.policy.inserted(slot, n, before, ends_chain, behind)
             blocks.writing -= count
             blocks.ready += count
             if until != 0:

@@ -122,7 +122,7 @@ cdef class Adaptive(Policy):
             life.kind |= MONITORED
 
     cdef void inserted(
-        self, const int32_t *slots, Py_ssize_t n, int32_t parent, bint ends_chain
+        self, const int32_t *slots, Py_ssize_t n, int32_t parent, bint ends_chain, bint behind
     ) noexcept nogil:
         cdef Py_ssize_t i, count = 0
         cdef int most = 0, kind, uses_above
@@ -140,7 +140,7 @@ cdef class Adaptive(Policy):
                 record = record_at(self.space, slots[i])
                 most = max(most, 1 + least_uses(self.seen.take(record.hash)))
                 life_at(self.space, slots[i]).uses = <uint16_t>most
-        uses_above = 0 if parent == NONE else life_at(self.space, parent).uses
+        uses_above = behind if parent == NONE else life_at(self.space, parent).uses
         for i in range(n):
             if slots[i] < 0:
                 continue
@@ -207,6 +207,20 @@ cdef class Adaptive(Policy):
         life.kind = 2
         life.stamp = <uint32_t>self.lists.references - self.window  # so that its next use counts
         lists_push(self.space, &self.lists, slot, record, life, 0)
+
+    cdef void kept(self, int32_t slot, Record *record) noexcept nogil:
+        cdef Life *life = life_at(self.space, slot)
+        lists_unlink(self.space, &self.lists, record, life)
+        lists_push(self.space, &self.lists, slot, record, life, KEPT_BIN)
+        record.linked |= KEPT
+
+    cdef void bared(self, int32_t slot, Record *record) noexcept nogil:
+        cdef Life *life = life_at(self.space, slot)
+        lists_unlink(self.space, &self.lists, record, life)
+        lists_push_oldest(
+            self.space, &self.lists, slot, record, life,
+            self.reuse.bin_of(<uint32_t>self.lists.references - life.stamp),
+        )
 
     cdef void removed(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
         cdef Life *life = life_at(self.space, slot)

@@ -2,7 +2,7 @@
 #
 # What must hold: a READY block is in exactly one list, which its `Life` and its priority determine: the list of its
 # class and bin, or, if it was pinned when its turn to be evicted came, the parked list of its priority, so that
-# evictions need not walk over it. The lists of one class and priority, concatenated, are in order of stamps (except for
+# evictions need not walk over it, or, if blocks of its chain followed it then, the kept list. The lists of one class and priority, concatenated, are in order of stamps (except for
 # restored blocks and blocks whose pins have ended). So the blocks that become too old for a list are at its old end,
 # and move to the next list in one piece.
 #
@@ -13,6 +13,7 @@
 
 cdef enum:
     PARKED = 26             # = BINS: the bin of parked blocks
+    KEPT_BIN = 27           # of blocks that others follow
     MONITORED = 0x80        # a flag beside the class: the block's last use is a sample
 
 cdef uint64_t FIRST_REFERENCE = 0xFFFF0000
@@ -34,6 +35,7 @@ cdef struct Line:
 cdef struct Lists:
     Line[PRIORITIES][LISTS] lines
     Line[PRIORITIES] parked                 # blocks that were pinned when their turn came
+    Line[PRIORITIES] kept                   # blocks that others followed then
     uint32_t[PRIORITIES][BINS] occupied     # by class: lists that are not empty
     uint64_t references                     # time: blocks used so far
     int aging                               # bins that are still to be checked in this round of aging
@@ -42,6 +44,7 @@ cdef struct Lists:
 cdef void lists_clear(Lists *lists) noexcept nogil:
     memset(lists.lines, 0xFF, sizeof(lists.lines))
     memset(lists.parked, 0xFF, sizeof(lists.parked))
+    memset(lists.kept, 0xFF, sizeof(lists.kept))
     memset(lists.occupied, 0, sizeof(lists.occupied))
     lists.references = FIRST_REFERENCE
     lists.aging = 0
@@ -49,7 +52,7 @@ cdef void lists_clear(Lists *lists) noexcept nogil:
 
 cdef inline Life *life_at(Space *space, int32_t slot) noexcept nogil:
     cdef uint32_t ordinal = segment_of(space, slot)
-    return <Life *>(space.segment[ordinal].records + space.slots_per_segment * space.stride) + (
+    return <Life *>(space.segment[ordinal].records + space.policy_at) + (
         slot - <Py_ssize_t>ordinal * space.slots_per_segment
     )
 
@@ -57,11 +60,14 @@ cdef inline Life *life_at(Space *space, int32_t slot) noexcept nogil:
 cdef inline Line *line_of(Lists *lists, Record *record, Life *life) noexcept nogil:
     if life.bin == PARKED:
         return &lists.parked[record.priority]
+    if life.bin == KEPT_BIN:
+        return &lists.kept[record.priority]
     return &lists.lines[record.priority][(life.kind & ~MONITORED) * BINS + life.bin]
 
 
 cdef inline void lists_unlink(Space *space, Lists *lists, Record *record, Life *life) noexcept nogil:
     cdef Line *line = line_of(lists, record, life)
+    record.linked &= ~<uint8_t>KEPT
     if record.newer == NONE:
         line.newest = record.older
     else:
@@ -70,7 +76,7 @@ cdef inline void lists_unlink(Space *space, Lists *lists, Record *record, Life *
         line.oldest = record.newer
     else:
         record_at(space, record.older).newer = record.newer
-    if line.newest == NONE and life.bin != PARKED:
+    if line.newest == NONE and life.bin < BINS:
         lists.occupied[record.priority][life.bin] &= ~(<uint32_t>1 << (life.kind & ~MONITORED))
 
 
@@ -85,11 +91,28 @@ cdef inline void lists_push(
     record.older = line.newest
     if line.newest == NONE:
         line.oldest = slot
-        if bin != PARKED:
+        if bin < BINS:
             lists.occupied[record.priority][bin] |= <uint32_t>1 << (life.kind & ~MONITORED)
     else:
         record_at(space, line.newest).newer = slot
     line.newest = slot
+
+
+cdef inline void lists_push_oldest(
+    Space *space, Lists *lists, int32_t slot, Record *record, Life *life, int bin
+) noexcept nogil:
+    """Puts a block at the oldest end of its list."""
+    cdef Line *line
+    life.bin = <uint8_t>bin
+    line = line_of(lists, record, life)
+    record.older = NONE
+    record.newer = line.oldest
+    if line.oldest == NONE:
+        line.newest = slot
+        lists.occupied[record.priority][bin] |= <uint32_t>1 << (life.kind & ~MONITORED)
+    else:
+        record_at(space, line.oldest).older = slot
+    line.oldest = slot
 
 
 cdef inline bint lists_push_behind(

@@ -45,6 +45,22 @@ cdef inline void chain_unlink(Space *space, Chain *chain, int32_t slot, Record *
     chain.length -= 1
 
 
+cdef inline void chain_put_back(Space *space, Chain *chain, int32_t slot, Record *record) noexcept nogil:
+    """Puts a block where walks begin: at the old end, but before the blocks there that are known to be pinned."""
+    if chain.unpinned_from == NONE:
+        chain_push(space, chain, slot, record)
+        return
+    record.newer = chain.unpinned_from
+    record.older = record_at(space, record.newer).older
+    record_at(space, record.newer).older = slot
+    if record.older == NONE:
+        chain.oldest = slot
+    else:
+        record_at(space, record.older).newer = slot
+    chain.unpinned_from = slot
+    chain.length += 1
+
+
 cdef inline int32_t chain_begin(Chain *chain, uint32_t now) noexcept nogil:
     """Returns the block at which a walk begins: the oldest one that may be unpinned; NONE when all are pinned."""
     if chain.pinned_until <= now:
@@ -69,6 +85,7 @@ cdef class Lru(Policy):
     """
 
     cdef Chain[PRIORITIES] chains
+    cdef Chain[PRIORITIES] kept_chains  # KEPT blocks
     # The walk: its list and position, whether it has passed a held block and that block's batch, whether it has spared
     # blocks, and whether this is the second pass over the list, which returns the blocks spared by the first one.
     cdef int priority
@@ -81,9 +98,17 @@ cdef class Lru(Policy):
         cdef int i
         for i in range(PRIORITIES):
             chain_clear(&self.chains[i])
+            chain_clear(&self.kept_chains[i])
+
+    cdef inline void unlink(self, int32_t slot, Record *record) noexcept nogil:
+        cdef Chain *chain = &self.chains[record.priority]
+        if record.linked & KEPT:
+            chain = &self.kept_chains[record.priority]
+        chain_unlink(self.space, chain, slot, record)
+        record.linked &= ~<uint8_t>KEPT
 
     cdef void inserted(
-        self, const int32_t *slots, Py_ssize_t n, int32_t parent, bint ends_chain
+        self, const int32_t *slots, Py_ssize_t n, int32_t parent, bint ends_chain, bint behind
     ) noexcept nogil:
         cdef Py_ssize_t i
         cdef Record *record
@@ -101,11 +126,20 @@ cdef class Lru(Policy):
                 record = record_at(self.space, slots[i])
                 chain = &self.chains[record.priority]
                 if chain.newest != slots[i]:
-                    chain_unlink(self.space, chain, slots[i], record)
+                    self.unlink(slots[i], record)
                     chain_push(self.space, chain, slots[i], record)
 
     cdef void removed(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
-        chain_unlink(self.space, &self.chains[record.priority], slot, record)
+        self.unlink(slot, record)
+
+    cdef void kept(self, int32_t slot, Record *record) noexcept nogil:
+        self.unlink(slot, record)
+        chain_push(self.space, &self.kept_chains[record.priority], slot, record)
+        record.linked |= KEPT
+
+    cdef void bared(self, int32_t slot, Record *record) noexcept nogil:
+        self.unlink(slot, record)
+        chain_put_back(self.space, &self.chains[record.priority], slot, record)
 
     cdef void begin_pass(self) noexcept nogil:
         cdef Chain *chain = &self.chains[self.priority]

@@ -199,9 +199,11 @@ class Fetching:
 
     def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots, sums: Sums) -> None:
         expires = disk.index.expires_of(places)
+        index = namespace.memory.index
         for when in np.unique(expires).tolist():
             rows = expires == when
-            namespace.memory.index.commit(slots[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
+            index.commit(slots[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
+        index.link(*disk.index.links_of(places))
 
     def drop_corrupt(self, disk: DiskBlocks, places: Slots) -> None:
         """Drop, count and log blocks whose bytes do not match their checksum."""

@@ -236,6 +236,7 @@ class Writing:
         for when in np.unique(expires).tolist():
             rows = expires == when
             self._volume.commit(disk, places[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
+        disk.index.link(*index.links_of(slots))
 
     def give_up(self) -> None:
         """The disk has failed: drop the queue, so that no block in it stays dirty."""

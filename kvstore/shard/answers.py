@@ -52,8 +52,9 @@ class Write:
     slots: Slots
     keys: bytes
     existed: npt.NDArray[np.bool_] | None  # of a SET with `force`: which keys were there before
-    parent: bytes  # the key before the first one in its chain; empty: not known
+    before: bytes  # the last key here of the chain that they continue; empty: it begins with them, or is not known
     ends_chain: bool
+    evicted: int = 0  # blocks that made room for these
     arrived: int = 0  # blocks
 
 
@@ -250,9 +251,15 @@ class Answers:
             existed = np.frombuffer(namespace.contains(keys, self._state.now, False, 0), dtype=np.bool_)
             if self._disk is not None:
                 self._disk.fetching.disown(namespace, keys)
-        slots = self._store.reserve(namespace, keys, request.force, self._state.now, request.priority)
+        store, now = self._store, self._state.now
         parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)
-        return Write(request, namespace, slots, keys, existed, parent, ends_chain)
+        before = store.chains.find(namespace, request.parent or parent) if request.chained else parent
+        if before is None and not request.force:  # blocks behind others that were refused would be useless
+            return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", ends_chain)
+        evicted = store.memory.evicted
+        slots = store.reserve(namespace, keys, request.force, now, request.priority, before or b"")
+        evicted = store.memory.evicted - evicted
+        return Write(request, namespace, slots, keys, existed, before or b"", ends_chain, evicted)
 
     def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
         """All blocks of a SET are in their slots: make them readable, and reply."""
@@ -262,8 +269,16 @@ class Answers:
         ttl_s = request.ttl_s or namespace.ttl_s
         expires = self._state.now + ttl_s if ttl_s else 0.0
         placed = index.commit(
-            slots, checksums, self._store.ticks(request.count), expires, write.parent, write.ends_chain
+            slots,
+            checksums,
+            self._store.ticks(request.count),
+            expires,
+            write.before,
+            write.ends_chain,
+            request.position > 0,
         )
+        if request.chained and request.count:
+            self._store.chains.join(namespace, write.keys, slots, write.before, request.end)
         replaced = None if write.existed is None else write.existed & (slots >= 0)
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed
@@ -280,6 +295,7 @@ class Answers:
             duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
             error=int((slots == BlockIndex.NO_SPACE).sum()),
             outcomes=self._outcomes(write, replaced) if request.outcomes else b"",
+            evicted=write.evicted,
         )
         written = slots[slots >= 0]
         if self._disk is None or not len(written):

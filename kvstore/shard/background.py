@@ -101,10 +101,9 @@ class Background:
             if not peer.closed:
                 working = next(steps, None)
         except WireError as error:
-            peer.reply(wire.Error(error.request_id, int(error.code), str(error)))
+            peer.refuse(error.request_id, error)
         except Exception:  # a bug must end one client's connection, not the whole cache
-            log.exception("client %s: internal error in the background", peer.address)
-            peer.close("internal error")
+            peer.close_after_defect()
         self._waits = working is False
         if working is None:
             self._jobs.popleft()

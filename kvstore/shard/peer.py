@@ -237,6 +237,11 @@ class Peer:
         self._on_close(self)
         self.sock.close()
 
+    def refuse(self, request_id: int, error: wire.WireError) -> None:
+        """Answer a request with ERROR."""
+        self._state.errors += 1
+        self.reply(wire.Error(request_id, int(error.code), str(error)))
+
     def close_after_defect(self) -> None:
         """Log the exception being handled, which is a bug in the server, and close the connection."""
         log.exception("client %s: internal error", self.address)

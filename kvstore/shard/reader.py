@@ -299,10 +299,9 @@ class MessageReader:
         request_id = self._request.id if self._request is not None else error.request_id
         self._skipping = True
         self.abort_write()
-        self._state.errors += 1
         log.log(logging.DEBUG if self._refused else logging.INFO, "client %s: refused: %s", self.peer.address, error)
         self._refused = True
-        self.peer.reply(wire.Error(request_id, int(error.code), str(error)))
+        self.peer.refuse(request_id, error)
 
     def _end_write(self, write: Write) -> Write:
         self._state.account.give_back(WRITES, self._write_bytes)

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore._cext import BlockIndex
 from kvstore.store.arena import Arena
+from kvstore.store.chains import Chains
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.rules import NamespaceRule
@@ -28,7 +29,7 @@ MAX_NAMESPACES: Final = 1024
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
 EXPIRE_STEP: Final = 16384  # slots looked at a time
 EMPTY_S: Final = 5.0  # a namespace that has been empty for so long is forgotten
-SLOT_BYTES: Final = 112  # the most that an index takes for a slot, beside the key
+SLOT_BYTES: Final = 136  # the most that an index takes for a slot, beside the key
 MAX_INDEX_SHARE: Final = 0.5  # of the limit: the disk is filled only until its index would take more
 
 
@@ -56,6 +57,7 @@ class Store:
         self._rules = rules
         self.memory: Tier[NamespaceTier] = Tier(self.arena, self._memory_may_grow)
         self.disk: Disk | None = None
+        self.chains = Chains()
         self._namespaces: dict[bytes, NamespaceStore] = {}
         self._tick = 1
         self._hits_forgotten = self._misses_forgotten = self._created_forgotten = 0  # counts of forgotten namespaces
@@ -171,8 +173,18 @@ class Store:
             f"this shard holds blocks of {MAX_NAMESPACES} namespaces, its limit: delete all blocks of one first",
         )
 
-    def reserve(self, namespace: NamespaceStore, keys: bytes, force: bool, now: float, priority: int = 0) -> Slots:
+    def reserve(
+        self,
+        namespace: NamespaceStore,
+        keys: bytes,
+        force: bool,
+        now: float,
+        priority: int = 0,
+        before: bytes = b"",
+    ) -> Slots:
         """Reserve a memory slot for every block that is in neither tier; with `force`, for every block.
+
+        before: the key of a block that makes no room for these, and so nothing before it in its chain; empty: none.
 
         -> a slot or a negative verdict of `BlockIndex.reserve` for each key.
         """
@@ -187,7 +199,8 @@ class Store:
             wanted = keys
         room = count if force else missing
         # Blocks of this SET that are there already must not be evicted to make room for its other blocks.
-        held = index.acquire(wanted, now, 0, False) if room > index.free and room < count else None
+        held_keys = (wanted if room < count else b"") + before
+        held = index.acquire(held_keys, now, 0, False) if room > index.free and held_keys else None
         self.memory.make_room(namespace.memory, room, now)
         reserved = index.reserve(wanted, force, self.ticks(count), priority)
         if held is not None:
@@ -197,6 +210,11 @@ class Store:
         slots = np.full(count, BlockIndex.EXISTED, dtype=np.int32)
         slots[~on_disk] = reserved
         return slots
+
+    def refuse(self, namespace: NamespaceStore, keys: bytes, now: float) -> Slots:
+        """-> the verdicts on keys that are not to be stored: they exist, or there is no room for them."""
+        present = np.frombuffer(namespace.contains(keys, now, False, 0), dtype=np.bool_)
+        return np.where(present, BlockIndex.EXISTED, BlockIndex.NO_SPACE).astype(np.int32)
 
     def expire(self, now: float) -> None:
         """Free expired blocks, looking at some slots a call, and forget namespaces that have been empty for `EMPTY_S`.

@@ -31,6 +31,7 @@ MAX_NAMESPACE_BYTES: Final = 8 * 1024
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_PIN_S: Final = 60.0
 MAX_PRIORITY: Final = 3
+MAX_POSITION: Final = (1 << 31) - 1  # of a block in its chain
 MAX_TTL_S: Final = 10 * 365 * 86400
 MAX_REPLICAS: Final = 3
 MAX_HOTTEST_BYTES: Final = 8 << 20  # all keys of one HOTTEST reply together
@@ -70,7 +71,7 @@ class Outcome(enum.IntEnum):
     EXISTED = 1
     FORCED = 2
     DUPLICATED = 3
-    ERROR = 4  # no room for it
+    ERROR = 4  # no room for it, or room only at the cost of blocks before it in its chain
     PENDING = 5  # another client was writing it, and it is not there yet; it counts as one that existed
 
 
@@ -103,7 +104,13 @@ class Hello(_Header, tag=1, frozen=True):
 
 
 class Set(_Header, tag=2, frozen=True):
-    """Frames: header, keys, payload frames, checksums (`CHECKSUM_BYTES` little-endian a block)."""
+    """Frames: header, keys, payload frames, checksums (`CHECKSUM_BYTES` little-endian a block).
+
+    `chained`: the keys are a part of one chain, head first; only then the fields after it count. The chain's other keys
+    may be at other shards. `parent`: the key before the first one, or the `end` of the part before; empty if the chain
+    begins here. `end`: the last key of the client's call, if it went to another shard: the next part may name it as its
+    parent. `position`: of the first key in the chain.
+    """
 
     id: int
     deadline_ms: int
@@ -113,6 +120,10 @@ class Set(_Header, tag=2, frozen=True):
     priority: int = 0  # 0 .. MAX_PRIORITY: evicted only when no block of a lower priority is left
     outcomes: bool = False  # have the reply contain an `Outcome` for each block
     ttl_s: float = 0.0  # the blocks expire after so many seconds; 0: the shard's rule for the namespace applies
+    chained: bool = False
+    parent: bytes = b""
+    end: bytes = b""
+    position: int = 0
 
 
 class Get(_Header, tag=3, frozen=True):
@@ -250,6 +261,7 @@ class SetReply(_Header, tag=66, frozen=True):
     duplicated: int
     error: int
     outcomes: bytes = b""  # one `Outcome` a key, if the SET asked for them
+    evicted: int = 0  # blocks that made room for these
 
 
 class Part(_Header, tag=67, frozen=True):
@@ -420,8 +432,24 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
         raise WireError(
             ErrorCode.LIMIT, f"a time to live of {request.ttl_s} s: expected 0 to {MAX_TTL_S} s", request.id
         )
+    if isinstance(request, Set):
+        _check_chain(request)
     if isinstance(request, Get) and request.credit < 0:
         raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more", request.id)
+
+
+def _check_chain(request: Set) -> None:
+    for name, key in (("parent", request.parent), ("end", request.end)):
+        if len(key) not in (0, request.key_bytes):
+            raise WireError(
+                ErrorCode.KEY_SIZE,
+                f"{name} is a key of {len(key)} bytes: expected {request.key_bytes} like the other keys, or none",
+                request.id,
+            )
+    if not 0 <= request.position <= MAX_POSITION:
+        raise WireError(
+            ErrorCode.LIMIT, f"a position of {request.position} in a chain: expected 0 to {MAX_POSITION}", request.id
+        )
 
 
 def _request_id(header: bytes | bytearray | memoryview) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from kvstore_client._calls.chains import Chain
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +24,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deferred: bool = True  # return when one replica of each block has taken it
     priority: int = 0
     ttl_s: float = 0.0  # 0: the server's rule for the namespace
+    chains: Sequence[Chain] = (Chain(),)  # that the keys are of, in the order of the keys
 
     # Reads
     prefix: bool = False  # the keys are a chain, and only its leading run is wanted

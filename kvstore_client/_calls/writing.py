@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvstore import wire
 from kvstore.wire import Outcome
 from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, set_message, take
+from kvstore_client._calls.chains import Part, requests_of
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.reading import Reader
@@ -68,12 +69,16 @@ class Writer:
             self._repairs.cancel(packed, options.timeout_s / 2)
         outcomes = np.full(len(packed), _UNKNOWN, dtype=np.uint8)
         copies = np.zeros(len(packed), dtype=np.uint8)
+        evicted = 0
         left = unique
         waited = unique[:0]  # the positions that others were writing when they were last asked for
         error: KVStoreError | None = None
         while True:
             view = self._core.view
-            left, pending, error = self._set_under(view, packed, left, source, options, deadline, outcomes, copies)
+            left, pending, error, made_room = self._set_under(
+                view, packed, left, source, options, deadline, outcomes, copies
+            )
+            evicted += made_room
             if isinstance(error, Timeout) and np.isin(left, waited).all():
                 error = None  # the time ended during another look: as far as is known, others are still writing
             waited = pending
@@ -99,6 +104,8 @@ class Writer:
             duplicated=len(packed) - len(unique),
             error=int(counts[Outcome.ERROR] + counts[_UNKNOWN]),
             copies=int(copies[unique].min()),
+            evicted=evicted,
+            refused=int(counts[Outcome.ERROR]),
         )
 
     def _set_under(
@@ -111,31 +118,44 @@ class Writer:
         deadline: float,
         outcomes: npt.NDArray[np.uint8],
         copies: npt.NDArray[np.uint8],
-    ) -> tuple[Numbers, Numbers, KVStoreError | None]:
+    ) -> tuple[Numbers, Numbers, KVStoreError | None, int]:
         """Set blocks under one view. -> the positions that were not stored because shards failed, those that must be
-        stored and that other clients are writing, and the error."""
+        stored and that other clients are writing, the error, and how many blocks made room."""
         if not view.links:
-            return positions, positions[:0], self._core.no_shards()
+            return positions, positions[:0], self._core.no_shards(), 0
         owners = view.owners(take(packed, positions), self._replicas)
         replicas = owners.shape[1]
         deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
 
+        parts: dict[int, Part] = {}  # by request id
+
         def message(call: Call) -> Message:
-            keys = take(packed, call.positions)
+            keys, part = take(packed, call.positions), parts[call.id]
             request = wire.Set(
-                call.id, deadline_ms, len(keys), keys.shape[1], force, priority, outcomes=True, ttl_s=ttl_s
+                id=call.id,
+                deadline_ms=deadline_ms,
+                count=len(keys),
+                key_bytes=keys.shape[1],
+                force=force,
+                priority=priority,
+                outcomes=True,
+                ttl_s=ttl_s,
+                chained=True,
+                parent=part.parent,
+                end=part.end,
+                position=part.position,
             )
             return set_message(request, keys, call.positions, source)
 
-        calls = [
-            Call(link, self._core.next_id(), some, message)
-            for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
-            for some in chunks(mine, self._per_request)
-        ]
+        calls = []
+        for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas)):
+            for some, part in requests_of(packed, positions, mine, options.chains, self._per_request):
+                calls.append(Call(link, self._core.next_id(), some, message))
+                parts[calls[-1].id] = part
         needed = max(1 if options.deferred else replicas, self._min_copies)
         tally = _Tally(calls, len(packed), needed, waits=not options.deferred or needed > 1)
         self._exchange.run(calls, deadline, enough=tally.enough if needed < replicas else None)
-        return tally.result(positions, outcomes, copies)
+        return *tally.result(positions, outcomes, copies), tally.evicted
 
     def delete(self, packed: KeyArray, options: Options) -> int:
         """Remove blocks from every shard that may have them. Keys must not repeat. -> how many blocks there were."""
@@ -192,6 +212,7 @@ class _Tally:
     `waits`: a block that another client is writing is none. Used by the calling thread only."""
 
     def __init__(self, calls: Sequence[Call], count: int, needed: int, waits: bool) -> None:
+        self.evicted = 0  # blocks, to make room for these
         self._waits = waits
         self._pending: list[Numbers] = []
         self._waiting = list(calls)
@@ -224,8 +245,9 @@ class _Tally:
             ranks = _RANKS[told]
             pending = told == Outcome.PENDING
             if self._waits and pending.any():
-                ranks[pending] = _REFUSED
+                ranks[pending] = 0
                 self._pending.append(call.positions[pending])
+            self.evicted += reply.evicted
             self._said[call.positions] = np.maximum(self._said[call.positions], ranks)
             self._copies[call.positions] += ranks > _REFUSED
         self._waiting = waiting

@@ -48,6 +48,7 @@ class _Waiting(NamedTuple):
     key: bytes
     block: Block
     token: Hashable
+    parent: bytes | None  # the key before it in its chain; None: it is the first
 
 
 Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
@@ -81,11 +82,17 @@ class TransferOut:
         """Blocks in the queue or being sent."""
         return len(self._queue) + self._sending
 
-    def put(self, keys: Sequence[bytes], blocks: Sequence[Block], tokens: Sequence[Hashable]) -> None:
-        """Queue blocks. Beyond the limit, the oldest in the queue are dropped, even if this call put them there. Never
-        blocks."""
+    def put(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Block],
+        tokens: Sequence[Hashable],
+        parents: Sequence[bytes | None],
+    ) -> None:
+        """Queue blocks. ``parents[i]``: the key before ``keys[i]`` in its chain, None for a chain's first. Beyond the
+        limit, the oldest in the queue are dropped, even if this call put them there. Never blocks."""
         with self._changed:
-            self._queue.extend(_Waiting(*each) for each in zip(keys, blocks, tokens, strict=True))
+            self._queue.extend(_Waiting(*each) for each in zip(keys, blocks, tokens, parents, strict=True))
             surplus = len(self._queue) if self._closed else max(0, len(self._queue) - self._limit)
             dropped = [self._queue.popleft() for _ in range(surplus)]
             self._changed.notify_all()
@@ -132,11 +139,12 @@ class TransferOut:
         self._report([each for each, there in zip(batch, present, strict=True) if there], SendOutcome.PRESENT)
         if not missing:
             return None
-        failed = self._guard.call(lambda client: _set(client, missing), len(missing))
-        # The reply does not name the blocks that found no room. They are the last: the store takes blocks in order.
-        stored = len(missing) - failed
-        self._report(missing[:stored], SendOutcome.STORED)
-        self._report(missing[stored:], SendOutcome.FAILED)
+        stored = np.ones(len(missing), dtype=np.bool_)
+        if self._guard.call(lambda client: _set(client, missing), len(missing)):  # it does not tell which ones
+            keys = [each.key for each in missing]
+            stored = self._guard.call(lambda client: client.contains(keys), np.zeros(len(missing), dtype=np.bool_))
+        self._report([each for each, there in zip(missing, stored, strict=True) if there], SendOutcome.STORED)
+        self._report([each for each, there in zip(missing, stored, strict=True) if not there], SendOutcome.FAILED)
 
     def _report(self, blocks: Sequence[_Waiting], outcome: SendOutcome) -> None:
         if not blocks:
@@ -159,7 +167,8 @@ _COUNTERS: Final = {
 def _set(client: KVStoreClient, blocks: Sequence[_Waiting]) -> int:
     """Set blocks. -> how many the store could not take. A deferred set is acknowledged once the store owns the bytes;
     every lookup sees the blocks from then on."""
-    return client.set([each.key for each in blocks], [each.block for each in blocks], deferred=True).error
+    keys, rows = [each.key for each in blocks], [each.block for each in blocks]
+    return client.set(keys, rows, deferred=True, parent=[each.parent for each in blocks]).error
 
 
 Arrived: TypeAlias = "Callable[[int, npt.NDArray[np.bool_]], bool]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,8 +151,9 @@ def lists_that_nobody_reads(server: Server) -> None:
             with contextlib.suppress(OSError):
                 for request_id in range(20):
                     raw.send(pack(HOTTEST, request_id, 60_000, 0, 1 << 20))
-        time.sleep(5)  # the lists are made one after the other
         assert answers(server)
+        with KVStoreClient(server.endpoint, NAMESPACE) as client:  # the lists are made one after the other
+            wait_until(lambda: shard_info(client).errors > 0, 30, "a list that does not fit is refused")
 
 
 def all_of_it_at_random(server: Server) -> None:

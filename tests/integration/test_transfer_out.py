@@ -51,7 +51,7 @@ class Out(TransferOut):
         """Puts the keys' blocks, each of which is its own token."""
         for key in keys:
             self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
-        self.put(keys, [self.rows[key] for key in keys], keys)
+        self.put(keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]])
 
     def of(self, keys: Sequence[bytes]) -> list[SendOutcome | None]:
         return [self.outcomes.get(key) for key in keys]
@@ -138,7 +138,7 @@ def test_a_key_queued_twice_is_named_twice(server: Server, new_namespace: MakeNa
     [key] = make_keys(1)
     for token in ("one", "two"):
         out.rows[token] = np.frombuffer(block_of(key, BLOCK_BYTES), dtype=np.uint8).copy()
-    out.put([key, key], [out.rows["one"], out.rows["two"]], ["one", "two"])
+    out.put([key, key], [out.rows["one"], out.rows["two"]], ["one", "two"], [None, None])
     assert out.drain(10) and out.outcomes.keys() == {"one", "two"}
 
 

@@ -110,7 +110,7 @@ SHARD_INFO = wire.ShardInfo(
 REQUESTS: dict[str, wire.Request] = {
     "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
     "hello_empty": wire.Hello(0, 2),
-    "set": wire.Set(2, 10_000, 40, 16, True, 3, True, 3600.0),
+    "set": wire.Set(2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
@@ -138,7 +138,7 @@ REPLIES: dict[str, wire.Reply] = {
         ],
         zone="rack-7",
     ),
-    "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4])),
+    "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4]), 7),
     "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016),
     "part_last": wire.Part(3, b"", b"", True, 9, 8183, 0),
     "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
@@ -250,7 +250,7 @@ def test_optional_fields_may_be_left_out() -> None:
     assert wire.decode_request(msgspec.msgpack.encode([3, 5, 100, 1, 8])) == wire.Get(5, 100, 1, 8, 0)
 
 
-@pytest.mark.parametrize(("name", "since"), [("welcome", {"zone": ""}), ("set_reply", {"outcomes": b""})])
+@pytest.mark.parametrize(("name", "since"), [("welcome", {"zone": ""}), ("set_reply", {"outcomes": b"", "evicted": 0})])
 def test_the_replies_of_an_older_shard_are_read(name: str, since: dict[str, Any]) -> None:
     fields = msgspec.msgpack.decode(vector(name))
     older = msgspec.msgpack.encode(fields[: len(fields) - len(since)])

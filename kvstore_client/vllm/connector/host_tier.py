@@ -50,7 +50,9 @@ class HostTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of the chain's leading blocks that are here. The tail of a chain is evicted before its head."""
         if self._index is not None and keys:
-            self._index.match_prefix(b"".join(keys), time.monotonic(), True, self._ticks(len(keys)))
+            packed = b"".join(keys)
+            self._index.match_prefix(packed, time.monotonic(), True, self._ticks(len(keys)))
+            self._index.link(packed)
 
     def acquire(self, keys: Sequence[bytes], *, refresh: bool = True) -> Slots:
         """Like `find`, and take a reference on each slot found. ``refresh``: count this as a use of the blocks."""

@@ -32,14 +32,17 @@ class Load:
 @dataclass
 class Saves:
     """Blocks to save that are complete at the end of a step. The worker copies cache block ``block_ids[i]`` to
-    ``slots[i]`` and then sends that slot to the store as ``keys[i]``. Blocks ``send_keys[i]`` are in their slots
-    ``send_slots[i]`` already and are only sent. ``job``: the number of these saves in the workers' reports."""
+    ``slots[i]`` and then sends that slot to the store as ``keys[i]``, which follows ``parents[i]`` in its chain. Blocks
+    ``send_keys[i]``, which follow ``send_parents[i]``, are in their slots ``send_slots[i]`` already and are only sent.
+    ``job``: the number of these saves in the workers' reports."""
 
     job: int
     keys: list[bytes] = field(default_factory=list)
+    parents: list[bytes | None] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     send_keys: list[bytes] = field(default_factory=list)
+    send_parents: list[bytes | None] = field(default_factory=list)
     send_slots: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:

@@ -240,6 +240,7 @@ class SchedulerHalf:
         for index, (key, slot) in enumerate(zip(keys, self._tier.reserve(keys).tolist(), strict=True), start=first):
             if slot >= 0:
                 self._saves.keys.append(key)
+                self._saves.parents.append(chain[index - 1] if index else None)
                 self._saves.block_ids.append(block_ids[index])
                 self._saves.slots.append(slot)
                 tracked.last_job = self._saves.job
@@ -248,7 +249,7 @@ class SchedulerHalf:
                 end = index
                 break
             elif self._tier.keep and tracked.stored is not None and index >= tracked.stored:
-                self._send_again(key)
+                self._send_again(key, chain[index - 1] if index else None)
         tracked.next_save = max(first, end)
         self._tier.touch(chain[:end])
         return unplaced
@@ -264,7 +265,7 @@ class SchedulerHalf:
             tracked.stored = lookup.stored or 0
             tracked.next_save = min(tracked.next_save, tracked.stored)
 
-    def _send_again(self, key: bytes) -> None:
+    def _send_again(self, key: bytes, parent: bytes | None) -> None:
         """Plan to send a block that the host tier has and the store lacks."""
         [slot] = self._tier.acquire([key]).tolist()
         if slot < 0:  # still being written, and sent after that
@@ -273,6 +274,7 @@ class SchedulerHalf:
             self._tier.release([slot])
             return
         self._saves.send_keys.append(key)
+        self._saves.send_parents.append(parent)
         self._saves.send_slots.append(slot)
 
     # What the workers report.

@@ -186,7 +186,7 @@ class WorkerHalf:
             except Exception:
                 logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
             self._copying.append(OrderedCopies(saves, copy, started))
-        self._send(saves.job, saves.send_keys, saves.send_slots)
+        self._send(saves.job, saves.send_keys, saves.send_slots, saves.send_parents)
 
     def take_saved(self) -> set[str]:
         """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
@@ -223,9 +223,9 @@ class WorkerHalf:
             self._counters.add("swap_out_blocks", len(saves.slots))
             self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.block_bytes)
             self._counters.add("swap_out_seconds", time.monotonic() - started)
-            self._send(saves.job, saves.keys, saves.slots)
+            self._send(saves.job, saves.keys, saves.slots, saves.parents)
 
-    def _send(self, job: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+    def _send(self, job: int, keys: Sequence[bytes], slots: Sequence[int], parents: Sequence[bytes | None]) -> None:
         """Queue the blocks that this rank sends, and release the slots of those that another rank sends."""
         mine = [self._is_mine(key) for key in keys]
         self._released.extend((job, slot) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine)
@@ -235,6 +235,7 @@ class WorkerHalf:
                 [keys[index] for index in sent],
                 [self._pool[slots[index]] for index in sent],
                 [(job, slots[index]) for index in sent],
+                [parents[index] for index in sent],
             )
 
     def _is_mine(self, key: bytes) -> bool:

@@ -237,7 +237,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._unstarted.append(JobResult(job_id=job_id, success=True))
             return
         self._stores[job_id] = StoreJob(unnamed=len(names), began=time.monotonic(), lost=surplus)
-        self._out.put(names, blocks, [job_id] * len(names))
+        self._out.put(names, blocks, [job_id] * len(names), [None, *names[:-1]])  # a job's chunks are of one chain
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job_id, request_id = job_metadata.job_id, job_metadata.req_context.req_id

@@ -1,0 +1,71 @@
+"""Clients that lie about chains: circles, parents that never were, a common parent of everything."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore_client import KVStoreClient
+from tests.attack.scale import FULL
+from tests.support.harness import (
+    SET,
+    SET_REPLY,
+    MakeNamespace,
+    RawClient,
+    StartServer,
+    blocks_of,
+    make_keys,
+    namespace_info,
+    pack,
+    sums_of,
+)
+
+SETS = 50_000 if FULL else 3_000
+BLOCK = 4096
+MEMORY = 16 << 20
+
+
+@pytest.mark.parametrize("policy", ["lru", "default"])
+def test_whatever_was_said_of_chains_every_block_can_be_evicted(
+    start_server: StartServer, new_namespace: MakeNamespace, policy: str
+) -> None:
+    rng = random.Random(7)
+    namespace = new_namespace(BLOCK)
+    server = start_server("--policy", policy, memory=str(MEMORY))
+    pool, fresh = make_keys(MEMORY // BLOCK + 2000), make_keys(MEMORY // BLOCK, first=100_000)
+    popular = pool[0]
+    with server.unharmed(), KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
+        raw.hello(namespace.canonical())
+        for number in range(SETS):
+            keys = [rng.choice(pool) for _ in range(rng.randrange(1, 9))]
+            parent = rng.choice((b"", popular, keys[-1], rng.choice(pool), rng.randbytes(16)))
+            end = rng.choice((b"", parent, rng.choice(pool), rng.randbytes(16)))
+            blocks = blocks_of(keys, BLOCK)
+            header = pack(
+                SET, number, 10_000, len(keys), 16, False, 0, False, 0.0, True, parent, end, rng.randrange(99)
+            )
+            reply = raw.ask(header, b"".join(keys), b"".join(blocks), sums_of(blocks))
+            assert reply[:3] == [SET_REPLY, number, len(keys)]
+            if number % 16 == 0:
+                client.delete([rng.choice(pool) for _ in range(8)])
+        for start in range(0, len(fresh), 256):
+            some = fresh[start : start + 256]
+            result = client.set(some, blocks_of(some, BLOCK), parent=fresh[start - 1] if start else None)
+            assert result.created == 256
+        assert client.match_prefix(fresh) == len(fresh) == namespace_info(client).blocks
+
+
+def test_a_part_of_a_chain_that_breaks_the_protocol_is_refused(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    with RawClient(start_server()) as raw:
+        raw.hello(new_namespace(BLOCK).canonical())
+        for fields, said in (
+            ((b"short", b"", 0), "parent is a key of 5 bytes: expected 16"),
+            ((b"", bytes(17), 0), "end is a key of 17 bytes: expected 16"),
+            ((b"", b"", -1), "position of -1 in a chain: expected 0 to"),
+            ((b"", b"", 1 << 31), "position of 2147483648 in a chain: expected 0 to"),
+        ):
+            reply = raw.ask(pack(SET, 5, 1000, 1, 16, False, 0, False, 0.0, True, *fields))
+            assert reply[0] == 127 and reply[1] == 5 and said in reply[3], reply
