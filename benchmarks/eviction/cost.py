@@ -80,6 +80,7 @@ class FullIndex:
             index.evict(room, 0.0)
         slots = index.reserve(keys, False, self._ticks())
         index.commit(slots, _SUMS, self._ticks())
+        index.link(keys, b"", slots)  # a batch is a chain of its own
 
     def _ticks(self) -> int:
         self._tick += CHAIN

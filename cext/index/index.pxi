@@ -174,15 +174,16 @@ cdef class BlockIndex:
         """
         return commit_slots(self.blocks, slots, sums, tick, expires, parent, ends_chain, behind)
 
-    def link(self, keys, before=b"") -> int:
+    def link(self, keys, before=b"", slots=None) -> int:
         """Says that the keys are a chain, head first, which continues the chain of the key ``before`` (empty: no chain).
-        Or ``before`` has as many keys: the one before each.
+        Or ``before`` has as many keys: the one before each. ``slots``, if it is given, saves the look-ups: the slot of
+        each key that the caller knows, negative for the others.
 
         Each READY block is linked to the nearest READY block before it, if it is not linked yet. A block that others
         are linked to is not evicted before these. Returns how many blocks were linked. A link that would close a circle
         is not made, nor one to a block that thousands follow already.
         """
-        return link_keys(self.blocks, keys, before)
+        return link_keys(self.blocks, keys, before, slots)
 
     def disown(self, slots) -> int:
         """Detaches WRITING slots from their keys, so that the keys are absent again and other writers may set them.

@@ -1,39 +1,55 @@
 # Linking of blocks by key: see links.pxi.
 
 
-cdef Py_ssize_t link_keys(Blocks blocks, keys, before) except -1:
-    cdef Py_buffer view, before_view
-    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n = open_keys(keys, key_bytes, &view), m, i
-    cdef Py_ssize_t count = 0, steps = MOST_STEPS
-    cdef int32_t *slots = <int32_t *>malloc(2 * n * sizeof(int32_t) + 4)
+cdef Py_ssize_t link_keys(Blocks blocks, keys, before, slots) except -1:
+    cdef _Buffers held = _Buffers(3)
+    cdef Py_buffer *view = held.views  # keys, before, slots
+    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n, m, i, count = 0, steps = MOST_STEPS
+    cdef const unsigned char *key
+    cdef int32_t *at
     cdef int32_t *above
-    cdef int32_t slot, last = NONE
-    try:
-        m = open_keys(before, key_bytes, &before_view)
-        try:
-            if m != n and m > 1:
-                raise ValueError(f"{n} keys with {m} keys before them, expected none, one, or as many")
-            if slots == NULL:
-                raise MemoryError(f"no memory to link {n} keys")
-            above = slots + n
-            if n != 0 and m != 0:
-                blocks.find(<const unsigned char *>before_view.buf, m, above)
-            blocks.find(<const unsigned char *>view.buf, n, slots)
-            for i in range(n):
-                if i < m:
-                    last = blocks.readable(above[i])
-                slot = blocks.readable(slots[i])
-                if slot == NONE:
-                    continue
-                if last != NONE:
-                    count += links_join(&blocks.space, last, slot, &steps)
-                last = slot
-            return count
-        finally:
-            PyBuffer_Release(&before_view)
-    finally:
-        free(slots)
-        PyBuffer_Release(&view)
+    cdef int32_t last = NONE
+    n = open_keys(keys, key_bytes, &view[0])
+    held.count = 1
+    m = open_keys(before, key_bytes, &view[1])
+    held.count = 2
+    if m != n and m > 1:
+        raise ValueError(f"{n} keys with {m} keys before them, expected none, one, or as many")
+    if slots is not None:
+        i = open_slots(slots, &view[2])
+        held.count = 3
+        if i != n:
+            raise ValueError(f"{n} keys with {i} slots, expected as many")
+    key = <const unsigned char *>view[0].buf
+    at = <int32_t *>malloc(2 * n * sizeof(int32_t) + sizeof(int32_t))
+    if at == NULL:
+        raise MemoryError(f"no memory to link {n} keys")
+    above = at + n
+    if n != 0:
+        blocks.find(<const unsigned char *>view[1].buf, m, above)
+    if slots is None:
+        blocks.find(key, n, at)
+    else:
+        memcpy(at, view[2].buf, n * sizeof(int32_t))
+        for i in range(n):
+            if at[i] < 0 or not blocks.exists(at[i]):
+                blocks.find(key + i * key_bytes, 1, &at[i])
+    for i in range(n):
+        if at[i] != NONE:
+            kv_prefetch(link_at(&blocks.space, at[i]))
+    for i in range(n):
+        if i < m:
+            last = blocks.readable(above[i])
+        if at[i] == NONE:
+            continue
+        at[i] = blocks.record(at[i]).older if blocks.record(at[i]).state == WRITING else at[i]
+        if at[i] == NONE or blocks.record(at[i]).state != READY:
+            continue
+        if last != NONE:
+            count += links_join(&blocks.space, last, at[i], &steps)
+        last = at[i]
+    free(at)
+    return count
 
 
 cdef tuple links_of(Blocks blocks, slots):

@@ -93,6 +93,8 @@ cdef inline int32_t next_victim(Blocks blocks, int32_t bared, uint32_t time) noe
         if slot == NONE:
             return NONE
         record = blocks.record(slot)
+        if record.newer != NONE:  # probably the next one
+            kv_prefetch(link_at(&blocks.space, record.newer))
         if not record.linked & FOLLOWED or is_expired(&blocks.space, record):
             return slot
         link = link_at(&blocks.space, slot)

@@ -42,7 +42,7 @@ class Chains:
         """A part of a chain has been set: link its blocks with each other, with the part before it and with one that
         came too early. `before`: what `find` has found. `end`: the last key of its call; empty: the last of `keys`."""
         index, size = namespace.memory.index, namespace.key_bytes
-        index.link(keys, before)
+        index.link(keys, before, slots)
         last, refused = keys[-size:], bool((slots == BlockIndex.NO_SPACE).any())
         if before and not refused and index.state_of(before) != BlockIndex.READY:
             _put(self._expected, (namespace.id, before), keys[:size])
