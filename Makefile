@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test coverage soak torture chaos attack lint format docs demo bench build check-install clean clean-cache
+.PHONY: help serve run check test coverage soak torture chaos attack sanitize lint format docs demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -37,6 +37,9 @@ chaos: ## clusters in network namespaces while things go wrong: every scenario, 
 
 attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
 	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack
+
+sanitize: ## the unit tests and the fuzz on an extension built with AddressSanitizer and UBSan: ARGS="tests/unit/test_index.py"
+	@exec scripts/run.sh full scripts/sanitize.sh $(ARGS)
 
 lint: ## ruff and mypy
 	@exec scripts/run.sh test scripts/lint.sh

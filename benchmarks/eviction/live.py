@@ -57,7 +57,8 @@ class LiveCache:
             present = self._client.get_into(keys[:run], self._out[:run])
             run = run if present.all() else int(np.argmin(present))
         if run < len(chain):
-            self._client.set(keys[run:], self._blocks[: len(chain) - run], deferred=False)
+            parent = keys[run - 1] if run else None
+            self._client.set(keys[run:], self._blocks[: len(chain) - run], deferred=False, parent=parent, position=run)
         return run
 
 

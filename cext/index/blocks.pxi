@@ -22,6 +22,7 @@ cdef class Blocks:
     cdef Py_ssize_t segments, slots         # attached
     cdef Py_ssize_t lowest_detached         # no segment below it is detached
     cdef Py_ssize_t expiring                # READY blocks with an expiry time
+    cdef int32_t guarded                    # the block whose chain makes no room; NONE: no block
     cdef Py_ssize_t hand                    # the slot at which the sweep for expired blocks goes on
     cdef bint keep_lapsed                   # whether the keys of expired blocks are kept
     cdef unsigned char *lapsed              # the keys of expired blocks
@@ -34,6 +35,7 @@ cdef class Blocks:
         self.table.key_bytes = key_bytes
         self.table.k0 = int.from_bytes(os.urandom(8), "little")
         self.table.k1 = int.from_bytes(os.urandom(8), "little")
+        self.guarded = NONE
         self.policy = policy
         self.policy.space = &self.space
         self.space.links_at = slots_per_segment * self.space.stride

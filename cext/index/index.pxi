@@ -260,6 +260,10 @@ cdef class BlockIndex:
         """Deletes all READY blocks. Returns their number."""
         return delete_all(self.blocks)
 
+    def guard(self, key) -> None:
+        """Has evict() leave the block of this key and those before it in its chain. Empty: none any more."""
+        self.blocks.guarded = self.blocks.readable(slot_of(self.blocks, key, "key", 0))
+
     @property
     def keep_lapsed(self) -> bool:
         """Whether to keep the keys of expired blocks for take_lapsed()."""
@@ -286,8 +290,8 @@ cdef class BlockIndex:
     def evict(self, Py_ssize_t n, double now, keys=None) -> int:
         """Evicts up to n READY blocks, which the policy chooses. Returns how many.
 
-        Blocks that are being read or pinned stay, blocks stay while others that are linked to them do, and blocks of a
-        higher priority stay while one of a lower priority can be evicted. The keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be
+        Blocks that are being read or pinned stay, and blocks of a higher priority stay while one of a lower priority
+        can be evicted. A block stays while others are linked to it, unless all that could go before it are held. The keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be
         among them.
         """
         return evict_blocks(self.blocks, n, now, keys)

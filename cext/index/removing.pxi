@@ -103,6 +103,34 @@ cdef inline int32_t next_victim(Blocks blocks, int32_t bared, uint32_t time) noe
         blocks.policy.kept(slot, record)
 
 
+cdef int32_t next_buried(Blocks blocks, uint32_t time) noexcept nogil:
+    """Returns the next block to evict when all blocks that end a chain are held: one that only held blocks follow, or
+    NONE. Of what is behind it in its chain nothing can be evicted; it is the last one that can."""
+    cdef int priority
+    cdef int32_t top, slot, deepest
+    cdef Py_ssize_t steps = MOST_STEPS
+    for priority in range(PRIORITIES):
+        top = blocks.policy.first_kept(priority)
+        while top != NONE:
+            slot, deepest = top, NONE
+            while True:
+                steps -= 1
+                if steps < 0:
+                    return NONE
+                if slot == blocks.guarded:
+                    deepest = NONE
+                    break
+                if not is_held(&blocks.space, blocks.record(slot), time):
+                    deepest = slot
+                if not blocks.record(slot).linked & FOLLOWED:
+                    break
+                slot = link_at(&blocks.space, slot).first
+            if deepest != NONE:
+                return deepest
+            top = blocks.record(top).newer
+    return NONE
+
+
 cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray keys) except -1:
     cdef uint32_t time = blocks.advance(now)
     cdef Py_ssize_t key_bytes = blocks.table.key_bytes, count = 0, start = 0
@@ -115,6 +143,8 @@ cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray 
     blocks.policy.start(time)
     while count < n:
         slot = next_victim(blocks, bared, time)
+        if slot == NONE:
+            slot = next_buried(blocks, time)
         if slot == NONE:
             break
         record = blocks.record(slot)

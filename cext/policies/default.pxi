@@ -222,6 +222,9 @@ cdef class Adaptive(Policy):
             self.reuse.bin_of(<uint32_t>self.lists.references - life.stamp),
         )
 
+    cdef int32_t first_kept(self, int priority) noexcept nogil:
+        return self.lists.kept[priority].oldest
+
     cdef void removed(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
         cdef Life *life = life_at(self.space, slot)
         lists_unlink(self.space, &self.lists, record, life)

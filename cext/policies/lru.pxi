@@ -141,6 +141,9 @@ cdef class Lru(Policy):
         self.unlink(slot, record)
         chain_put_back(self.space, &self.chains[record.priority], slot, record)
 
+    cdef int32_t first_kept(self, int priority) noexcept nogil:
+        return self.kept_chains[priority].oldest
+
     cdef void begin_pass(self) noexcept nogil:
         cdef Chain *chain = &self.chains[self.priority]
         cdef int32_t before

@@ -49,6 +49,9 @@ cdef class Policy:
     cdef void bared(self, int32_t slot, Record *record) noexcept nogil:
         """No block follows this KEPT block any more: it is the next one to be evicted."""
 
+    cdef int32_t first_kept(self, int priority) noexcept nogil:
+        """Returns the block of this priority that was KEPT first; the others follow by `newer`. NONE: there is none."""
+
     cdef int32_t oldest(self) noexcept nogil:
         """Returns the least recently used block of the lowest priority, even if it is held; NONE: there is no block.
 

@@ -52,7 +52,8 @@ class Write:
     slots: Slots
     keys: bytes
     existed: npt.NDArray[np.bool_] | None  # of a SET with `force`: which keys were there before
-    before: bytes  # the last key here of the chain that they continue; empty: it begins with them, or is not known
+    before: bytes  # the last key here of the chain that they continue; empty: it begins with them
+    parent: bytes  # that key, or what was asked for before the first one: a hint; empty: not known
     ends_chain: bool
     evicted: int = 0  # blocks that made room for these
     arrived: int = 0  # blocks
@@ -252,14 +253,18 @@ class Answers:
             if self._disk is not None:
                 self._disk.fetching.disown(namespace, keys)
         store, now = self._store, self._state.now
-        parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)
-        before = store.chains.find(namespace, request.parent or parent) if request.chained else parent
-        if before is None and not request.force:  # blocks behind others that were refused would be useless
-            return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", ends_chain)
+        parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)  # what it asked for may be no chain
+        before: bytes | None = b""
+        if request.chained:
+            before = store.chains.find(namespace, request.parent)
+        if before is None and not request.force and store.is_full(namespace, request.count):
+            # Blocks behind others that were refused are of no use, so they take nobody's place.
+            return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
+        before = before or b""
         evicted = store.memory.evicted
-        slots = store.reserve(namespace, keys, request.force, now, request.priority, before or b"")
+        slots = store.reserve(namespace, keys, request.force, now, request.priority, before)
         evicted = store.memory.evicted - evicted
-        return Write(request, namespace, slots, keys, existed, before or b"", ends_chain, evicted)
+        return Write(request, namespace, slots, keys, existed, before, before or parent, ends_chain, evicted)
 
     def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
         """All blocks of a SET are in their slots: make them readable, and reply."""
@@ -273,7 +278,7 @@ class Answers:
             checksums,
             self._store.ticks(request.count),
             expires,
-            write.before,
+            write.parent,
             write.ends_chain,
             request.position > 0,
         )

@@ -19,7 +19,7 @@ from kvstore._cext import BlockIndex
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 
-MOST_ENDS: Final = 8192  # remembered for all namespaces together; about 2 MB
+MOST_ENDS: Final = 8192  # remembered for all namespaces together; about 6 MB
 
 _Key = tuple[bytes, bytes]  # namespace id, key
 

@@ -199,17 +199,26 @@ class Store:
             wanted = keys
         room = count if force else missing
         # Blocks of this SET that are there already must not be evicted to make room for its other blocks.
-        held_keys = (wanted if room < count else b"") + before
-        held = index.acquire(held_keys, now, 0, False) if room > index.free and held_keys else None
+        held = None
+        if namespace.disk is not None:  # what makes room is on disk: a chain may be longer than memory
+            before = b""
+        if room > index.free:
+            held = index.acquire(wanted + before if room < count else before, now, 0, False)
+            index.guard(before)
         self.memory.make_room(namespace.memory, room, now)
         reserved = index.reserve(wanted, force, self.ticks(count), priority)
         if held is not None:
             index.release(held)
+            index.guard(b"")
         if len(reserved) == count:
             return reserved
         slots = np.full(count, BlockIndex.EXISTED, dtype=np.int32)
         slots[~on_disk] = reserved
         return slots
+
+    def is_full(self, namespace: NamespaceStore, count: int) -> bool:
+        """Whether `count` more blocks of a namespace in memory must take the place of others."""
+        return namespace.memory.index.free < count and not self.room_bytes
 
     def refuse(self, namespace: NamespaceStore, keys: bytes, now: float) -> Slots:
         """-> the verdicts on keys that are not to be stored: they exist, or there is no room for them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvstore_client._calls.batches import chunks
 from kvstore_client._links.view import Numbers
 from kvstore_client.keys import KeyArray, pack_keys
 
-Parent = bytes | Sequence[bytes | None] | None
+Parent: TypeAlias = "bytes | KeyArray | Sequence[bytes | None] | None"
 
 
 class Chain(NamedTuple):
@@ -33,9 +33,12 @@ class Part(NamedTuple):
 
 def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain]:
     """The chains of a batch whose first key has the index `position` in its chain. `parent`: the key before the first
-    one, or a sequence of the keys before each one. Raises `ValueError`, `TypeError` and `KeySizeMismatch`."""
+    one, or a sequence or an `(n, key_bytes)` array of the keys before each one. Raises `ValueError`, `TypeError` and
+    `KeySizeMismatch`."""
     if not len(packed):
         return ()
+    if isinstance(parent, np.ndarray):  # a row of packed keys, or several
+        parent = parent.tobytes() if parent.ndim == 1 else [row.tobytes() for row in parent]
     if parent is None or isinstance(parent, bytes):
         return (Chain(0, _checked(parent, packed), position),)
     if len(parent) != len(packed):

@@ -8,6 +8,7 @@ replicas exist, there are fewer copies: `SetResult.copies` tells, and `min_copie
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -127,10 +128,8 @@ class Writer:
         replicas = owners.shape[1]
         deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
 
-        parts: dict[int, Part] = {}  # by request id
-
-        def message(call: Call) -> Message:
-            keys, part = take(packed, call.positions), parts[call.id]
+        def message(part: Part, call: Call) -> Message:
+            keys = take(packed, call.positions)
             request = wire.Set(
                 id=call.id,
                 deadline_ms=deadline_ms,
@@ -147,11 +146,11 @@ class Writer:
             )
             return set_message(request, keys, call.positions, source)
 
-        calls = []
-        for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas)):
-            for some, part in requests_of(packed, positions, mine, options.chains, self._per_request):
-                calls.append(Call(link, self._core.next_id(), some, message))
-                parts[calls[-1].id] = part
+        calls = [
+            Call(link, self._core.next_id(), some, functools.partial(message, part))
+            for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
+            for some, part in requests_of(packed, positions, mine, options.chains, self._per_request)
+        ]
         needed = max(1 if options.deferred else replicas, self._min_copies)
         tally = _Tally(calls, len(packed), needed, waits=not options.deferred or needed > 1)
         self._exchange.run(calls, deadline, enough=tally.enough if needed < replicas else None)

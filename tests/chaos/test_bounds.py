@@ -1,4 +1,4 @@
-"""Memory is a promise, bytes are right or a miss, and no frame ends the server: under clients that do their worst."""
+"""Memory is a promise, and bytes are right or a miss: under clients that do their worst."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import random
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -16,25 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from kvstore_client import KVStoreClient
 from tests.support.harness import (
-    CANCEL,
-    CONTAINS,
-    CREDIT,
-    DELETE,
     GET,
-    HELLO,
     INFO,
-    MATCH_PREFIX,
     PING,
-    PONG,
-    PROTOCOL,
     SET,
-    SYNC,
     Closed,
     MakeNamespace,
     MemoryWatch,
@@ -57,7 +45,6 @@ from tests.support.harness import (
 KiB, MiB = 1 << 10, 1 << 20
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "20"))
 MEMORY = 96 * MiB
-FRAMES = 100_000
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -247,162 +234,6 @@ def test_processes_that_share_keys_under_eviction_read_right_bytes_or_a_miss(
             totals[name] = totals.get(name, 0) + count
     assert totals["wrong"] == totals["checksum_errors"] == totals["failures"] == 0, totals
     assert totals["hits"] > 500 and totals["misses"] > 500 and totals["sets"] > 500, totals
-
-
-# ---- any frames ----------------------------------------------------------------------------------------------------
-
-TAGS = (HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL)
-
-
-class Fuzzer:
-    """Makes messages that are wrong in every way, each of them from one seed."""
-
-    def __init__(self, canonical: bytes, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.canonical = canonical
-        self.keys = make_keys(64)
-
-    def valid(self) -> list[bytes]:
-        rng = self.rng
-        tag = rng.choice(TAGS)
-        request_id, deadline = rng.randrange(1000), rng.randrange(1, 2000)
-        count = rng.randrange(8)
-        joined = b"".join(rng.choice(self.keys) for _ in range(count))
-        if tag == HELLO:
-            return [pack(HELLO, request_id, PROTOCOL, self.canonical, "fuzzer")]
-        if tag == SET:
-            blocks = [bytes(64)] * count
-            payload = [b"".join(blocks)] if count else []
-            return [
-                pack(SET, request_id, deadline, count, 16, rng.random() < 0.5),
-                joined,
-                *payload,
-                sums_of(blocks),
-            ]
-        if tag in {GET, DELETE}:
-            return [pack(tag, request_id, deadline, count, 16), joined]
-        if tag in {CONTAINS, MATCH_PREFIX}:
-            return [pack(tag, request_id, deadline, count, 16, rng.random() < 0.5, rng.random()), joined]
-        if tag == CREDIT:
-            return [pack(CREDIT, request_id, rng.randrange(-5, 1 << 40))]
-        if tag == CANCEL:
-            return [pack(CANCEL, request_id)]
-        return [pack(tag, request_id, deadline)]
-
-    def any_value(self) -> Any:
-        rng = self.rng
-        return rng.choice(
-            [None, True, -1, 0, 1, 8, 16, 2**63, 2**64 - 1, 1.5, float("nan"), b"", b"x" * 20, "", "é" * 9, [], [1], {}]
-        )
-
-    def mutated(self) -> list[bytes]:
-        rng = self.rng
-        frames = self.valid()
-        kind = rng.randrange(6)
-        if kind == 0:  # a byte of a frame
-            at = rng.randrange(len(frames))
-            if frames[at]:
-                data = bytearray(frames[at])
-                data[rng.randrange(len(data))] = rng.randrange(256)
-                frames[at] = bytes(data)
-        elif kind == 1:  # a field of the header
-            fields = msgspec.msgpack.decode(frames[0])
-            fields[rng.randrange(len(fields))] = self.any_value()
-            frames[0] = pack(*fields)
-        elif kind == 2:  # a frame less
-            del frames[rng.randrange(len(frames))]
-            frames = frames or [b""]
-        elif kind == 3:  # a frame more
-            frames.insert(rng.randrange(len(frames) + 1), rng.randbytes(rng.randrange(300)))
-        elif kind == 4:  # a frame of another length
-            at = rng.randrange(len(frames))
-            frames[at] = frames[at][: rng.randrange(len(frames[at]) + 1)] + rng.randbytes(rng.randrange(20))
-        else:  # in another order
-            rng.shuffle(frames)
-        return frames
-
-    def message(self) -> list[bytes]:
-        rng = self.rng
-        kind = rng.randrange(10)
-        if kind < 5:
-            return self.mutated()
-        if kind < 7:
-            return self.valid()
-        if kind == 7:
-            return [rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(1, 12))]
-        if kind == 8:
-            return [rng.randbytes(rng.randrange(2000))]
-        return [pack(*(self.any_value() for _ in range(rng.randrange(9))))]
-
-
-class Reader(threading.Thread):
-    """Reads whatever comes back, and notices one reply in it."""
-
-    def __init__(self, raw: RawClient, awaited: bytes) -> None:
-        super().__init__(daemon=True)
-        self.raw = raw
-        self.awaited = awaited
-        self.seen = threading.Event()
-
-    def run(self) -> None:
-        tail = b""
-        with contextlib.suppress(OSError):
-            while data := self.raw.sock.recv(1 << 16):
-                if self.awaited in tail + data:
-                    self.seen.set()
-                tail = data[-len(self.awaited) :]
-
-
-def test_no_frames_end_the_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    """100 000 frames: messages that are nearly right, random ones, and what is not even ZMTP."""
-    server = start_server("--log-level", "warning", memory="32MiB", segment="4MiB")
-    namespace = new_namespace(64)
-    rng = random.Random(7)
-    fuzzer = Fuzzer(namespace.canonical(), seed=8)
-    sent = 0
-    good = make_keys(20, first=10**6)
-    last = 2**50
-    with server.unharmed(), MemoryWatch(server, 32 * MiB), KVStoreClient(server.endpoint, namespace) as client:
-        client.set(good, blocks_of(good, 64))
-        while sent < FRAMES:
-            with RawClient(server) as raw:
-                reader = Reader(raw, zmtp_frame(pack(PONG, last), 0))
-                reader.start()
-                messages = [[pack(HELLO, 1, PROTOCOL, namespace.canonical())]]
-                messages += [fuzzer.message() for _ in range(1000)]
-                messages += [[pack(PING, last, 1)]]
-                for frames in messages:
-                    raw.sock.sendall(
-                        b"".join(zmtp_frame(frame, number < len(frames) - 1) for number, frame in enumerate(frames))
-                    )
-                sent += sum(map(len, messages))
-                assert reader.seen.wait(20), "every message was read, whatever was before it"
-                with contextlib.suppress(OSError):
-                    raw.sock.sendall(rng.randbytes(rng.randrange(1, 200)))  # and now what is no frame
-                    raw.sock.shutdown(socket.SHUT_WR)
-                reader.join(20)
-                assert not reader.is_alive()
-            assert client.get(good).blocks == blocks_of(good, 64)
-        wait_until(lambda: shard_info(client).streams == 0, 20)
-        wait_until(lambda: shard_info(client).connections == 1, 20)
-        assert namespace_info(client).writing == 0
-        assert client.set(make_keys(5, first=10**7), blocks_of(make_keys(5, first=10**7), 64)).created == 5
-        assert shard_info(client).errors > FRAMES // 10
-    assert "Traceback" not in server.log_text() and "defect" not in server.log_text()
-
-
-def test_no_bytes_instead_of_a_handshake_end_the_server(start_server: StartServer) -> None:
-    server = start_server()
-    rng = random.Random(9)
-    prefixes = [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f", b"\xff" + bytes(8) + b"\x7f\x03", struct.pack(">Q", 1)]
-    with server.unharmed():
-        for _ in range(300):
-            with RawClient(server, handshake=False) as raw, contextlib.suppress(OSError):
-                raw.sock.sendall(rng.choice(prefixes) + rng.randbytes(rng.randrange(200)))
-        with RawClient(server) as raw:
-            raw.hello()
-            connections = lambda: msgspec.msgpack.decode(raw.ask(pack(INFO, 1, 1000))[2])["connections"]  # noqa: E731
-            wait_until(lambda: connections() == 1, 10)
 
 
 def test_a_block_is_never_seen_half_written(start_server: StartServer, new_namespace: MakeNamespace) -> None:

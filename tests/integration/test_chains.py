@@ -101,6 +101,23 @@ def test_of_a_chain_longer_than_the_cache_the_head_is_kept(
         assert present_and_usable(client, keys) == (SLOTS - 100, SLOTS - 100)
 
 
+def test_what_is_behind_a_gap_is_stored_where_there_is_room(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    server = start_server(memory="16MiB")
+    keys, other = make_keys(400), make_keys(64, first=1000)
+    with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=20) as client:
+        refused, _ = set_chain([client], keys)
+        assert refused == 400 - 256
+        assert client.set(keys[384:], rows(16), parent=keys[383], position=384).refused == 16
+        set_chain([client], other)
+        assert client.set(keys[384:], rows(16), parent=keys[383], position=384).refused == 16
+        client.purge()
+        assert client.set(keys[384:], rows(16), parent=keys[383], position=384).created == 16
+        set_chain([client], keys[:192])
+        assert present_and_usable(client, keys) == (192 + 16, 192)
+
+
 @every_policy
 def test_parts_may_come_in_any_order(start_server: StartServer, new_namespace: MakeNamespace, policy: str) -> None:
     server = start_server("--policy", policy, memory="16MiB")
@@ -200,3 +217,6 @@ def test_parents_that_are_none(server: Server, new_namespace: MakeNamespace) -> 
         with pytest.raises(ValueError, match="position=-1: expected 0 to"):
             client.set(keys, rows(3, 256), position=-1)
         assert client.set(keys, rows(3, 256), parent=make_keys(1, first=9)[0], position=7).created == 3
+        packed = pack_keys(make_keys(4))
+        assert client.set(packed[3:], rows(1, 256), parent=packed[2]).created == 1
+        assert client.set(packed[1:], rows(3, 256), parent=packed[:3]).existed == 3
