@@ -11,7 +11,7 @@ flags="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-po
 CFLAGS=$flags LDFLAGS="-fsanitize=address,undefined" python setup.py -q build_ext --inplace >&2
 # A library that is loaded into a process without the sanitizers needs them to be loaded first. Leaks are not looked for:
 # the interpreter keeps memory until its end. With malloc instead of pymalloc every object has its own red zones.
-LD_PRELOAD=$(gcc -print-file-name=libasan.so):$(gcc -print-file-name=libubsan.so)
+LD_PRELOAD=$(cc -print-file-name=libasan.so):$(cc -print-file-name=libubsan.so)
 export LD_PRELOAD PYTHONMALLOC=malloc PYTHONPATH=$folder HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-ci}
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:detect_stack_use_after_return=0 UBSAN_OPTIONS=print_stacktrace=1
 (($#)) || set -- tests/unit tests/attack/test_{commands,frames,lying_chains}.py
