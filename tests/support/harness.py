@@ -260,8 +260,11 @@ def shard_info(client: KVStoreClient) -> wire.ShardInfo:
 
 
 def namespace_info(client: KVStoreClient) -> wire.NamespaceInfo:
-    """This client's namespace on a server of one shard."""
-    (found,) = (ns for ns in shard_info(client).namespaces if ns.id == client.namespace.id)
+    """This client's namespace on a server of one shard. Waits for it: a SET may be on its way."""
+    (found,) = wait_until(
+        lambda: [each for each in shard_info(client).namespaces if each.id == client.namespace.id],
+        what=f"the shard has the namespace {client.namespace.id}",
+    )
     return found
 
 
