@@ -60,6 +60,7 @@ BENCHMARKS: Final = (
     Entry(f"{DISK}.test_disk_tier", 12, ("--million",)),
     Entry(f"{DISK}.test_placement", 10, ("--models", "Qwen2.5-7B")),
     Entry("benchmarks.eviction", 15, (*SYNTHETIC, "--million"), ("--synthetic", "agents", "--quick"), trace="may"),
+    Entry("benchmarks.eviction.chains", 2),
     Entry("benchmarks.cluster_sim", 10, trace="must"),
     Entry("benchmarks.cluster_sim.batch_latency", 3),
     Entry(f"{REMOTE}.test_transfer_out", 8, engine=True),

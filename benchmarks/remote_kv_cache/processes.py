@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -46,10 +46,16 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 @contextmanager
-def kvstore_server(block_bytes: int, shards: int = 1, spare_bytes: int = _SPARE_BYTES) -> Iterator[str]:
-    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare on every shard. -> its endpoint."""
+def kvstore_server(
+    block_bytes: int, shards: int = 1, spare_bytes: int = _SPARE_BYTES, flags: Sequence[str] = ()
+) -> Iterator[str]:
+    """A `kvstore-server` with room for `block_bytes` of blocks and some to spare on every shard. -> its endpoint.
+
+    flags: more of them; they win over those for the room.
+    """
     memory = block_bytes * 5 // 4 + spare_bytes * shards
     command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", f"{memory}B", "--shards", str(shards)]
+    command += flags
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
         late = threading.Timer(_START_S, process.kill)  # ends the wait for the line below

@@ -13,7 +13,7 @@
 
 cdef enum:
     MOST_FOLLOWERS = 4096   # of one block; more are not linked, so that the removal of a block takes a bounded time
-    MOST_STEPS = 16384      # in search of circles, for all blocks of one call
+    MOST_STEPS = 16384      # in search of circles, or of blocks to evict, for all blocks of one call
 
 
 cdef inline bint is_above(Space *space, int32_t slot, int32_t above, Py_ssize_t *steps) noexcept nogil:

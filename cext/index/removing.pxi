@@ -103,19 +103,18 @@ cdef inline int32_t next_victim(Blocks blocks, int32_t bared, uint32_t time) noe
         blocks.policy.kept(slot, record)
 
 
-cdef int32_t next_buried(Blocks blocks, uint32_t time) noexcept nogil:
+cdef int32_t next_buried(Blocks blocks, uint32_t time, Py_ssize_t *steps) noexcept nogil:
     """Returns the next block to evict when all blocks that end a chain are held: one that only held blocks follow, or
-    NONE. Of what is behind it in its chain nothing can be evicted; it is the last one that can."""
+    NONE, also when ``steps`` are used up. It is the last block of its chain that can be evicted."""
     cdef int priority
     cdef int32_t top, slot, deepest
-    cdef Py_ssize_t steps = MOST_STEPS
     for priority in range(PRIORITIES):
         top = blocks.policy.first_kept(priority)
         while top != NONE:
             slot, deepest = top, NONE
             while True:
-                steps -= 1
-                if steps < 0:
+                steps[0] -= 1
+                if steps[0] < 0:
                     return NONE
                 if slot == blocks.guarded:
                     deepest = NONE
@@ -133,7 +132,7 @@ cdef int32_t next_buried(Blocks blocks, uint32_t time) noexcept nogil:
 
 cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray keys) except -1:
     cdef uint32_t time = blocks.advance(now)
-    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, count = 0, start = 0
+    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, count = 0, start = 0, steps = MOST_STEPS
     cdef int32_t slot, before, bared = NONE
     cdef Record *record
     n = min(n, blocks.ready)
@@ -144,7 +143,7 @@ cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray 
     while count < n:
         slot = next_victim(blocks, bared, time)
         if slot == NONE:
-            slot = next_buried(blocks, time)
+            slot = next_buried(blocks, time, &steps)
         if slot == NONE:
             break
         record = blocks.record(slot)

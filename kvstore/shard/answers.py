@@ -280,7 +280,7 @@ class Answers:
             expires,
             write.parent,
             write.ends_chain,
-            request.position > 0,
+            request.chained and request.position > 0,
         )
         if request.chained and request.count:
             self._store.chains.join(namespace, write.keys, slots, write.before, request.end)

@@ -13,7 +13,7 @@ Only the thread of the shard's loop uses this module.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstore._cext import BlockIndex
 from kvstore.store.namespace import NamespaceStore
@@ -22,6 +22,7 @@ from kvstore.store.tier import Slots
 MOST_ENDS: Final = 8192  # remembered for all namespaces together; about 6 MB
 
 _Key = tuple[bytes, bytes]  # namespace id, key
+_Value = TypeVar("_Value")
 
 
 class Chains:
@@ -57,8 +58,8 @@ class Chains:
                 index.link(follower, last)
 
 
-def _put(keys: OrderedDict[_Key, bytes] | OrderedDict[_Key, bytes | None], key: _Key, value: bytes | None) -> None:
-    keys[key] = value  # type: ignore[assignment]
+def _put(keys: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
+    keys[key] = value
     keys.move_to_end(key)
     if len(keys) > MOST_ENDS:
         keys.popitem(last=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from kvstore_client import KVStoreClient
 from kvstore_client.errors import KeySizeMismatch
 from kvstore_client.keys import pack_keys
-from tests.support.disk import disk_flags, open_client, wait_until_on, wait_until_written
+from tests.support.disk import disk_flags, open_client, wait_until_durable, wait_until_on, wait_until_written
 from tests.support.harness import MakeNamespace, Server, StartServer, make_keys
 
 KiB = 1024
@@ -194,8 +193,7 @@ def test_on_disk_tails_go_before_heads_too(
         set_chain([client], one)
         wait_until_written(client)
         set_chain([client], two)
-        wait_until_written(client)
-        time.sleep(1)  # the persistent index is committed every fraction of a second
+        wait_until_durable(client)
         server.kill()  # a clean stop would write what is only in memory
         server.restart()
         wait_until_on(client)
@@ -205,7 +203,7 @@ def test_on_disk_tails_go_before_heads_too(
         assert 0 < int(client.contains(one).sum()) < 300 and client.contains(two).sum() == 400
 
 
-def test_parents_that_are_none(server: Server, new_namespace: MakeNamespace) -> None:
+def test_a_parent_that_cannot_be_is_refused(server: Server, new_namespace: MakeNamespace) -> None:
     keys = make_keys(3)
     with KVStoreClient(server.endpoint, new_namespace(256)) as client:
         with pytest.raises(ValueError, match="parent of 9 bytes for keys of 16"):

@@ -23,6 +23,7 @@ from tests.support.disk import (
     open_client,
     read,
     snapshot,
+    wait_until_durable,
     wait_until_on,
     wait_until_written,
 )
@@ -199,8 +200,7 @@ def test_a_second_server_on_the_same_folder_is_refused(
     keys = make_keys(50)
     with open_client(server, namespace) as client:
         fill(client, keys, BLOCK)
-        wait_until_written(client)
-        time.sleep(0.5)
+        wait_until_durable(client)
         before = snapshot(folder)
         said = refusal(*disk_flags(folder, "64MiB"))
         assert "in use" in said and f"process {server.shards()[0].pid}" in said

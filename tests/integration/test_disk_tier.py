@@ -21,6 +21,7 @@ from tests.support.disk import (
     keeper_of,
     open_client,
     read,
+    wait_until_durable,
     wait_until_on,
     wait_until_written,
 )
@@ -158,8 +159,7 @@ def test_a_killed_shard_serves_its_disk_blocks_again(
     keys = make_keys(800)
     with open_client(server, namespace) as client:
         fill(client, keys, BLOCK)
-        wait_until_written(client)
-        time.sleep(0.5)  # the bound on how late the index is
+        wait_until_durable(client)
     (shard,) = server.shards()
     keeper = keeper_of(shard)
     shard.kill()
@@ -249,8 +249,7 @@ def test_delete_removes_from_both_tiers_and_for_good(
     keys = make_keys(500)
     with open_client(server, namespace) as client:
         fill(client, keys, BLOCK)
-        wait_until_written(client)
-        time.sleep(0.5)
+        wait_until_durable(client)
         gone = keys[::3]
         assert client.delete([*gone, *make_keys(3, first=9000)]) == len(gone)
         server.kill()
@@ -285,8 +284,7 @@ def test_force_replaces_for_good(start_server: StartServer, folder: Path, namesp
     keys = make_keys(300)
     with open_client(server, namespace) as client:
         fill(client, keys, BLOCK)
-        wait_until_written(client)
-        time.sleep(0.5)
+        wait_until_durable(client)
         replaced = keys[100:140]
         result = client.set(replaced, blocks_of(replaced, BLOCK, 1), force=True)
         assert result.error == 0 and result.existed == 0 and result.forced + result.created == 40

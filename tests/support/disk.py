@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import psutil
 import xxhash
 
 from kvstore import wire
+from kvstore.disk.keeper_process import COMMIT_DELAY_S
 from kvstore_client import KVStoreClient, Namespace
 from tests.support.harness import Server, block_of, blocks_of, shard_info, wait_until
 
@@ -73,6 +75,12 @@ def wait_until_written(client: KVStoreClient, deadline_s: float = 30.0) -> wire.
 
     found: wire.DiskInfo = wait_until(clean, deadline_s, "what is dirty is written")
     return found
+
+
+def wait_until_durable(client: KVStoreClient) -> None:
+    """Wait until what was set would be there after a crash: it is written, and the index of the disk is committed."""
+    wait_until_written(client)
+    time.sleep(2 * COMMIT_DELAY_S)
 
 
 def keeper_of(shard: psutil.Process) -> psutil.Process:

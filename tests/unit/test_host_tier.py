@@ -201,3 +201,16 @@ def test_every_policy_of_the_server_decides_here_too(policy: str) -> None:
 def test_a_policy_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="lfu"):
         HostTier(4, keep=True, policy="lfu").reserve(make_keys(1))
+
+
+@pytest.mark.parametrize("policy", ["lru", "default"])
+def test_a_chain_that_was_saved_in_parts_keeps_its_head(policy: str) -> None:
+    tier = HostTier(64, keep=True, policy=policy)
+    chain, other = make_keys(48), make_keys(40, first=1000)
+    for keys in (chain, other):
+        for start in range(0, len(keys), 8):
+            part = keys[start : start + 8]
+            tier.commit(tier.reserve(part))
+            tier.link(part, [keys[start - 1] if start else None, *part[:-1]])
+    left = tier.find(chain) >= 0
+    assert left.sum() == 64 - 40 and left[:24].all()

@@ -50,9 +50,7 @@ class HostTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of the chain's leading blocks that are here. The tail of a chain is evicted before its head."""
         if self._index is not None and keys:
-            packed = b"".join(keys)
-            self._index.match_prefix(packed, time.monotonic(), True, self._ticks(len(keys)))
-            self._index.link(packed)
+            self._index.match_prefix(b"".join(keys), time.monotonic(), True, self._ticks(len(keys)))
 
     def acquire(self, keys: Sequence[bytes], *, refresh: bool = True) -> Slots:
         """Like `find`, and take a reference on each slot found. ``refresh``: count this as a use of the blocks."""
@@ -91,6 +89,12 @@ class HostTier:
             self._index.commit(
                 np.asarray(slots, dtype=np.int32), np.zeros(len(slots), dtype=np.uint64), self._ticks(len(slots))
             )
+
+    def link(self, keys: Sequence[bytes], parents: Sequence[bytes | None]) -> None:
+        """Say which block each one follows in its chain (None: it is the first): it is evicted before that one."""
+        if self._index is not None and keys:
+            nothing = bytes(len(keys[0]))
+            self._index.link(b"".join(keys), b"".join(parent or nothing for parent in parents))
 
     def abort(self, slots: Slots | Sequence[int]) -> None:
         """Free reserved slots: they will not be written. Negative slots are skipped."""

@@ -39,6 +39,7 @@ class PendingLoad:
     """A load of blocks for a request, until every rank is done with it."""
 
     keys: Sequence[bytes]
+    parents: Sequence[bytes | None]
     block_ids: list[int]
     held: list[int]  # slots of the host tier that the load reads
     fetched: list[int] = field(default_factory=list)  # slots of the host tier that the load writes …
@@ -50,6 +51,8 @@ class PendingLoad:
 class PendingCopies:
     """A job's copies out of the cache, until every rank has made them."""
 
+    keys: list[bytes]
+    parents: list[bytes | None]
     slots: list[int]
     ranks_left: int
     broken: bool = False  # some rank could not make its copies

@@ -149,7 +149,8 @@ class SchedulerHalf:
         if external_tokens <= 0:
             return
         first, end = waiting.local, waiting.local + external_tokens // self._block_tokens
-        keys = self._keys.of(request)[first:end]
+        chain = self._keys.of(request)
+        keys = chain[first:end]
         block_ids = list(blocks.get_block_ids()[0][first:end])
         slots = self._tier.acquire(keys).tolist()
         in_host = [index for index, slot in enumerate(slots) if slot >= 0]
@@ -165,7 +166,12 @@ class SchedulerHalf:
         self._loads.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
-            keys, block_ids, load.host_slots, load.slots or [], load.block_ids if load.slots else []
+            keys,
+            [chain[first - 1] if first else None, *keys[:-1]],
+            block_ids,
+            load.host_slots,
+            load.slots or [],
+            load.block_ids if load.slots else [],
         )
         host_tokens = len(in_host) * self._block_tokens
         self._hit_sources = (request.request_id, host_tokens, external_tokens - host_tokens)
@@ -214,7 +220,7 @@ class SchedulerHalf:
         if not saves:
             return None
         if saves.slots:
-            self._copying[saves.job] = PendingCopies(saves.slots, self._ranks)
+            self._copying[saves.job] = PendingCopies(saves.keys, saves.parents, saves.slots, self._ranks)
         for slot in (*saves.slots, *saves.send_slots):
             self._sending[saves.job, slot] = self._ranks
         return saves
@@ -305,6 +311,7 @@ class SchedulerHalf:
                 del self._arriving[key]
         good = [block_id not in load.failed for block_id in load.fetched_block_ids]
         self._tier.commit([slot for slot, is_good in zip(load.fetched, good, strict=True) if is_good])
+        self._tier.link(load.keys, load.parents)
         self._tier.abort([slot for slot, is_good in zip(load.fetched, good, strict=True) if not is_good])
         if not load.failed:
             return
@@ -323,6 +330,7 @@ class SchedulerHalf:
             return
         del self._copying[job]
         self._tier.commit(copying.slots)
+        self._tier.link(copying.keys, copying.parents)
         self._tier.hold(copying.slots)  # until they are sent
         if copying.broken or not self._tier.keep:
             self._tier.drop(copying.slots)

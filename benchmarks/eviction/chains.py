@@ -1,0 +1,89 @@
+"""Do chains keep their heads? Fresh chains, set in calls of some blocks, are longer together than a server's memory.
+
+A block is usable if it and every block before it in its chain are there: match_prefix, as a share of contains. Each
+round sets the chains on a new server: with several shards, chance decides which blocks each one gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.harness import Benchmark
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console
+from kvstore.store.rules import POLICIES
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client.keys import KeyArray
+
+ROUNDS: Final = 7
+BLOCK_BYTES: Final = 64 << 10
+SLOTS: Final = 1024
+MEMORY: Final = SLOTS * BLOCK_BYTES
+CALL: Final = 64  # blocks
+SHAPES: Final = ((600, 600, 600), (2000,))
+SHARDS: Final = (1, 4)
+CONNECTIONS: Final = (1, 3)
+
+
+def set_chain(clients: Sequence[KVStoreClient], keys: KeyArray) -> None:
+    """Set a chain in calls of `CALL` blocks, by the clients in turn."""
+    blocks = np.zeros((CALL, BLOCK_BYTES), dtype=np.uint8)
+    turns = itertools.cycle(clients)
+    for start in range(0, len(keys), CALL):
+        part = keys[start : start + CALL]
+        parent = keys[start - 1] if start else None
+        next(turns).set(part, blocks[: len(part)], deferred=False, parent=parent, position=start)
+
+
+def round_of(policy: str, lengths: Sequence[int], shards: int, connections: int) -> list[tuple[int, int]]:
+    """-> for each chain, how many of its blocks are there, and how many are usable."""
+    rng = np.random.default_rng()
+    chains = [rng.integers(0, 256, (length, 16), dtype=np.uint8) for length in lengths]
+    namespace = Namespace(model="benchmarks.eviction.chains", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
+    flags = ["--memory", f"{MEMORY}B", "--segment", "4MiB", "--policy", policy]
+    with contextlib.ExitStack() as stack:
+        endpoint = stack.enter_context(kvstore_server(MEMORY, shards, flags=flags))
+        clients = [stack.enter_context(KVStoreClient(endpoint, namespace, timeout_s=30)) for _ in range(connections)]
+        for chain in chains:
+            set_chain(clients, chain)
+        return [(int(clients[0].contains(chain).sum()), clients[0].match_prefix(chain)) for chain in chains]
+
+
+def main() -> None:
+    benchmark = Benchmark(__spec__.name, __doc__, ROUNDS)
+    cases = list(itertools.product(SHAPES, SHARDS, CONNECTIONS, POLICIES))
+    table = Table("chains", "shards", "connections", "policy", "least usable of a chain", "usable of memory")
+    with benchmark.progress() as bar:
+        task = bar.add_task("chains", total=len(cases) * benchmark.rounds)
+        for lengths, shards, connections, policy in cases:
+            chain_shares, memory_shares = [], []
+            for _ in range(benchmark.rounds):
+                found = round_of(policy, lengths, shards, connections)
+                chain_shares.append(min(usable / present for present, usable in found if present))
+                memory_shares.append(sum(usable for _, usable in found) / SLOTS)
+                bar.update(task, advance=1, refresh=True)
+            sizes = " + ".join(map(str, lengths))
+            shares = {"chain": chain_shares, "memory": memory_shares}
+            benchmark.cases.append(
+                Case(
+                    name=f"{sizes} in {SLOTS} slots, {shards} shards, {connections} connections, {policy}",
+                    seconds={},
+                    moved={},
+                    limits={},
+                    parameters={name: [round(share, 4) for share in each] for name, each in shares.items()},
+                )
+            )
+            texts = [f"{np.median(each):.3f} ({min(each):.3f} … {max(each):.3f})" for each in shares.values()]
+            table.add_row(sizes, str(shards), str(connections), policy, *texts)
+    console().print(table)
+    benchmark.finish(slots=SLOTS, block_bytes=BLOCK_BYTES, call=CALL)
+
+
+if __name__ == "__main__":
+    main()
