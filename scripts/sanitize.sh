@@ -15,4 +15,4 @@ LD_PRELOAD=$(cc -print-file-name=libasan.so):$(cc -print-file-name=libubsan.so)
 export LD_PRELOAD PYTHONMALLOC=malloc PYTHONPATH=$folder HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-ci}
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:detect_stack_use_after_return=0 UBSAN_OPTIONS=print_stacktrace=1
 (($#)) || set -- tests/unit tests/attack/test_{commands,frames,lying_chains}.py
-exec python -m pytest -n "${TEST_WORKERS:-$(nproc)}" --dist loadgroup -m "not exclusive" "$@"
+python -m pytest -n "${TEST_WORKERS:-$(nproc)}" --dist loadgroup -m "not exclusive" "$@"
