@@ -33,7 +33,6 @@ from tests.support.harness import (
     StartServer,
     blocks_of,
     make_keys,
-    namespace_info,
     pack,
     shard_info,
     sums_of,
@@ -145,10 +144,11 @@ class Reader(threading.Thread):
 
 def test_no_frames_end_the_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     """Messages that are nearly right, random ones, and what is not even ZMTP."""
-    server = start_server("--log-level", "warning", memory="32MiB", segment="4MiB")
-    namespace = new_namespace(64)
+    # Among so many messages some purge their namespace, and some make new ones, each of which takes a segment.
+    server = start_server("--log-level", "warning", memory="32MiB", segment="1MiB")
+    attacked, namespace = new_namespace(64), new_namespace(64)
     rng = random.Random(7)
-    fuzzer = Fuzzer(namespace.canonical(), seed=8)
+    fuzzer = Fuzzer(attacked.canonical(), seed=8)
     sent = 0
     good = make_keys(20, first=10**6)
     last = 2**50
@@ -158,7 +158,7 @@ def test_no_frames_end_the_server(start_server: StartServer, new_namespace: Make
             with RawClient(server) as raw:
                 reader = Reader(raw, zmtp_frame(pack(PONG, last), 0))
                 reader.start()
-                messages = [[pack(HELLO, 1, PROTOCOL, namespace.canonical())]]
+                messages = [[pack(HELLO, 1, PROTOCOL, attacked.canonical())]]
                 messages += [fuzzer.message() for _ in range(1000)]
                 messages += [[pack(PING, last, 1)]]
                 for frames in messages:
@@ -175,7 +175,7 @@ def test_no_frames_end_the_server(start_server: StartServer, new_namespace: Make
             assert client.get(good).blocks == blocks_of(good, 64)
         wait_until(lambda: shard_info(client).streams == 0, 20)
         wait_until(lambda: shard_info(client).connections == 1, 20)
-        assert namespace_info(client).writing == 0
+        assert not any(each.writing for each in shard_info(client).namespaces)
         assert client.set(make_keys(5, first=10**7), blocks_of(make_keys(5, first=10**7), 64)).created == 5
         assert shard_info(client).errors > FRAMES // 10
     assert "Traceback" not in server.log_text() and "defect" not in server.log_text()
