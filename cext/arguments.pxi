@@ -168,7 +168,37 @@ cdef Py_ssize_t open_sums(object sums, Py_buffer *view, str name) except -1:
     return view.shape[0]
 
 
-cdef int check_priority(Py_ssize_t priority) except -1:
-    if not 0 <= priority < PRIORITIES:
-        raise ValueError(f"priority is {priority}, expected 0 to {PRIORITIES - 1}")
+cdef int check_priorities(object lowest, object highest) except -1:
+    if not 0 <= lowest <= highest < PRIORITIES:
+        which = f"priority is {lowest}" if lowest == highest else f"priorities range from {lowest} to {highest}"
+        raise ValueError(f"{which}, expected 0 to {PRIORITIES - 1}")
     return 0
+
+
+cdef const uint8_t *open_priorities(_Buffers held, object priorities, Py_ssize_t count, uint8_t *same) except? NULL:
+    """Returns the priority of each of ``count`` blocks; NULL when ``priorities`` is one for all, which is then in ``same``.
+    """
+    if isinstance(priorities, int):
+        check_priorities(priorities, priorities)
+        same[0] = priorities
+        return NULL
+    array = np.asarray(priorities)
+    if array.size:
+        check_priorities(array.min(), array.max())
+    return <const uint8_t *>one_each(held, array, count, np.uint8, "priorities")
+
+
+cdef const double *open_times(_Buffers held, object times, Py_ssize_t count, double *same, str name) except? NULL:
+    """Returns the time of each of ``count`` blocks; NULL when ``times`` is one for all, which is then in ``same``."""
+    if isinstance(times, (int, float)):
+        same[0] = times
+        return NULL
+    return <const double *>one_each(held, np.asarray(times), count, np.float64, name)
+
+
+cdef void *one_each(_Buffers held, array, Py_ssize_t count, dtype, str name) except NULL:
+    if array.ndim != 1 or array.shape[0] != count:
+        raise ValueError(f"{count} blocks with {name} of shape {array.shape}, expected one number, or as many")
+    if array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} must be numbers, not {array.dtype}")
+    return held.take(np.ascontiguousarray(array, dtype), PyBUF_FULL_RO, name).buf

@@ -33,7 +33,7 @@ from benchmarks.remote_kv_cache.harness import missing_module
 from benchmarks.remote_kv_cache.shapes import KEY_BYTES, Rows
 
 SEGMENT_BYTES: Final = 64 << 20
-_ENTRY: Final = struct.Struct("<IIQQIIQ")  # what the server keeps of a block; here all but the place is zero
+_ENTRY: Final = struct.Struct("<IIQQIIQQ")  # what the server keeps of a block; here all but the place is zero
 _INDEX_MAP_BYTES: Final = 4 << 30
 _FAN_OUT: Final = 256
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -103,7 +103,7 @@ class LmdbValues:
         with self._env.begin(write=True) as transaction:
             for key, row in zip(keys, rows, strict=True):
                 transaction.put(key, row, db=self._values)
-                transaction.put(key, _ENTRY.pack(0, 0, 0, 0, 0, 0, 0), db=self._entries)
+                transaction.put(key, _ENTRY.pack(0, 0, 0, 0, 0, 0, 0, 0), db=self._entries)
 
     def read(self, keys: Sequence[bytes], rows: Rows, threads: int) -> None:
         def work(start: int, end: int) -> None:
@@ -266,7 +266,7 @@ class Segments:
         if self._indexed:
             with self._index.begin(write=True) as transaction:
                 for key, place in zip(keys, places, strict=True):
-                    transaction.put(key, _ENTRY.pack(*divmod(place, self._per_segment), 0, 0, 0, 0, 0))
+                    transaction.put(key, _ENTRY.pack(*divmod(place, self._per_segment), 0, 0, 0, 0, 0, 0))
 
     def read(self, keys: Sequence[bytes], rows: Rows, threads: int) -> None:
         def work(start: int, end: int) -> None:

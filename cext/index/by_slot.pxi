@@ -68,6 +68,21 @@ cdef bytes keys_at(Blocks blocks, slots):
         PyBuffer_Release(&view)
 
 
+cdef object slots_before(Blocks blocks, slots):
+    cdef _Buffers held = _Buffers(2)
+    cdef Py_ssize_t n = open_slots(slots, &held.views[0]), i
+    held.count = 1
+    cdef const int32_t *slot = <const int32_t *>held.views[0].buf
+    cdef int32_t *out
+    check_held(blocks, slot, n)
+    answer = np.full(n, NONE, np.int32)
+    out = <int32_t *>held.take(answer, PyBUF_WRITABLE, "answer").buf
+    for i in range(n):
+        if slot[i] >= 0 and blocks.record(slot[i]).linked & FOLLOWS:
+            out[i] = link_at(&blocks.space, slot[i]).before
+    return answer
+
+
 cdef object slots_used_since(Blocks blocks, uint64_t since):
     cdef Space *space = &blocks.space
     cdef Py_buffer result

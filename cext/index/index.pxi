@@ -148,27 +148,28 @@ cdef class BlockIndex:
 
     # -- writers ---------------------------------------------------------------------------------------------
 
-    def reserve(self, keys, bint force, uint64_t tick, Py_ssize_t priority=0):
+    def reserve(self, keys, bint force, uint64_t tick, priority=0):
         """Gives absent keys a slot to be written. Returns int32, one a key: a slot, now WRITING, or a negative verdict.
 
         EXISTED: the key is READY, or WRITING by another writer. DUPLICATE: it occurs earlier in this batch. NO_SPACE:
         no slot is free. ``force`` gives READY keys a new slot too; the old one stays readable until the commit. READY
-        keys of the batch are touched. ``priority``, 0 to 3, is the priority of the new blocks: a block is evicted only
-        when no evictable block of a lower priority is left.
+        keys of the batch are touched. ``priority``, 0 to 3, is the priority of the new blocks, one for all or one for each
+        key: a block is evicted only when no evictable block of a lower priority is left.
         """
         return reserve_keys(self.blocks, keys, force, tick, priority)
 
     def commit(
-        self, slots, sums, uint64_t tick, double expires=0.0, parent=b"", bint ends_chain=False, bint behind=False
+        self, slots, sums, uint64_t tick, expires=0.0, parent=b"", bint ends_chain=False, bint behind=False
     ) -> int:
         """Makes written slots of a chain, head first, READY with their checksums; negative slots are skipped.
 
         ``parent``, ``ends_chain`` and ``behind`` are hints for the policy. ``parent``: the key of the block before the
         first slot (empty: none, or unknown; the block need not be there). ``ends_chain``: the chain ends with the last
-        slot. ``behind``: the chain does not begin with the first slot, even if the parent is not there. A slot that is skipped because its block existed does not interrupt the chain: the next block counts as the
-        successor of the previous one, until a refresh of the whole chain shows its place.
+        slot. ``behind``: the chain does not begin with the first slot, even if the parent is not there. A slot that is
+        skipped because its block existed does not interrupt the chain: the next block counts as the successor of the
+        previous one, until a refresh of the whole chain shows its place.
 
-        The blocks expire at the time ``expires``; 0: never. A block that is replaced is retired: its slot becomes free
+        The blocks expire at the time ``expires``, one for all or one for each slot; 0: never. A block that is replaced is retired: its slot becomes free
         when no reader holds it, and its pin goes over to the new block. Returns the number of committed slots. Raises
         ValueError, and commits nothing, when a slot is not WRITING.
         """
@@ -234,6 +235,11 @@ cdef class BlockIndex:
     def keys_of(self, slots) -> bytes:
         """Returns the key of each slot that holds a block, concatenated; zeros for negative slots."""
         return keys_at(self.blocks, slots)
+
+    def before_of(self, slots):
+        """Returns the slot, int32, of the block that each slot's block follows in its chain; -1 if it follows none, and
+        for negative slots."""
+        return slots_before(self.blocks, slots)
 
     def links_of(self, slots) -> tuple[bytes, bytes]:
         """Returns the links of the blocks in these slots, for link() of another index: the keys of blocks that follow

@@ -1,8 +1,11 @@
 # Adding blocks to an index: reserved, then committed or aborted; or restored from a recovered index.
 
 
-cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, Py_ssize_t priority):
+cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorities):
     cdef Py_buffer view, result
+    cdef _Buffers held = _Buffers(1)
+    cdef const uint8_t *each
+    cdef uint8_t priority = 0
     cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n = open_keys(keys, key_bytes, &view), i
     cdef const unsigned char *key = <const unsigned char *>view.buf
     cdef Batch batch
@@ -11,7 +14,7 @@ cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, Py_ssiz
     cdef int32_t slot, old
     memset(&batch, 0, sizeof(Batch))
     try:
-        check_priority(priority)
+        each = open_priorities(held, priorities, n, &priority)
         open_batch(&batch, n)
         answer = np.empty(n, np.int32)
         PyObject_GetBuffer(answer, &result, PyBUF_WRITABLE)
@@ -38,7 +41,9 @@ cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, Py_ssiz
                 table_insert(&blocks.table, batch.hashes[i], slot)
             else:
                 entry.slot = slot
-            blocks.fill(slot, WRITING, key + i * key_bytes, batch.hashes[i], <uint8_t>priority)
+            if each != NULL:
+                priority = each[i]
+            blocks.fill(slot, WRITING, key + i * key_bytes, batch.hashes[i], priority)
             blocks.record(slot).older = old
             blocks.writing += 1
             out[i] = slot
@@ -74,15 +79,18 @@ cdef int choose(Blocks blocks, const int32_t *slots, Py_ssize_t n) except -1:
 
 
 cdef Py_ssize_t commit_slots(
-    Blocks blocks, slots, sums, uint64_t tick, double expires, parent, bint ends_chain, bint behind
+    Blocks blocks, slots, sums, uint64_t tick, expires, parent, bint ends_chain, bint behind
 ) except -1:
+    cdef _Buffers held = _Buffers(1)
+    cdef const double *each
+    cdef double same = 0
     cdef Py_buffer view, sums_view
     cdef int32_t before = slot_of(blocks, parent, "parent", 0)
     cdef Py_ssize_t n = open_slots(slots, &view), count = 0, i, m
     cdef const int32_t *slot = <const int32_t *>view.buf
     cdef Record *record
     cdef Record *replaced
-    cdef uint32_t until = eighths_up(expires)
+    cdef uint32_t until
     if before != NONE and blocks.record(before).state != READY:
         before = NONE
     try:
@@ -90,11 +98,15 @@ cdef Py_ssize_t commit_slots(
         try:
             if m != n:
                 raise ValueError(f"{n} slots with {m} sums, expected as many")
+            each = open_times(held, expires, n, &same, "expires")
+            until = eighths_up(same)
             choose(blocks, slot, n)
             for i in range(n - 1, -1, -1):
                 if slot[i] < 0:
                     continue
                 record = blocks.record(slot[i])
+                if each != NULL:
+                    until = eighths_up(each[i])
                 if record.older != NONE:
                     replaced = blocks.record(record.older)
                     blocks.pin(slot[i], replaced.pin_until)
@@ -104,12 +116,11 @@ cdef Py_ssize_t commit_slots(
                 record.rank = <uint32_t>(n - 1 - i)
                 record.tick = tick + record.rank
                 record.expires = until
+                blocks.expiring += until != 0
                 count += 1
             blocks.policy.inserted(slot, n, before, ends_chain, behind)
             blocks.writing -= count
             blocks.ready += count
-            if until != 0:
-                blocks.expiring += count
             return count
         finally:
             PyBuffer_Release(&sums_view)

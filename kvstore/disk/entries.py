@@ -29,11 +29,20 @@ ENTRY: Final = np.dtype(
         ("tick", "<u8"),  # recency
         ("expires", "<u4"),  # wall clock, seconds; 0: never
         ("priority", "<u4"),
+        ("before", "<u8"),  # `names_of` the block that it follows in its chain; its own: none
     ]
 )
 VALUE_BYTES: Final = ENTRY.itemsize + 8  # with the guard
 ORDINAL_BYTES: Final = 2
 _NAMESPACE_HEAD_BYTES: Final = 9
+
+
+def names_of(keys: bytes, key_bytes: int) -> npt.NDArray[np.uint64]:
+    """-> short names of block keys: their xxh3-64."""
+    rows = np.frombuffer(keys, np.uint8).reshape(-1, key_bytes)
+    names = np.empty(len(rows), np.uint64)
+    checksum_blocks(rows, key_bytes, names)
+    return names
 
 
 def pack_ordinal(ordinal: int) -> bytes:

@@ -71,9 +71,7 @@ class Fetching:
         if len(rows) > room:
             self._put_off(namespace, answers, rows[room:], disk.index, found)
             rows = rows[:room]
-        priorities = disk.index.priorities_of(found[rows])
-        for priority in np.unique(priorities).tolist():
-            self._begin(namespace, disk, keys, found, rows[priorities == priority], answers, now, priority)
+        self._begin(namespace, disk, keys, found, rows, answers, now)
         return answers
 
     def _put_off(
@@ -92,12 +90,11 @@ class Fetching:
         rows: npt.NDArray[np.int64],
         answers: Answers,
         now: float,
-        priority: int,
     ) -> None:
         store, memory = self._volume.store, namespace.memory
         wanted = np.frombuffer(keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[rows].tobytes()
         store.memory.make_room(memory, memory.index.missing(wanted), now)
-        slots = memory.index.reserve(wanted, False, store.ticks(len(rows)), priority)
+        slots = memory.index.reserve(wanted, False, store.ticks(len(rows)), disk.index.priorities_of(found[rows]))
         refused = slots < 0
         if refused.any():
             full = slots == BlockIndex.NO_SPACE
@@ -198,11 +195,8 @@ class Fetching:
             namespace.wake_parked()
 
     def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots, sums: Sums) -> None:
-        expires = disk.index.expires_of(places)
         index = namespace.memory.index
-        for when in np.unique(expires).tolist():
-            rows = expires == when
-            index.commit(slots[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
+        index.commit(slots, sums, self._volume.store.ticks(len(slots)), disk.index.expires_of(places))
         index.link(*disk.index.links_of(places))
 
     def drop_corrupt(self, disk: DiskBlocks, places: Slots) -> None:

@@ -1,20 +1,22 @@
 """Recovery after a restart: restores blocks of an earlier run to the disk index, then loads the hottest into memory.
 
 The keeper sends entries in key order, but the index must get them in order of recency. So entries are collected,
-sorted, and put into the index some thousands a turn of the loop; clients are served meanwhile. An entry that cannot be
+sorted by a thread of their own, and put into the index some thousands a turn of the loop; clients are served meanwhile.
+When all are there, those that follow each other in a chain are linked. An entry that cannot be
 used (its segment's file is gone, its place is taken, its block has expired) is deleted: its block is a miss.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.disk.entries import ENTRY, Entries
+from kvstore.disk.entries import ENTRY, Entries, names_of
 from kvstore.disk.fetching import WAIT, Fetching
 from kvstore.disk.messages import NamespaceFound, Recovered
 from kvstore.disk.volume import Volume
@@ -26,6 +28,7 @@ from kvstore.wire import WireError
 log = logging.getLogger("kvstore.disk")
 
 ROWS_A_TURN: Final = 16384
+LINKS_A_TURN: Final = 4096
 WARM_START_BYTES: Final = 8 << 20  # read at a time, while no other read is in flight
 
 
@@ -39,18 +42,25 @@ class _OldNamespace:
         self.key_bytes = key_bytes
         self.pieces: list[Recovered] = []
         self.ordinals: dict[int, int] = {}  # segment -> its ordinal in the index; -1: it could not be claimed
-        self.next = 0
+        self.next = 0  # row to be restored
+        self.unlinked = 0  # row to be linked
         self.keys: npt.NDArray[np.uint8] = np.zeros((0, key_bytes), dtype=np.uint8)
         self.entries: Entries = np.zeros(0, dtype=ENTRY)
+        self.before: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)  # the row that each one follows, or -1
 
     def sort(self) -> None:
-        """Join all pieces, the least recently used entry first."""
+        """Join all pieces, the least recently used entry first. Takes a second for a million entries; any thread."""
         if self.pieces:
             self.entries = np.concatenate([piece.entries for piece in self.pieces])
             self.keys = np.frombuffer(b"".join(piece.keys for piece in self.pieces), dtype=np.uint8)
             self.keys = self.keys.reshape(-1, self.key_bytes)
             order = np.argsort(self.entries["tick"], kind="stable")
             self.entries, self.keys = self.entries[order], self.keys[order]
+            names = names_of(self.keys.tobytes(), self.key_bytes)
+            followed = np.ascontiguousarray(self.entries["before"])
+            order = np.argsort(names)
+            rows = order[np.minimum(np.searchsorted(names, followed, sorter=order), len(names) - 1)]
+            self.before = np.where((names[rows] == followed) & (followed != names), rows, -1)
             self.pieces.clear()
 
 
@@ -61,6 +71,8 @@ class Recovery:
         self._volume = volume
         self._found: dict[int, _OldNamespace] = {}
         self.ready = False  # all entries have arrived
+        self._sorting = threading.Thread(target=self._sort, name="kvstore-sort", daemon=True)
+        self._failure: Exception | None = None  # of the sorting
         self.started = time.monotonic()
         self.rewrite = False  # a fresh keeper with an empty index was started: send it the recovered entries
         self.blocks = self.lost = 0
@@ -82,18 +94,35 @@ class Recovery:
     def complete(self) -> None:
         """No more entries will come: sort those that have."""
         self.ready = True
-        for found in self._found.values():
-            found.sort()
-            if len(found.entries):
-                self._volume.store.skip_ticks(int(found.entries["tick"][-1]))
+        self._sorting.start()
+
+    def _sort(self) -> None:
+        try:
+            for found in self._found.values():
+                found.sort()
+        except Exception as error:  # `step` raises it: the loop must learn of it
+            self._failure = error
+
+    @property
+    def restless(self) -> bool:
+        """The next step can be done now."""
+        return self.ready and not self._sorting.is_alive()
 
     def step(self) -> bool:
-        """Put the next rows into the index. -> whether all rows are in it."""
-        if not self.ready:
+        """Put the next rows into the index, or link them. -> whether all is done."""
+        if not self.restless:
             return False
+        if self._failure is not None:
+            raise self._failure
         for found in self._found.values():
+            if not found.next and len(found.entries):
+                self._volume.store.skip_ticks(int(found.entries["tick"][-1]))
             if found.next < len(found.entries):
                 self._restore(found)
+                return False
+        for found in self._found.values():
+            if found.member is not None and found.unlinked < len(found.entries):
+                self._link(found, found.member)
                 return False
         for found in self._found.values():
             if self.rewrite and found.member is not None:
@@ -139,6 +168,12 @@ class Recovery:
         self.lost += int((~kept).sum())
         if not self.rewrite and not kept.all():
             volume.keeper.delete(found.ordinal, keys[~kept].tobytes())
+
+    def _link(self, found: _OldNamespace, member: DiskBlocks) -> None:
+        rows = np.arange(found.unlinked, min(found.unlinked + LINKS_A_TURN, len(found.entries)))
+        found.unlinked += LINKS_A_TURN
+        rows = rows[found.before[rows] >= 0]
+        member.index.link(found.keys[rows].tobytes(), found.keys[found.before[rows]].tobytes())
 
     def _ordinal(self, found: _OldNamespace, member: DiskBlocks, segment: int) -> int:
         known = found.ordinals.get(segment)

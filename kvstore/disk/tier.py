@@ -103,12 +103,13 @@ class DiskTier:
     @property
     def working(self) -> bool:
         """Work is pending that is started by time: the loop must call `pump` often."""
-        return not self.writing.idle or self._warm_start is not None or self.scrubbing.running
+        sorting = self._recovery is not None and self._recovery.ready
+        return sorting or not self.writing.idle or self._warm_start is not None or self.scrubbing.running
 
     @property
     def restless(self) -> bool:
         """Work is pending that no event announces: the loop must not sleep."""
-        return self._recovery is not None and self._recovery.ready
+        return self._recovery is not None and self._recovery.restless
 
     def _on_keeper(self, event: Event) -> None:
         if isinstance(event, Committed):

@@ -26,14 +26,14 @@ import numpy.typing as npt
 
 from kvstore._cext import BlockIndex
 from kvstore.disk.config import DiskConfig
-from kvstore.disk.entries import ENTRY, Entries
+from kvstore.disk.entries import ENTRY, Entries, names_of
 from kvstore.disk.format import INDEX, DiskFormatError, lock_shard
 from kvstore.disk.keeper import Keeper
 from kvstore.disk.segments import SegmentFiles, bypasses_page_cache
 from kvstore.disk.threads import Completions, Pool
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespaces import Store
-from kvstore.store.tier import Slots, Tier
+from kvstore.store.tier import Slots, Tier, keys_before
 
 log = logging.getLogger("kvstore.disk")
 
@@ -240,19 +240,35 @@ class Volume:
 
     # ---- the persistent index ------------------------------------------------------------------------------------
 
-    def commit(self, member: DiskBlocks, slots: Slots, sums: npt.NDArray[np.uint64], tick: int, expires: float) -> None:
-        """Make written slots readable, and record them in the persistent index."""
+    def commit(
+        self,
+        member: DiskBlocks,
+        slots: Slots,
+        sums: npt.NDArray[np.uint64],
+        expires: npt.NDArray[np.float64],
+        links: tuple[bytes, bytes],
+        before: npt.NDArray[np.uint8],
+    ) -> None:
+        """Make written slots readable, and record them in the persistent index.
+
+        links: what they follow and what follows them, for `BlockIndex.link`. before: the keys of the blocks that they
+        follow, which may not be on disk yet.
+        """
         member.remove_lapsed()  # first, because lapsed blocks may have the same keys
-        member.index.commit(slots, sums, tick, expires)
-        self.record(member, slots)
+        member.index.commit(slots, sums, self.store.ticks(len(slots)), expires)
+        member.index.link(*links)
+        self._record(member, slots, before)
 
     def record(self, member: DiskBlocks, slots: Slots) -> None:
         """Send the entries of these READY slots to the keeper."""
+        self._record(member, slots, keys_before(member, slots))
+
+    def _record(self, member: DiskBlocks, slots: Slots, before: npt.NDArray[np.uint8]) -> None:
         if not self.off and len(slots):
             keys = member.index.keys_of(slots)
-            self._sent(self.keeper.put(self._ordinal(member), keys, self._entries(member, slots)))
+            self._sent(self.keeper.put(self._ordinal(member), keys, self._entries(member, slots, before)))
 
-    def _entries(self, member: DiskBlocks, slots: Slots) -> Entries:
+    def _entries(self, member: DiskBlocks, slots: Slots, before: npt.NDArray[np.uint8]) -> Entries:
         """-> the entries of READY slots for the persistent index."""
         index = member.index
         entries = np.zeros(len(slots), dtype=ENTRY)
@@ -263,6 +279,7 @@ class Volume:
         entries["tick"] = index.ticks_of(slots)
         entries["expires"] = self._wall_clock(index.expires_of(slots))
         entries["priority"] = index.priorities_of(slots)
+        entries["before"] = names_of(before.tobytes(), index.key_bytes)
         return entries
 
     def _record_removed(self, member: DiskBlocks, keys: bytes) -> None:

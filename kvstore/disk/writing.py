@@ -26,7 +26,7 @@ from kvstore._cext import BlockIndex, write_blocks
 from kvstore.disk.volume import Volume
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.tier import Slots
+from kvstore.store.tier import Slots, keys_before
 
 WRITE_JOB_BYTES: Final = 4 << 20
 MAX_IN_FLIGHT_BYTES: Final = 32 << 20
@@ -172,18 +172,16 @@ class Writing:
         slots = slots[kept]
         if not len(slots):
             return
-        priorities = index.priorities_of(slots)
-        for priority in np.unique(priorities).tolist():
-            self._place(namespace, disk, slots[priorities == priority], priority, now)
+        self._place(namespace, disk, slots, now)
 
-    def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, priority: int, now: float) -> None:
-        volume = self._volume
-        keys = namespace.memory.index.keys_of(slots)
+    def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, now: float) -> None:
+        volume, index = self._volume, namespace.memory.index
+        keys = index.keys_of(slots)
         volume.make_room(disk, disk.index.missing(keys), now)
         if not volume.on:
             self._clean(namespace, slots)
             return
-        places = disk.index.reserve(keys, False, volume.store.ticks(len(slots)), priority)
+        places = disk.index.reserve(keys, False, volume.store.ticks(len(slots)), index.priorities_of(slots))
         self.skipped += int((places == BlockIndex.NO_SPACE).sum())
         older = places == BlockIndex.EXISTED
         older[older] = [
@@ -232,11 +230,14 @@ class Writing:
         index = namespace.memory.index
         self.blocks += len(slots)
         self.bytes += len(slots) * namespace.block_bytes
-        sums, expires = index.checksums(slots), index.expires_of(slots)
-        for when in np.unique(expires).tolist():
-            rows = expires == when
-            self._volume.commit(disk, places[rows], sums[rows], self._volume.store.ticks(int(rows.sum())), when)
-        disk.index.link(*index.links_of(slots))
+        self._volume.commit(
+            disk,
+            places,
+            index.checksums(slots),
+            index.expires_of(slots),
+            index.links_of(slots),
+            keys_before(namespace.memory, slots),
+        )
 
     def give_up(self) -> None:
         """The disk has failed: drop the queue, so that no block in it stays dirty."""

@@ -10,31 +10,40 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore._cext import checksum_into
 from kvstore.moving.connections import Connections
 from kvstore.moving.planning import NOBODY, Targets
 from kvstore.moving.progress import Progress
 from kvstore.moving.receivers import Receivers, numbers_in
-from kvstore.wire import MAX_KEYS, ShardAddress
+from kvstore.wire import MAX_FRAME_BLOCKS, ShardAddress
 from kvstore.wire.asking import AskError, Asking, KeyArray, Refused
+from kvstore.wire.attributes import Attributes
 
 log = logging.getLogger("kvstore.moving")
 
 BATCH_BYTES: Final = 4 << 20  # in memory at a time; at least one block
 ROOM_LOOK_S: Final = 1.0  # how long a shard's answer about its room is used
 
-Block = tuple[memoryview, int]  # its bytes and their checksum
+
+class Block(NamedTuple):
+    """A block on its way."""
+
+    view: memoryview
+    checksum: int
+    attributes: Attributes  # one entry
 
 
 @dataclass(frozen=True)
 class Listed:
     """Blocks of one namespace on one shard that other shards gain, the hottest first.
 
-    keys: (n, key_bytes). targets: (n, copies), row i for key i.
+    keys: (n, key_bytes). targets: (n, copies), row i for key i. before: (n, copies, key_bytes), the key of the nearest
+    block before each one in its chain that the same shard gains, its own key if there is none.
     """
 
     canonical: bytes
@@ -42,6 +51,7 @@ class Listed:
     block_bytes: int
     keys: KeyArray
     targets: Targets
+    before: npt.NDArray[np.uint8]
 
     @property
     def copies(self) -> int:
@@ -82,17 +92,17 @@ class Carrier:
     def carry(self, listed: Listed, rows: slice) -> None:
         """Move the blocks at `rows` of a namespace. Raises `AskError` when the source shard fails."""
         began = time.monotonic()
-        keys, targets = listed.keys[rows], listed.targets[rows].copy()
+        keys, targets, before = listed.keys[rows], listed.targets[rows].copy(), listed.before[rows]
         self._strike_out(listed, keys, targets)
         self._progress.rest(began)
         wanted = np.flatnonzero((targets != NOBODY).any(axis=1))
-        step = batch_blocks(listed.block_bytes, BATCH_BYTES)
+        step = batch_blocks(listed.block_bytes, BATCH_BYTES, MAX_FRAME_BLOCKS)
         for at in range(0, len(wanted), step):
             if self._progress.over:
                 return
             began = time.monotonic()
             some = wanted[at : at + step]
-            self._carry_batch(listed, keys[some], targets[some])
+            self._carry_batch(listed, keys[some], targets[some], before[some])
             self._progress.rest(began)
 
     def _strike_out(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:
@@ -130,7 +140,7 @@ class Carrier:
 
         The shard is asked only when its last answer is old, or when blocks sent since then have used up that room.
         """
-        needed_bytes = listed.block_bytes * min(blocks, batch_blocks(listed.block_bytes, BATCH_BYTES))
+        needed_bytes = listed.block_bytes * min(blocks, batch_blocks(listed.block_bytes, BATCH_BYTES, MAX_FRAME_BLOCKS))
         valid_until, room_bytes = self._room.get(target, (0.0, 0))
         if room_bytes >= needed_bytes and time.monotonic() < valid_until:
             return True
@@ -147,22 +157,25 @@ class Carrier:
             self._receivers.set_full(target)
         return room_bytes >= needed_bytes
 
-    def _carry_batch(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:
+    def _carry_batch(self, listed: Listed, keys: KeyArray, targets: Targets, before: npt.NDArray[np.uint8]) -> None:
         if self._gentle:  # other senders may have sent some of these blocks meanwhile
             self._strike_out(listed, keys, targets)
             wanted = (targets != NOBODY).any(axis=1)
-            keys, targets = keys[wanted], targets[wanted]
+            keys, targets, before = keys[wanted], targets[wanted], before[wanted]
             if not len(keys) or self._progress.over:
                 return
         blocks = self._read(listed, keys)
         there = np.array([block is not None for block in blocks])
         self._progress.count(failed=int((targets[~there] != NOBODY).sum()))
         for target in numbers_in(targets):
-            rows = np.flatnonzero(there & (targets == target).any(axis=1))
+            rows, copies = np.nonzero((targets == target) & there[:, np.newaxis])
             if self._progress.over:
                 return
             if len(rows):
-                self._set(listed, target, keys[rows], [block for row in rows if (block := blocks[row])])
+                sent = [block for row in rows if (block := blocks[row])]
+                attributes = np.concatenate([block.attributes for block in sent])
+                attributes["before"] = before[rows, copies]
+                self._set(listed, target, keys[rows], sent, attributes)
 
     def _read(self, listed: Listed, keys: KeyArray) -> list[Block | None]:
         """Read blocks from the source shard and check them. -> None for a block that is gone or damaged."""
@@ -170,24 +183,28 @@ class Carrier:
         blocks: list[Block | None] = [None] * len(keys)
         damaged = 0
         try:
-            for positions, sums, memory in source.get(keys):
+            for positions, sums, attributes, memory in source.get(keys):
                 views = [memory[at : at + listed.block_bytes] for at in range(0, len(memory), listed.block_bytes)]
                 found = np.empty(len(views), dtype=np.uint64)
                 checksum_into(views, found)
                 damaged += int((found != sums).sum())
-                for position, view, right, checksum in zip(positions, views, found, sums, strict=True):
-                    blocks[position] = (view, checksum) if right == checksum else None
+                for row, (position, view) in enumerate(zip(positions, views, strict=True)):
+                    if found[row] == sums[row]:
+                        blocks[position] = Block(view, sums[row], attributes[row : row + 1])
         except Refused as error:
             log.warning("moving: %d block(s) cannot be read: %s", len(keys), error)
         if damaged:
             log.error("moving: %d block(s) are damaged and are not moved", damaged)
         return blocks
 
-    def _set(self, listed: Listed, target: int, keys: KeyArray, blocks: Sequence[Block]) -> None:
+    def _set(
+        self, listed: Listed, target: int, keys: KeyArray, blocks: Sequence[Block], attributes: Attributes
+    ) -> None:
         asking = self._asking(listed, target)
         if asking is not None:
             try:
-                reply = asking.set(keys, [view for view, _ in blocks], np.array([checksum for _, checksum in blocks]))
+                sums = np.array([block.checksum for block in blocks])
+                reply = asking.set(keys, [block.view for block in blocks], sums, attributes)
             except AskError as error:
                 self._receivers.set_failed(target, listed.canonical, error)
             else:
@@ -224,6 +241,6 @@ class Carrier:
         return asking
 
 
-def batch_blocks(block_bytes: int, batch_bytes: int) -> int:
-    """-> the number of blocks in one batch: at least 1, at most `MAX_KEYS`."""
-    return max(1, min(MAX_KEYS, batch_bytes // block_bytes))
+def batch_blocks(block_bytes: int, batch_bytes: int, most: int) -> int:
+    """-> the number of blocks in one batch of up to `batch_bytes`: 1 to `most`."""
+    return max(1, min(most, batch_bytes // block_bytes))

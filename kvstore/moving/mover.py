@@ -5,7 +5,8 @@ blocks that it now owns. Each of the node's shards lists its keys by recency. Th
 is sent there, unless that shard has it already or the block is damaged. Each of the node's shards has a thread with a
 `Carrier`, which has its own connections and one batch of blocks in memory.
 
-At its new shard a moved block is a new block, with the priority and the time to live of its namespace there.
+A moved block keeps its priority, the rest of its time to live, and its place behind those blocks of its chain that the
+same shard gains. A block comes after those before it in its chain, also at its new shard.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import numpy as np
 
 from kvstore.moving.carrier import Carrier, Listed, batch_blocks
 from kvstore.moving.connections import Connections
+from kvstore.moving.places import places
 from kvstore.moving.planning import NOBODY, Gains, Plan, Ranks, Targets
 from kvstore.moving.progress import MoveReport, Progress
 from kvstore.moving.receivers import Receivers
 from kvstore.moving.settled import Settled
-from kvstore.wire import MAX_HOTTEST_BYTES, MIN_KEY_BYTES, NamespaceInfo, ShardAddress
+from kvstore.wire import MAX_HOTTEST_BYTES, MAX_KEYS, MIN_KEY_BYTES, NamespaceInfo, ShardAddress
 from kvstore.wire.asking import AskError, Asking, KeyArray
 
 log = logging.getLogger("kvstore.moving")
@@ -97,28 +99,35 @@ class Mover:
         asking.timeout_s = self.progress.call_s
         asking.hello(canonical)
         assert self._gains is not None
-        found: list[tuple[KeyArray, Targets, Ranks]] = []
+        found: list[tuple[KeyArray, KeyArray, Targets, Ranks]] = []
         skip = 0
         while not self.progress.over:
             began = time.monotonic()
             asking.timeout_s = self.progress.call_s
-            some, total = asking.hottest(skip, LIST_KEYS)
+            some, before, total = asking.hottest(skip, LIST_KEYS)
             if not len(some):
                 break
-            targets, ranks = self._gains.of(some, namespace.replicas)
-            self._receivers.strike_out_settled(canonical, some, targets)
-            wanted = (targets != NOBODY).any(axis=1)
-            found.append((some[wanted], targets[wanted], ranks[wanted]))
+            found.append((some, before, *self._gains.of(some, namespace.replicas)))
             self.progress.rest(began)
             skip += len(some)
             if skip >= total:
                 break
         if not found:
-            none = np.empty(0, dtype=np.intp)
-            found = [(np.empty((0, MIN_KEY_BYTES), dtype=np.uint8), none.reshape(0, 1), none)]
-        keys, gaining, ranking = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        order = np.argsort(ranking, kind="stable")
-        return Listed(canonical, namespace.replicas, namespace.block_bytes, keys[order], gaining[order])
+            none, nobody = np.empty((0, MIN_KEY_BYTES), dtype=np.uint8), np.empty(0, dtype=np.intp)
+            found = [(none, none, nobody.reshape(0, 1), nobody)]
+        keys, before, gaining, ranking = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        targets = gaining.copy()
+        self._receivers.strike_out_settled(canonical, keys, targets)
+        rows = np.flatnonzero((targets != NOBODY).any(axis=1))
+        rows = rows[np.argsort(ranking[rows], kind="stable")]
+        return Listed(
+            canonical,
+            namespace.replicas,
+            namespace.block_bytes,
+            keys[rows],
+            targets[rows],
+            places(keys, before, gaining, rows),
+        )
 
     def _move(self, shard: ShardAddress, listed: list[Listed]) -> None:
         if not listed or self.progress.over:
@@ -145,7 +154,7 @@ def turns(listed: Sequence[Listed]) -> Iterator[tuple[Listed, slice]]:
     while waiting:
         later = []
         for some, at in waiting:
-            end = at + batch_blocks(some.block_bytes, TURN_BYTES)
+            end = at + batch_blocks(some.block_bytes, TURN_BYTES, MAX_KEYS)
             yield some, slice(at, end)
             if end < len(some.keys):
                 later.append((some, end))

@@ -25,9 +25,10 @@ from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
 from kvstore.store.namespace import NamespaceStore, find_parent
-from kvstore.store.namespaces import Store
+from kvstore.store.namespaces import Priorities, Store
 from kvstore.store.tier import Slots
 from kvstore.wire import ErrorCode, Outcome, WireError
+from kvstore.wire.attributes import TTL_STEP_S, Attributes, attributes_of
 
 MAX_PINNED_SHARE: Final = 0.5
 COUNT_PINS_S: Final = 0.1
@@ -55,6 +56,7 @@ class Write:
     before: bytes  # the last key here of the chain that they continue; empty: it begins with them
     parent: bytes  # that key, or what was asked for before the first one: a hint; empty: not known
     ends_chain: bool
+    attributes: Attributes | None = None  # of blocks copied from another shard
     evicted: int = 0  # blocks that made room for these
     arrived: int = 0  # blocks
 
@@ -255,24 +257,34 @@ class Answers:
         store, now = self._store, self._state.now
         parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)  # what it asked for may be no chain
         before: bytes | None = b""
-        if request.chained:
+        priority: int | Priorities = request.priority
+        attributes = None
+        if request.attributes:
+            attributes = attributes_of(request.attributes, request.key_bytes)
+            priority = np.minimum(attributes["priority"], wire.MAX_PRIORITY)
+        elif request.chained:
             before = store.chains.find(namespace, request.parent)
         if before is None and not request.force and store.is_full(namespace, request.count):
             # Blocks behind others that were refused are of no use, so they take nobody's place.
             return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
         before = before or b""
         evicted = store.memory.evicted
-        slots = store.reserve(namespace, keys, request.force, now, request.priority, before)
+        slots = store.reserve(namespace, keys, request.force, now, priority, before)
         evicted = store.memory.evicted - evicted
-        return Write(request, namespace, slots, keys, existed, before, before or parent, ends_chain, evicted)
+        return Write(
+            request, namespace, slots, keys, existed, before, before or parent, ends_chain, attributes, evicted
+        )
 
     def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
         """All blocks of a SET are in their slots: make them readable, and reply."""
         request, namespace, slots = write.request, write.namespace, write.slots
         checksums = np.frombuffer(sums, dtype="<u8")
         index = namespace.memory.index
+        attributes = write.attributes
         ttl_s = request.ttl_s or namespace.ttl_s
-        expires = self._state.now + ttl_s if ttl_s else 0.0
+        expires: float | npt.NDArray[np.float64] = self._state.now + ttl_s if ttl_s else 0.0
+        if attributes is not None:
+            expires = np.where(attributes["ttl"], self._state.now + attributes["ttl"] * TTL_STEP_S, expires)
         placed = index.commit(
             slots,
             checksums,
@@ -280,9 +292,11 @@ class Answers:
             expires,
             write.parent,
             write.ends_chain,
-            request.chained and request.position > 0,
+            attributes is not None or (request.chained and request.position > 0),
         )
-        if request.chained and request.count:
+        if attributes is not None:
+            self._store.chains.place(namespace, write.keys, attributes["before"].tobytes(), slots)
+        elif request.chained and request.count:
             self._store.chains.join(namespace, write.keys, slots, write.before, request.end)
         replaced = None if write.existed is None else write.existed & (slots >= 0)
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))

@@ -174,7 +174,8 @@ class Background:
                 self._listing_until = self._now + LISTING_S
                 yield working
         self._listing_until = self._now + LISTING_S
-        limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes)
-        keys = listing.keys(request.skip, limit)
-        self._account.check(len(keys), request.id)  # it stays there until the client has taken it
-        peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, listing.total))
+        limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes // (1 + request.before))
+        keys, before = listing.keys(request.skip, limit)
+        before = before if request.before else b""
+        self._account.check(len(keys) + len(before), request.id)  # they stay there until the client has taken them
+        peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, listing.total, before))

@@ -48,6 +48,7 @@ class Stream:
 
     __slots__ = (
         "_ahead",
+        "_attributes",
         "_count",
         "_disk",
         "_fetched",
@@ -93,6 +94,7 @@ class Stream:
         self._next = 0
         self._ahead = 0  # blocks before this position were looked up on disk
         self._fetched = False  # at least one block was read from disk
+        self._attributes = request.attributes
         self._used = request.refresh  # whether this GET counts as a use of its blocks
         self._waiting = array("I")  # positions; an array, because many GETs of many keys may wait
         self._group: deque[tuple[Positions, Slots]] = deque()  # parts that are ready, not yet sent
@@ -249,7 +251,10 @@ class Stream:
         self.done = last = not self._group and self._next == self._count and not self._waiting
         sums = namespace.memory.index.checksums(slots).tobytes()
         following = sum(len(later) for later, _ in self._group) * block_bytes
-        header = encode(Part(self.id, positions.astype("<u4").tobytes(), sums, last, self._hit, self._miss, following))
+        attributes = namespace.attributes_of(slots, now) if self._attributes else b""
+        header = encode(
+            Part(self.id, positions.astype("<u4").tobytes(), sums, last, self._hit, self._miss, following, attributes)
+        )
         if last and self._used:
             namespace.hits += self._hit
             namespace.misses += self._miss

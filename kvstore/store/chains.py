@@ -57,6 +57,21 @@ class Chains:
             if follower is not None and not refused:
                 index.link(follower, last)
 
+    def place(self, namespace: NamespaceStore, keys: bytes, before: bytes, slots: Slots) -> None:
+        """Copies of another shard's blocks have been set: link each with the one that it follows, which may come later.
+
+        before: a key for each of `keys`; its own for a block that follows none.
+        """
+        index, size = namespace.memory.index, namespace.key_bytes
+        index.link(keys, before, slots)
+        for at in range(0, len(keys), size):
+            key, followed = keys[at : at + size], before[at : at + size]
+            if followed != key and index.state_of(followed) != BlockIndex.READY:
+                _put(self._expected, (namespace.id, followed), key)
+            follower = self._expected.pop((namespace.id, key), None)
+            if follower is not None:
+                index.link(follower, key)
+
 
 def _put(keys: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
     keys[key] = value

@@ -1,7 +1,10 @@
 """All blocks of a namespace in both tiers, the most recently used first: made in steps, read in parts.
 
-A million blocks take about 0.2 s, in steps of some milliseconds; sorting is done on a thread of its own, without the
-GIL. It is a list of slots: 24 bytes a block while it is made, 8 afterwards.
+A block that others follow in their chain counts as used when they were: it comes before them, so who copies blocks in
+this order copies heads first.
+
+A million blocks take about 0.2 s, in steps of some milliseconds; sorting is done on a thread of its own. It is a list
+of slots: `BLOCK_BYTES` a block while it is made, 8 afterwards.
 
 Only the loop's thread uses this module, but for the sorting.
 """
@@ -17,13 +20,16 @@ import numpy.typing as npt
 
 from kvstore._cext import BlockIndex
 from kvstore.store.namespace import NamespaceStore
-from kvstore.store.tier import NamespaceTier, Slots
+from kvstore.store.tier import NamespaceTier, Slots, keys_before
 
 STEP_SLOTS: Final = 16384
 SORT_AT_ONCE: Final = 65536  # blocks: in about 5 ms
-BLOCK_BYTES: Final = 24  # what making the list takes for a block: slot, tick, and sorting
+BLOCK_BYTES: Final = 56  # what making the list takes for a block: slot, tick, the block before it, and sorting
+MOST_LIFTS: Final = 16384  # blocks of one chain that may be older than those that follow them
 
 Ticks = npt.NDArray[np.uint64]
+KeyRows = npt.NDArray[np.uint8]  # (n, key_bytes)
+Rows = npt.NDArray[np.int64]
 
 
 class Listing:
@@ -54,6 +60,7 @@ class Listing:
         memory, disk = self.namespace.memory, self.namespace.disk
         self._slots = np.empty(self._capacity, dtype=np.int32)
         ticks = np.empty(self._capacity, dtype=np.uint64)
+        before = np.full(self._capacity, -1, dtype=np.int32)
         twins: list[Slots] = []
         end = 0
         for slots in _ready(memory, self._now):
@@ -65,27 +72,37 @@ class Listing:
                 both = there >= 0
                 used[both] = np.minimum(used[both], disk.index.ticks_of(there[both]))
                 twins.append(there[both])
-            end = self._put(ticks, end, slots, used)
+            end = self._put(ticks, before, end, slots, used, memory.index)
             yield True
         self._in_memory = end
         if disk is not None and not disk.empty:
             known = np.sort(np.concatenate(twins)) if twins else np.zeros(0, dtype=np.int32)
             for on_disk in _ready(disk, self._now):
                 slots = on_disk[~_among(on_disk, known)]
-                end = self._put(ticks, end, slots, disk.index.ticks_of(slots))
+                end = self._put(ticks, before, end, slots, disk.index.ticks_of(slots), disk.index)
                 yield True
-        yield from self._sort(ticks[:end])
+        yield from self._sort(ticks[:end], before[:end])
         self.complete = True
 
-    def _put(self, ticks: Ticks, at: int, slots: Slots, used: Ticks) -> int:
-        """Add slots and their ticks. -> where the next ones go. Blocks set since the beginning may be left out."""
+    def _put(self, ticks: Ticks, before: Slots, at: int, slots: Slots, used: Ticks, index: BlockIndex) -> int:
+        """Add slots, their ticks and those before them in their chains. -> where the next ones go. Blocks set since the
+        beginning may be left out."""
         end = min(self._capacity, at + len(slots))
-        self._slots[at:end], ticks[at:end] = slots[: end - at], used[: end - at]
+        slots = slots[: end - at]
+        self._slots[at:end], ticks[at:end], before[at:end] = slots, used[: end - at], index.before_of(slots)
         return end
 
-    def _sort(self, ticks: Ticks) -> Iterator[bool]:
+    def _sort(self, ticks: Ticks, before: Slots) -> Iterator[bool]:
+        memory, end = self._in_memory, len(ticks)
+
         def sort() -> None:
-            self._order = np.argsort(ticks)[::-1].astype(np.uint32)
+            rows = np.concatenate(
+                [
+                    _rows_of(self._slots[:memory], before[:memory], 0),
+                    _rows_of(self._slots[memory:end], before[memory:], memory),
+                ]
+            )
+            self._order = np.argsort(_lifted(ticks, rows))[::-1].astype(np.uint32)
 
         if len(ticks) <= SORT_AT_ONCE:
             sort()
@@ -95,22 +112,24 @@ class Listing:
         while sorting.is_alive():
             yield False
 
-    def keys(self, skip: int, limit: int) -> bytes:
-        """-> the keys of up to `limit` blocks after the first `skip`; none only at the end.
+    def keys(self, skip: int, limit: int) -> tuple[bytes, bytes]:
+        """-> the keys of up to `limit` blocks after the first `skip`, none only at the end; and for each the key of the
+        block that it follows in its chain, its own key if it follows none.
 
         Blocks that left since are taken out of the list.
         """
-        keys = b""
+        keys = before = b""
         while not keys and skip < len(self._order) and limit > 0:
             rows = self._order[skip : skip + limit]
-            found, there = self._keys_of(rows)
-            keys = found[there].tobytes()
+            found, followed, there = self._keys_of(rows)
+            keys, before = found[there].tobytes(), followed[there].tobytes()
             if not there.all():
                 self._order = np.concatenate([self._order[:skip], rows[there], self._order[skip + limit :]])
-        return keys
+        return keys, before
 
-    def _keys_of(self, rows: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+    def _keys_of(self, rows: npt.NDArray[np.uint32]) -> tuple[KeyRows, KeyRows, npt.NDArray[np.bool_]]:
         keys = np.zeros((len(rows), self.namespace.key_bytes), dtype=np.uint8)
+        before = keys.copy()
         there = np.zeros(len(rows), dtype=np.bool_)
         for tier, places in (
             (self.namespace.memory, np.flatnonzero(rows < self._in_memory)),
@@ -122,7 +141,8 @@ class Listing:
                 there[places] = ready
                 found = np.frombuffer(tier.index.keys_of(slots[ready]), dtype=np.uint8)
                 keys[places[ready]] = found.reshape(-1, self.namespace.key_bytes)
-        return keys, there
+                before[places[ready]] = keys_before(tier, slots[ready])
+        return keys, before, there
 
 
 def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
@@ -138,6 +158,31 @@ def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
             slots = slots[(expires == 0) | (expires > now)]
             if len(slots):
                 yield slots
+
+
+def _rows_of(slots: Slots, before: Slots, first: int) -> Rows:
+    """-> the row of each slot in `before`, -1 if it has none. `slots`: those of the rows from `first` on."""
+    if not len(slots):
+        return np.zeros(0, dtype=np.int64)
+    numbers = np.full(max(int(slots.max()), int(before.max())) + 1, -1, dtype=np.int64)
+    numbers[slots] = np.arange(first, first + len(slots))
+    return np.where(before >= 0, numbers[before], -1)
+
+
+def _lifted(ticks: Ticks, before: Rows) -> Ticks:
+    """-> numbers to sort by: by tick, but higher for a block than for those that follow it. `before`: the row of the
+    block that each one follows, or -1."""
+    ticks = ticks << np.uint64(16)
+    rows = np.flatnonzero(before >= 0)
+    for _ in range(MOST_LIFTS):
+        rows = rows[ticks[rows] >= ticks[before[rows]]]
+        if not len(rows):
+            break
+        above = before[rows]
+        np.maximum.at(ticks, above, ticks[rows] + np.uint64(1))
+        rows = np.unique(above)
+        rows = rows[before[rows] >= 0]
+    return ticks
 
 
 def _among(slots: Slots, known: Slots) -> npt.NDArray[np.bool_]:

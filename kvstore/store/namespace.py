@@ -17,8 +17,9 @@ import numpy as np
 from kvstore._cext import BlockIndex
 from kvstore.store.arena import Arena
 from kvstore.store.disk_blocks import DiskBlocks
-from kvstore.store.tier import NamespaceTier, Slots
+from kvstore.store.tier import NamespaceTier, Slots, keys_before
 from kvstore.wire import NamespaceInfo
+from kvstore.wire.attributes import TTL_STEP_S, attributes_dtype
 
 
 def find_parent(chain: bytes, keys: bytes, key_bytes: int) -> tuple[bytes, bool]:
@@ -86,6 +87,17 @@ class NamespaceStore:
         if end >= 0:
             result.append(memory[start:end])
         return result
+
+    def attributes_of(self, slots: Slots, now: float) -> bytes:
+        """-> what goes with the blocks in `slots`, as PART carries it."""
+        index = self.memory.index
+        attributes = np.zeros(len(slots), dtype=attributes_dtype(self.key_bytes))
+        expires = index.expires_of(slots)
+        left = np.ceil((expires - now) / TTL_STEP_S)
+        attributes["ttl"] = np.where(expires > 0, np.maximum(left, 1), 0)
+        attributes["priority"] = index.priorities_of(slots)
+        attributes["before"] = keys_before(self.memory, slots)
+        return attributes.tobytes()
 
     # ---- look-ups in both tiers ------------------------------------------------------------------------------
 

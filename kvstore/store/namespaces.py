@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore._cext import BlockIndex
 from kvstore.store.arena import Arena
@@ -31,6 +32,8 @@ EXPIRE_STEP: Final = 16384  # slots looked at a time
 EMPTY_S: Final = 5.0  # a namespace that has been empty for so long is forgotten
 SLOT_BYTES: Final = 136  # the most that an index takes for a slot, beside the key
 MAX_INDEX_SHARE: Final = 0.5  # of the limit: the disk is filled only until its index would take more
+
+Priorities = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -179,21 +182,27 @@ class Store:
         keys: bytes,
         force: bool,
         now: float,
-        priority: int = 0,
+        priority: int | Priorities = 0,
         before: bytes = b"",
     ) -> Slots:
         """Reserve a memory slot for every block that is in neither tier; with `force`, for every block.
 
+        priority: of the blocks, one for all or one for each; at least the namespace's rule applies.
         before: the key of a block that makes no room for these, and so nothing before it in its chain; empty: none.
 
         -> a slot or a negative verdict of `BlockIndex.reserve` for each key.
         """
         index, count = namespace.memory.index, len(keys) // namespace.key_bytes
-        priority = max(priority, namespace.priority)
+        if isinstance(priority, int):
+            priority = max(priority, namespace.priority)
+        else:
+            priority = np.maximum(priority, np.uint8(namespace.priority))
         on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8) != 0
         wanted = keys
         if on_disk.any():
             wanted = np.frombuffer(keys, dtype=np.uint8).reshape(count, namespace.key_bytes)[~on_disk].tobytes()
+            if not (force or isinstance(priority, int)):
+                priority = priority[~on_disk]
         missing = index.missing(wanted)
         if force:
             wanted = keys

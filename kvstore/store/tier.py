@@ -163,3 +163,12 @@ class Tier(Generic[Member]):
 
 def _reclaim_order(member: NamespaceTier) -> tuple[bool, int]:
     return member.index.ready > 0, member.index.oldest_tick()
+
+
+def keys_before(tier: NamespaceTier, slots: Slots) -> npt.NDArray[np.uint8]:
+    """-> the key of the block that each slot's block follows in its chain, its own key if it follows none:
+    (n, key_bytes)."""
+    index = tier.index
+    before = index.before_of(slots)
+    keys = np.frombuffer(index.keys_of(np.where(before >= 0, before, slots)), dtype=np.uint8)
+    return keys.reshape(len(slots), index.key_bytes)

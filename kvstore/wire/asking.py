@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.wire import zmtp
+from kvstore.wire.attributes import Attributes
 from kvstore.wire.dealer import Answer, Dealer, FrameBuffers, GetAnswer, Refusal
 
 _IOV: Final = 512
@@ -33,7 +34,7 @@ _RECEIVE_BYTES: Final = 1 << 20  # received at most before the deadline is check
 KeyArray = npt.NDArray[np.uint8]  # (n, key_bytes)
 Positions = npt.NDArray[np.uint32]
 Sums = npt.NDArray[np.uint64]
-Blocks = tuple[Positions, Sums, memoryview]
+Blocks = tuple[Positions, Sums, Attributes, memoryview]
 ReplyT = TypeVar("ReplyT", bound=wire.Reply)
 
 
@@ -125,23 +126,28 @@ class Asking:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._broken(f"its INFO_REPLY holds no shard's state: {error}") from None
 
-    def hottest(self, skip: int, limit: int) -> tuple[KeyArray, int]:
-        """-> keys of the namespace, (n, key_bytes), most recently used first, and the number of its blocks.
+    def hottest(self, skip: int, limit: int) -> tuple[KeyArray, KeyArray, int]:
+        """-> keys of the namespace, (n, key_bytes), most recently used first; for each the key of the block that it
+        follows in its chain, its own key if it follows none; and the number of the namespace's blocks.
 
         The keys are up to `limit` keys after the first `skip`: fewer if they do not fit a reply, none at the end.
         """
         self._begin()
-        reply = self._ask(wire.HottestReply, wire.Hottest(self._last_id, self._deadline_ms(), skip, limit))
+        reply = self._ask(wire.HottestReply, wire.Hottest(self._last_id, self._deadline_ms(), skip, limit, before=True))
         if not reply.keys:
-            return np.empty((0, wire.MIN_KEY_BYTES), dtype=np.uint8), reply.total
+            none = np.empty((0, wire.MIN_KEY_BYTES), dtype=np.uint8)
+            return none, none, reply.total
         size = reply.key_bytes
         self._check(
             wire.MIN_KEY_BYTES <= size <= wire.MAX_KEY_BYTES
             and len(reply.keys) % size == 0
-            and len(reply.keys) <= min(wire.MAX_HOTTEST_BYTES, limit * size),
-            f"{len(reply.keys)} bytes of keys of {size} bytes: expected at most {limit} keys",
+            and len(reply.keys) <= min(wire.MAX_HOTTEST_BYTES, limit * size)
+            and len(reply.before) == len(reply.keys),
+            f"{len(reply.keys)} bytes of keys of {size} bytes and {len(reply.before)} of those before them: "
+            f"expected at most {limit} keys of each",
         )
-        return np.frombuffer(reply.keys, dtype=np.uint8).reshape(-1, size), reply.total
+        keys, before = (np.frombuffer(some, dtype=np.uint8).reshape(-1, size) for some in (reply.keys, reply.before))
+        return keys, before, reply.total
 
     def contains(self, keys: KeyArray, refresh: bool = False) -> npt.NDArray[np.bool_]:
         """-> for each of up to `wire.MAX_KEYS` keys, whether it is there. `refresh`: count as a use of the blocks."""
@@ -152,19 +158,19 @@ class Asking:
         return np.frombuffer(reply.present, dtype=np.uint8).astype(np.bool_)
 
     def get(self, keys: KeyArray) -> Iterator[Blocks]:
-        """Yield blocks as they arrive: their positions in `keys`, the checksums they were set with, and their bytes,
-        concatenated, in memory that is reused only when no view of it exists any more. Each position comes once at
-        most; blocks of positions that do not come are not on the shard.
+        """Yield blocks as they arrive: their positions in `keys`, the checksums they were set with, what goes with them
+        to another shard (`attributes.py`), and their bytes, concatenated, in memory that is reused only when no view of
+        it exists any more. Each position comes once at most; blocks of positions that do not come are not on the shard.
 
         No other request is possible until the iterator is exhausted. Leaving it earlier closes the connection.
         """
         self._begin()
-        answer = _Blocks(self._last_id, len(keys), self._block_bytes, self._buffers)
+        answer = _Blocks(self._last_id, len(keys), keys.shape[1], self._block_bytes, self._buffers)
         ready = answer.ready
         try:
             self._send_message(
                 answer,
-                wire.Get(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh=False),
+                wire.Get(self._last_id, self._deadline_ms(), len(keys), keys.shape[1], refresh=False, attributes=True),
                 [keys.tobytes()],
             )
             while not answer.done:
@@ -176,10 +182,21 @@ class Asking:
             if not answer.done:
                 self.close()
 
-    def set(self, keys: KeyArray, blocks: Sequence[memoryview], sums: Sums) -> wire.SetReply:
-        """Set blocks: one view of the namespace's block size and one checksum a key. Does not overwrite blocks."""
+    def set(
+        self, keys: KeyArray, blocks: Sequence[memoryview], sums: Sums, attributes: Attributes | None = None
+    ) -> wire.SetReply:
+        """Set blocks: one view of the namespace's block size and one checksum a key. Does not overwrite blocks.
+
+        attributes: what goes with each of up to `wire.MAX_FRAME_BLOCKS` blocks of another shard.
+        """
         self._begin()
-        header = wire.Set(self._last_id, self._deadline_ms(), *keys.shape)
+        header = wire.Set(
+            self._last_id,
+            self._deadline_ms(),
+            len(keys),
+            keys.shape[1],
+            attributes=b"" if attributes is None else attributes.tobytes(),
+        )
         per_frame = wire.frame_blocks(self._block_bytes)
         if any(len(block) != self._block_bytes for block in blocks) or not len(keys) == len(blocks) == len(sums):
             raise ValueError(
@@ -280,8 +297,8 @@ class _Blocks(GetAnswer):
 
     __slots__ = ("_buffers", "_part", "ready")
 
-    def __init__(self, request_id: int, count: int, block_bytes: int, buffers: FrameBuffers) -> None:
-        super().__init__(request_id, count, block_bytes)
+    def __init__(self, request_id: int, count: int, key_bytes: int, block_bytes: int, buffers: FrameBuffers) -> None:
+        super().__init__(request_id, count, block_bytes, key_bytes)
         self.ready: deque[Blocks] = deque()
         self._buffers = buffers
         self._part: memoryview | None = None
@@ -292,5 +309,5 @@ class _Blocks(GetAnswer):
 
     def end_payload(self) -> None:
         assert self._part is not None
-        self.ready.append((self.part_positions, self.part_sums, self._part))
+        self.ready.append((self.part_positions, self.part_sums, self.part_attributes, self._part))
         self._part = None

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.wire import zmtp
+from kvstore.wire.attributes import Attributes, attributes_dtype
 from kvstore.wire.messages import (
     CHECKSUM_BYTES,
     MAX_BLOCK_BYTES,
@@ -89,14 +90,25 @@ class GetAnswer(Answer):
     """Collects the reply to a GET of `count` keys.
 
     A subclass gives the memory for the blocks of a PART. They are the blocks of the keys at `part_positions`, and have
-    the checksums `part_sums`.
+    the checksums `part_sums` and the `part_attributes`. `key_bytes`: of the keys, if the GET asks for attributes.
     """
 
-    __slots__ = ("_left", "_most", "_wanted", "block_bytes", "part_positions", "part_sums")
+    __slots__ = (
+        "_dtype",
+        "_left",
+        "_most",
+        "_wanted",
+        "block_bytes",
+        "part_attributes",
+        "part_positions",
+        "part_sums",
+    )
 
-    def __init__(self, request_id: int, count: int, block_bytes: int) -> None:
+    def __init__(self, request_id: int, count: int, block_bytes: int, key_bytes: int = 0) -> None:
         super().__init__(request_id)
         self.block_bytes = block_bytes
+        self._dtype = attributes_dtype(key_bytes) if key_bytes else None
+        self.part_attributes: Attributes = np.empty(0, dtype=self._dtype or attributes_dtype(0))
         self.part_positions: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
         self.part_sums: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self._most = frame_blocks(max(1, block_bytes))
@@ -125,6 +137,13 @@ class GetAnswer(Answer):
                 raise _broken("a PART with a position that came before: expected each block once")
             self.part_positions = positions
             self.part_sums = np.frombuffer(reply.sums, dtype="<u8")
+            if self._dtype is not None:
+                if len(reply.attributes) != count * self._dtype.itemsize:
+                    raise _broken(
+                        f"a PART with {len(reply.attributes)} bytes of attributes of {count} blocks: "
+                        f"expected {count * self._dtype.itemsize}"
+                    )
+                self.part_attributes = np.frombuffer(reply.attributes, dtype=self._dtype)
             self.payload_bytes = count * self.block_bytes
         self.following = reply.following
         self.complete = reply.last

@@ -37,6 +37,7 @@ MAX_REPLICAS: Final = 3
 MAX_HOTTEST_BYTES: Final = 8 << 20  # all keys of one HOTTEST reply together
 MAX_DEADLINE_MS: Final = 600_000
 CHECKSUM_BYTES: Final = 8
+ATTRIBUTES_BYTES: Final = 5  # what goes with a block to another shard, beside a key: see attributes.py
 
 # A payload frame of small blocks is filled up to this size. Measured: with one such frame a system call, the copies of
 # both ends overlap; with 4 MiB a call a transfer took 1.15 times as long.
@@ -110,6 +111,9 @@ class Set(_Header, tag=2, frozen=True):
     may be at other shards. `parent`: the key before the first one, or the `end` of the part before; empty if the chain
     begins here. `end`: the last key of the client's call, if it went to another shard: the next part may name it as its
     parent. `position`: of the first key in the chain.
+
+    `attributes`: an entry of `attributes.py` for each of up to `MAX_FRAME_BLOCKS` blocks, which are copies of another
+    shard's. Then `priority`, `ttl_s`, `chained` and the fields after it do not count.
     """
 
     id: int
@@ -124,6 +128,7 @@ class Set(_Header, tag=2, frozen=True):
     parent: bytes = b""
     end: bytes = b""
     position: int = 0
+    attributes: bytes = b""
 
 
 class Get(_Header, tag=3, frozen=True):
@@ -131,7 +136,7 @@ class Get(_Header, tag=3, frozen=True):
 
     `credit` > 0: the shard may send so many bytes of payload before it needs more CREDIT. `refresh`: the GET counts as
     a use of the blocks, and in hits and misses. `prefix`: the keys are a chain, and only its leading run of blocks that
-    are present is requested.
+    are present is requested. `attributes`: have PARTs say what goes with each block.
     """
 
     id: int
@@ -141,6 +146,7 @@ class Get(_Header, tag=3, frozen=True):
     credit: int = 0
     refresh: bool = True
     prefix: bool = False
+    attributes: bool = False
 
 
 class Contains(_Header, tag=4, frozen=True):
@@ -213,12 +219,16 @@ class Scrub(_Header, tag=12, frozen=True):
 
 
 class Hottest(_Header, tag=13, frozen=True):
-    """Request keys of the connection's namespace, most recently used first: `limit` keys after the first `skip`."""
+    """Request keys of the connection's namespace, most recently used first: `limit` keys after the first `skip`.
+
+    A block comes after those before it in its chain. `before`: have the reply name the block that each one follows.
+    """
 
     id: int
     deadline_ms: int
     skip: int
     limit: int
+    before: bool = False
 
 
 class Purge(_Header, tag=14, frozen=True):
@@ -267,7 +277,8 @@ class SetReply(_Header, tag=66, frozen=True):
 class Part(_Header, tag=67, frozen=True):
     """Blocks of GET `id`. Frames: header and, unless it has no blocks, one payload frame.
 
-    `positions`: u32le, indexes into the request's keys; `sums`: u64le checksums; one of each a block.
+    `positions`: u32le, indexes into the request's keys; `sums`: u64le checksums; `attributes`: entries of
+    `attributes.py`, if the GET asked for them; one of each a block.
 
     The PART with `last` ends the reply; its counts of hits and misses are complete. The next `following` bytes of
     payload come in the PARTs right behind this one, so the client need not be woken for fewer.
@@ -280,6 +291,7 @@ class Part(_Header, tag=67, frozen=True):
     hit: int = 0
     miss: int = 0
     following: int = 0
+    attributes: bytes = b""
 
 
 class ContainsReply(_Header, tag=68, frozen=True):
@@ -322,12 +334,14 @@ class ScrubReply(_Header, tag=74, frozen=True):
 
 
 class HottestReply(_Header, tag=75, frozen=True):
-    """`keys`: concatenated, `key_bytes` each. `total`: how many blocks the namespace has on this shard."""
+    """`keys`: concatenated, `key_bytes` each. `total`: how many blocks the namespace has on this shard. `before`: if it
+    was asked for, for each key the nearest block before it in its chain; the key itself if there is none."""
 
     id: int
     key_bytes: int
     keys: bytes
     total: int
+    before: bytes = b""
 
 
 class PurgeReply(_Header, tag=76, frozen=True):
@@ -444,6 +458,15 @@ def _check_chain(request: Set) -> None:
             raise WireError(
                 ErrorCode.KEY_SIZE,
                 f"{name} is a key of {len(key)} bytes: expected {request.key_bytes} like the other keys, or none",
+                request.id,
+            )
+    if request.attributes:
+        expected = request.count * (ATTRIBUTES_BYTES + request.key_bytes)
+        if request.count > MAX_FRAME_BLOCKS or len(request.attributes) != expected:
+            raise WireError(
+                ErrorCode.PROTOCOL,
+                f"{len(request.attributes)} bytes of attributes for {request.count} blocks: expected {expected} bytes, "
+                f"and at most {MAX_FRAME_BLOCKS} blocks",
                 request.id,
             )
     if not 0 <= request.position <= MAX_POSITION:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, take
+from kvstore_client._calls.copied import Copied
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
@@ -121,16 +122,18 @@ class Reader:
         the first gap of the whole chain arrive, and few of those behind the gap.
         """
         target = IntoTarget(rows, slots, len(packed), self._verify)
-        message = self._get_message(packed, options, credit=0)
         rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
         while groups := rounds.next():
             lacking = rounds.lacking()
-            calls = self._get_calls(groups, target, message)
+            calls = self._get_calls(packed, groups, target, options, 0, bool(lacking))
             self._exchange.run(calls, rounds.deadline, rounds.patience_s)
             self._settle(rounds, calls, target.present, packed, target)
+            copied = Copied(packed, calls) if lacking else None
             for link, positions in lacking:
                 found = positions[target.present[positions]]
-                self._repairs.put(link, packed[found], map(target.row, found.tolist()))
+                if copied is not None and len(found):
+                    attributes = copied.to(rounds.owned_by(link), found)
+                    self._repairs.put(link, packed[found], map(target.row, found.tolist()), attributes)
         self._end(rounds, options)
         return target.present
 
@@ -141,19 +144,21 @@ class Reader:
         present = np.zeros(len(packed), dtype=np.bool_)
         target = QueueTarget(self._block_bytes, self._verify)
         credit = max(STREAM_CREDIT_BYTES, 2 * self._block_bytes)
-        message = self._get_message(packed, options, credit)
         rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
         while groups := rounds.next():
-            lacking: dict[int, list[Link]] = {}
+            lacking: dict[int, list[tuple[Link, Numbers]]] = {}
             for link, positions in rounds.lacking():
+                owned = rounds.owned_by(link)
                 for position in positions.tolist():
-                    lacking.setdefault(position, []).append(link)
-            calls = self._get_calls(groups, target, message)
+                    lacking.setdefault(position, []).append((link, owned))
+            calls = self._get_calls(packed, groups, target, options, credit, bool(lacking))
+            copied = Copied(packed, calls)
             try:
                 for position, block in self._arriving(calls, target, credit, rounds, options.timeout_s):
                     present[position] = True
-                    for link in lacking.get(position, ()):
-                        self._repairs.put(link, packed[position : position + 1], [block])
+                    for link, owned in lacking.get(position, ()):
+                        one = np.array([position])
+                        self._repairs.put(link, packed[one], [block], copied.to(owned, one))
                     yield position, block
                     del block
             finally:
@@ -202,30 +207,33 @@ class Reader:
 
     # ---- shared by reads -------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _get_message(packed: KeyArray, options: Options, credit: int) -> Callable[[Call], Message]:
-        deadline_ms = options.deadline_ms
+    def _get_calls(
+        self,
+        packed: KeyArray,
+        groups: Sequence[tuple[Link, Numbers]],
+        target: IntoTarget | QueueTarget,
+        options: Options,
+        credit: int,
+        attributes: bool,
+    ) -> list[Call]:
+        """The GETs of a round. `attributes`: whether blocks that they find are set elsewhere."""
+        deadline_ms, key_bytes = options.deadline_ms, packed.shape[1]
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            request = wire.Get(call.id, deadline_ms, len(keys), keys.shape[1], credit, prefix=options.prefix)
+            request = wire.Get(
+                call.id, deadline_ms, len(keys), key_bytes, credit, prefix=options.prefix, attributes=attributes
+            )
             return keyed_message(request, keys)
 
-        return message
-
-    def _get_calls(
-        self,
-        groups: Sequence[tuple[Link, Numbers]],
-        target: IntoTarget | QueueTarget,
-        message: Callable[[Call], Message],
-    ) -> list[Call]:
+        kept_bytes = key_bytes if attributes else 0
         return [
             Call(
                 link,
                 self._core.next_id(),
                 some,
                 message,
-                functools.partial(PlacedBlocks, positions=some, target=target),
+                functools.partial(PlacedBlocks, positions=some, target=target, key_bytes=kept_bytes),
             )
             for link, positions in groups
             for some in chunks(positions, wire.MAX_KEYS)

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstore import wire
+from kvstore.wire.attributes import Attributes
 from kvstore_client._calls.batches import milliseconds, set_message
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._links.buffers import BlockSource
@@ -38,6 +39,7 @@ class _Repair(NamedTuple):
     link: Link
     key: bytes
     block: bytes
+    attributes: Attributes  # one entry
 
 
 class Repairs:
@@ -57,8 +59,8 @@ class Repairs:
         self._under_way: Sequence[_Repair] = ()
         self._running = False
 
-    def put(self, link: Link, keys: KeyArray, blocks: Iterable[memoryview]) -> None:
-        """Queue copies of `blocks` to be set on `link`'s shard. Never blocks."""
+    def put(self, link: Link, keys: KeyArray, blocks: Iterable[memoryview], attributes: Attributes) -> None:
+        """Queue copies of `blocks`, with what goes with each of them, to be set on `link`'s shard. Never blocks."""
         if not self._enabled or link.broken is not None:
             return
         room = MAX_QUEUED_BYTES // self._block_bytes
@@ -66,7 +68,7 @@ class Repairs:
             if len(self._queue) + len(self._under_way) >= room:
                 self._exchange.core.stats.repairs_dropped += len(keys) - number
                 return
-            repair = _Repair(link, keys[number].tobytes(), bytes(block))
+            repair = _Repair(link, keys[number].tobytes(), bytes(block), attributes[number : number + 1])
             with self._lock:
                 self._queue.append(repair)
                 if not self._running:
@@ -106,7 +108,7 @@ class Repairs:
     def _next_batch(self) -> list[_Repair]:
         """The next blocks for one shard. Empty: the thread must end."""
         batch: list[_Repair] = []
-        per_batch = max(1, BATCH_BYTES // self._block_bytes)
+        per_batch = max(1, min(wire.MAX_FRAME_BLOCKS, BATCH_BYTES // self._block_bytes))
         with self._lock:
             if self._exchange.core.closed:
                 self._queue.clear()
@@ -121,9 +123,10 @@ class Repairs:
         core = self._exchange.core
         keys = np.frombuffer(b"".join(repair.key for repair in batch), dtype=np.uint8).reshape(len(batch), -1)
         source = BlockSource([repair.block for repair in batch], self._block_bytes)
+        attributes = np.concatenate([repair.attributes for repair in batch]).tobytes()
 
         def message(call: Call) -> Message:
-            request = wire.Set(call.id, milliseconds(core.timeout_s), len(keys), keys.shape[1])
+            request = wire.Set(call.id, milliseconds(core.timeout_s), len(keys), keys.shape[1], attributes=attributes)
             return set_message(request, keys, call.positions, source)
 
         call = Call(batch[0].link, core.next_id(), np.arange(len(keys)), message)

@@ -143,3 +143,8 @@ class Rounds:
         left[self._left] = True
         lacking = [(link, missed[left[missed]]) for link, missed in self._missed]
         return [(link, positions) for link, positions in lacking if len(positions)]
+
+    def owned_by(self, link: Link) -> Numbers:
+        """The positions of all keys of the batch of which this shard is to hold a copy, in ascending order."""
+        owners = self._view.owners(self._packed, self._replicas)
+        return np.flatnonzero((owners == self._view.links.index(link)).any(axis=1))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import checksum_into
+from kvstore.wire.attributes import Attributes
 from kvstore.wire.dealer import FrameBuffers, GetAnswer
 from kvstore_client._links.buffers import Rows
 
@@ -21,12 +22,15 @@ _KEPT_BUFFERS: Final = 64  # buffers kept for a stream: more than its credit all
 
 class PlacedBlocks(GetAnswer):
     """The answer to a GET, whose blocks go to `target`. `positions[i]` is the caller's position of the request's
-    key i."""
+    key i. `key_bytes`: of the keys, if the GET asks for attributes; then `attributes[i]` are those of key i."""
 
-    __slots__ = ("_placing", "arrived", "hit", "positions", "target")
+    __slots__ = ("_placing", "arrived", "attributes", "hit", "positions", "target")
 
-    def __init__(self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget) -> None:
-        super().__init__(request_id, len(positions), target.block_bytes)
+    def __init__(
+        self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget, key_bytes: int = 0
+    ) -> None:
+        super().__init__(request_id, len(positions), target.block_bytes, key_bytes)
+        self.attributes: Attributes = np.zeros(len(positions) if key_bytes else 0, dtype=self.part_attributes.dtype)
         self.positions = positions
         self.target = target
         self.arrived = self.hit = 0  # blocks that arrived, and how many of them have the right bytes
@@ -34,6 +38,8 @@ class PlacedBlocks(GetAnswer):
 
     def begin_payload(self) -> list[memoryview]:
         self._placing = self.positions[self.part_positions].tolist()
+        if len(self.attributes):
+            self.attributes[self.part_positions] = self.part_attributes
         return self.target.views(self._placing)
 
     def end_payload(self) -> None:

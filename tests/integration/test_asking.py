@@ -82,13 +82,13 @@ def test_blocks_go_there_and_come_back(
         assert asking.contains(matrix([keys[0], b"absent-absent-00"])).tolist() == [True, False]
         asked = [*keys, b"absent-absent-00"]
         came: dict[int, bytes] = {}
-        for positions, found, memory in asking.get(matrix(asked)):
+        for positions, found, _, memory in asking.get(matrix(asked)):
             for number, position in enumerate(positions.tolist()):
                 came[position] = bytes(memory[number * block_bytes : (number + 1) * block_bytes])
                 assert found[number] == sums[position]
             memory[:] = bytes(len(memory))  # it is the caller's
         assert came == dict(enumerate(blocks))
-        listed, total = asking.hottest(0, 2)
+        listed, _, total = asking.hottest(0, 2)
         assert listed.tobytes() == keys[0] + keys[1] if count < 1000 else len(listed) == 2
         assert total == count
     with KVStoreClient(server.endpoint, namespace) as client:
@@ -100,8 +100,8 @@ def test_moving_a_block_is_no_use_of_it(server: Server, new_namespace: MakeNames
     with KVStoreClient(server.endpoint, namespace) as client:
         client.set(keys, blocks_of(keys, 4096))
         with Asking(address(server), TIMEOUT_S, namespace.canonical()) as asking:
-            hottest, _ = asking.hottest(0, 4)
-            assert sum(len(positions) for positions, _, _ in asking.get(hottest[::-1].copy())) == 4
+            hottest, *_ = asking.hottest(0, 4)
+            assert sum(len(positions) for positions, *_ in asking.get(hottest[::-1].copy())) == 4
             assert (asking.hottest(0, 4)[0] == hottest).all()
         mine = next(each for each in client.info().shards[0].namespaces if each.id == namespace.id)
         assert (mine.hits, mine.misses) == (0, 0)
@@ -158,7 +158,7 @@ def test_blocks_that_are_looked_at_are_not_overwritten(server: Server, new_names
         asking.set(matrix(keys), [memoryview(block) for block in blocks], sums_of(blocks))
         kept: list[tuple[np.ndarray, memoryview]] = []
         for turn in range(4):
-            came = [(positions, memory) for positions, _, memory in asking.get(matrix(keys))]
+            came = [(positions, memory) for positions, _, _, memory in asking.get(matrix(keys))]
             kept += came[turn::4]  # the rest is let go, and used again
             del came
         for positions, memory in kept:

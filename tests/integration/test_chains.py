@@ -203,6 +203,35 @@ def test_on_disk_tails_go_before_heads_too(
         assert 0 < int(client.contains(one).sum()) < 300 and client.contains(two).sum() == 400
 
 
+@every_policy
+@pytest.mark.parametrize("clean", [True, False], ids=["stopped", "killed"])
+def test_tails_go_before_heads_after_a_restart_too(
+    start_server: StartServer, new_namespace: MakeNamespace, folder: Path, policy: str, clean: bool
+) -> None:
+    server = start_server("--policy", policy, *disk_flags(folder, "32MiB"), memory="64MiB")
+    namespace = new_namespace(BLOCK)
+    one, two = make_keys(300), make_keys(400, first=1000)
+    with open_client(server, namespace) as client:
+        wait_until_on(client)
+        set_chain([client], one)
+        wait_until_durable(client)
+        if clean:
+            server.stop()
+        else:
+            server.kill()
+        server.restart()
+        wait_until_on(client)
+        assert present_and_usable(client, one) == (300, 300)
+        client.get(one[200:210])
+        set_chain([client], two)
+        wait_until_durable(client)
+        server.kill()
+        server.restart()
+        wait_until_on(client)
+        present, usable = present_and_usable(client, one)
+        assert present == usable and 0 < present < 300
+
+
 def test_a_parent_that_cannot_be_is_refused(server: Server, new_namespace: MakeNamespace) -> None:
     keys = make_keys(3)
     with KVStoreClient(server.endpoint, new_namespace(256)) as client:

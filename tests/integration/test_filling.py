@@ -61,7 +61,7 @@ def check_bytes(server: Server, namespace: Namespace, keys: Sequence[bytes]) -> 
         for at in range(0, len(keys), 64):
             some = keys[at : at + 64]
             right = 0
-            for positions, _, memory in asking.get(
+            for positions, _, _, memory in asking.get(
                 np.frombuffer(b"".join(some), dtype=np.uint8).reshape(len(some), -1)
             ):
                 for number, position in enumerate(positions.tolist()):

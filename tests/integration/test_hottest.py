@@ -32,8 +32,8 @@ def hottest(server: Server, namespace: Namespace, skip: int = 0, limit: int = 1 
     """Keys, most recently used first, and how many blocks there are."""
     with RawClient(server) as raw:
         raw.hello(namespace.canonical())
-        tag, request_id, key_bytes, keys, total = raw.ask(pack(HOTTEST, 7, 10_000, skip, limit))
-        assert (tag, request_id) == (HOTTEST_REPLY, 7)
+        tag, request_id, key_bytes, keys, total, before = raw.ask(pack(HOTTEST, 7, 10_000, skip, limit))
+        assert (tag, request_id, before) == (HOTTEST_REPLY, 7, b"")
         assert len(keys) <= wire.MAX_HOTTEST_BYTES and len(keys) % max(1, key_bytes) == 0
         return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes or 1)], total
 
@@ -49,10 +49,10 @@ def test_the_most_recently_used_come_first(server: Server, new_namespace: MakeNa
             put(client, keys[at : at + 10])
         assert hottest(server, namespace) == (keys[20:] + keys[10:20] + keys[:10], 30)
         client.get(keys[3:5])
-        assert hottest(server, namespace)[0][:3] == [keys[3], keys[4], keys[20]]
+        assert hottest(server, namespace)[0][:6] == [*keys[:5], keys[20]], "a chain's head counts as used, too"
         client.contains(keys[12:13], refresh=True)
         client.contains(keys[13:14])
-        assert hottest(server, namespace)[0][:3] == [keys[12], keys[3], keys[4]]
+        assert hottest(server, namespace)[0][:5] == [keys[10], keys[11], keys[12], keys[0], keys[1]]
         client.delete(keys[3:13])
         assert hottest(server, namespace) == (keys[20:] + keys[13:20] + keys[:3], 20)
 
@@ -87,7 +87,7 @@ def test_it_takes_a_namespace_and_numbers_inside_their_limits(server: Server, ne
         raw.hello(new_namespace().canonical())
         for fields in ((0, 0, 10), (1000, -1, 10), (1000, 0, -1)):
             assert raw.ask(pack(HOTTEST, 4, *fields))[:3] == [ERROR, 4, ErrorCode.LIMIT]
-        assert raw.ask(pack(HOTTEST, 5, 1000, 0, 10)) == [HOTTEST_REPLY, 5, 0, b"", 0]
+        assert raw.ask(pack(HOTTEST, 5, 1000, 0, 10)) == [HOTTEST_REPLY, 5, 0, b"", 0, b""]
 
 
 def test_a_reply_carries_no_more_than_its_limit_of_keys(server: Server, new_namespace: MakeNamespace) -> None:

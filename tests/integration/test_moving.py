@@ -84,7 +84,7 @@ def held(shard: ShardAddress, namespace: Namespace, keys: Sequence[bytes]) -> li
         for first in range(0, len(keys), step):
             some = keys[first : first + step]
             size = namespace.block_bytes
-            for positions, _, memory in connection.get(matrix(some)):
+            for positions, _, _, memory in connection.get(matrix(some)):
                 for number, position in enumerate(positions.tolist()):
                     assert memory[number * size : (number + 1) * size] == block_of(some[position], size)
                     found.append(some[position])

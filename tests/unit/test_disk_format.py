@@ -286,7 +286,7 @@ def test_entries_come_back_as_they_were(key_bytes: int, count: int) -> None:
     keys = b"".join(make_keys(count, key_bytes=key_bytes))
     entries = entries_of(count)
     values = pack_entries(CANONICAL, key_bytes, keys, entries)
-    assert [len(value) for value in values] == [40] * count
+    assert [len(value) for value in values] == [48] * count
     found, good = check_entries(CANONICAL, key_bytes, keys, b"".join(values))
     assert good.all()
     assert np.array_equal(found, entries)

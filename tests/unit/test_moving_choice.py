@@ -128,7 +128,7 @@ def test_those_that_drain_own_nothing_and_those_that_join_do() -> None:
 
 def listed(canonical: bytes, block_bytes: int, count: int) -> Listed:
     keys = np.arange(count * 16, dtype=np.uint8).reshape(count, 16)
-    return Listed(canonical, 1, block_bytes, keys, np.zeros((count, 1), dtype=np.intp))
+    return Listed(canonical, 1, block_bytes, keys, np.zeros((count, 1), dtype=np.intp), keys[:, np.newaxis])
 
 
 def test_namespaces_take_turns_and_every_block_has_one() -> None:

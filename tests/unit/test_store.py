@@ -61,7 +61,7 @@ def present(namespace: NamespaceStore, keys: Sequence[bytes]) -> list[bool]:
 def hottest(namespace: NamespaceStore, skip: int = 0, limit: int = 100) -> tuple[list[bytes], int]:
     listing = Listing(namespace, 0.0)
     assert all(listing.steps()) and listing.complete
-    keys = listing.keys(skip, limit)
+    keys, _ = listing.keys(skip, limit)
     return [keys[at : at + 16] for at in range(0, len(keys), 16)], listing.total
 
 
@@ -69,7 +69,7 @@ def hottest_in_the_background(namespace: NamespaceStore) -> list[bytes]:
     listing = Listing(namespace, 0.0)
     for _ in listing.steps():
         pass
-    keys = listing.keys(0, 100)
+    keys, _ = listing.keys(0, 100)
     return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
@@ -356,6 +356,25 @@ def test_the_hottest_come_in_the_order_of_their_use(store: Store) -> None:
             assert hottest(namespace, skip, limit) == (order[skip : skip + limit], 9)
 
 
+def test_a_block_counts_as_used_when_those_that_follow_it_were(store: Store) -> None:
+    namespace, keys = store.open(canonical("m"), 16), make_keys(9)
+    index = namespace.memory.index
+    put(store, namespace, keys[:5])
+    index.link(b"".join(keys[:3]))
+    index.link(keys[4], keys[1])
+    put(store, namespace, keys[5:])
+    index.contains(keys[2], 0.0, True, store.ticks(1))
+    assert hottest(namespace) == ([*keys[:3], *keys[5:], *keys[3:5]], 9)
+    index.contains(keys[4], 0.0, True, store.ticks(1))
+    assert hottest(namespace)[0][:4] == [keys[0], keys[1], keys[4], keys[2]]
+    listing = Listing(namespace, 0.0)
+    assert all(listing.steps())
+    assert listing.keys(0, 4) == (
+        b"".join([keys[0], keys[1], keys[4], keys[2]]),
+        b"".join([keys[0], keys[0], *keys[1:2] * 2]),
+    )
+
+
 def test_a_block_that_is_being_written_is_not_among_the_hottest(store: Store) -> None:
     namespace, keys = store.open(canonical("m"), 16), make_keys(3)
     put(store, namespace, keys[:2])
@@ -369,7 +388,7 @@ def test_a_list_in_parts_leaves_out_what_is_gone_since(store: Store) -> None:
     listing = Listing(namespace, 0.0)
     assert all(listing.steps())
     namespace.memory.index.delete(b"".join(keys[3:6]))
-    parts = [listing.keys(0, 2), listing.keys(2, 2), listing.keys(3, 2), listing.keys(5, 2), listing.keys(6, 2)]
+    parts = [listing.keys(skip, 2)[0] for skip in (0, 2, 3, 5, 6)]
     assert b"".join(parts) == b"".join(keys[:3] + keys[6:]) and listing.total == 6
 
 

@@ -111,7 +111,8 @@ REQUESTS: dict[str, wire.Request] = {
     "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
     "hello_empty": wire.Hello(0, 2),
     "set": wire.Set(2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280),
-    "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True),
+    "set_copied": wire.Set(2, 10_000, 1, 8, attributes=bytes.fromhex("4006000002") + b"key--000"),
+    "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True, True),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
     "delete": wire.Delete(6, 250, 0, 16),
@@ -121,7 +122,7 @@ REQUESTS: dict[str, wire.Request] = {
     "credit": wire.Credit(3, 4 << 20),
     "cancel": wire.Cancel(3),
     "scrub": wire.Scrub(10, 10_000),
-    "hottest": wire.Hottest(11, 10_000, 524_288, 1_000_000),
+    "hottest": wire.Hottest(11, 10_000, 524_288, 1_000_000, True),
     "purge": wire.Purge(12, 10_000, True),
 }
 REPLIES: dict[str, wire.Reply] = {
@@ -139,7 +140,7 @@ REPLIES: dict[str, wire.Reply] = {
         zone="rack-7",
     ),
     "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4]), 7),
-    "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016),
+    "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016, bytes(range(26))),
     "part_last": wire.Part(3, b"", b"", True, 9, 8183, 0),
     "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
     "match_reply": wire.MatchReply(5, 200),
@@ -149,7 +150,7 @@ REPLIES: dict[str, wire.Reply] = {
     "pong": wire.Pong(2**63 - 1),
     "scrub_reply": wire.ScrubReply(10, 16),
     "purge_reply": wire.PurgeReply(12, 1_000_000),
-    "hottest_reply": wire.HottestReply(11, 8, b"hot-1st!hot-2nd!", 700_000),
+    "hottest_reply": wire.HottestReply(11, 8, b"hot-1st!hot-2nd!", 700_000, b"hot-0th!hot-1st!"),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {
