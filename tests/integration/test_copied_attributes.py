@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.moving.mover import Mover
-from kvstore.moving.places import places
+from kvstore.moving.chains import places
 from kvstore.moving.planning import NOBODY, Plan, plan_joining, plan_leaving
 from kvstore.wire import PROTOCOL_VERSION, ErrorCode, ShardAddress
 from kvstore.wire.asking import Asking, KeyArray
