@@ -175,16 +175,17 @@ cdef class BlockIndex:
         """
         return commit_slots(self.blocks, slots, sums, tick, expires, parent, ends_chain, behind)
 
-    def link(self, keys, before=b"", slots=None) -> int:
+    def link(self, keys, before=b"", slots=None, uint64_t call=0, offsets=None) -> int:
         """Says that the keys are a chain, head first, which continues the chain of the key ``before`` (empty: no chain).
         Or ``before`` has as many keys: the one before each. ``slots``, if it is given, saves the look-ups: the slot of
-        each key that the caller knows, negative for the others.
+        each key that the caller knows, negative for the others. ``offsets``, uint32: the place of each key in the call
+        ``call``; it is kept for the blocks in ``slots``, for cut().
 
         Each READY block is linked to the nearest READY block before it, if it is not linked yet. A block that others
         are linked to is not evicted before these. Returns how many blocks were linked. A link that would close a circle
         is not made, nor one to a block that thousands follow already.
         """
-        return link_keys(self.blocks, keys, before, slots)
+        return link_keys(self.blocks, keys, before, slots, call, offsets)
 
     def disown(self, slots) -> int:
         """Detaches WRITING slots from their keys, so that the keys are absent again and other writers may set them.
@@ -293,14 +294,25 @@ cdef class BlockIndex:
         """
         return drop_expired(self.blocks, now, limit)
 
-    def evict(self, Py_ssize_t n, double now, keys=None) -> int:
+    def evict(self, Py_ssize_t n, double now, keys=None, list cuts=None) -> int:
         """Evicts up to n READY blocks, which the policy chooses. Returns how many.
 
         Blocks that are being read or pinned stay, and blocks of a higher priority stay while one of a lower priority
-        can be evicted. A block stays while others are linked to it, unless all that could go before it are held. The keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be
-        among them.
+        can be evicted. A block stays while others are linked to it, unless all that could go before it are held. The
+        keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be among them. ``cuts`` gets
+        what is said by the blocks of known calls, as arguments of cut() on other shards: (call, offset, the key of the
+        block before, empty if there is none).
         """
-        return evict_blocks(self.blocks, n, now, keys)
+        return evict_blocks(self.blocks, n, now, keys, cuts)
+
+    def cut(self, key, uint64_t call, uint32_t offset, double now) -> tuple[int, bytes]:
+        """Evicts what is useless because another shard has lost the block at ``offset`` of a call: of the call's blocks
+        here, the last of which is ``key``, those from ``offset`` on, and all that follow them.
+
+        Blocks that are held, and those before them, stay. Returns how many were evicted, and the key of the last block
+        that is left, for another cut; empty if there is none.
+        """
+        return cut_chain(self.blocks, key, call, offset, now)
 
     def victims(self, Py_ssize_t n, double now):
         """Returns the slots, int32, of up to n blocks that evict() would take next, in its order, without expired ones.

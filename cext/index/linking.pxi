@@ -1,9 +1,9 @@
 # Linking of blocks by key: see links.pxi.
 
 
-cdef Py_ssize_t link_keys(Blocks blocks, keys, before, slots) except -1:
-    cdef _Buffers held = _Buffers(3)
-    cdef Py_buffer *view = held.views  # keys, before, slots
+cdef Py_ssize_t link_keys(Blocks blocks, keys, before, slots, uint64_t call, offsets) except -1:
+    cdef _Buffers held = _Buffers(4)
+    cdef Py_buffer *view = held.views  # keys, before, slots, offsets
     cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n, m, i, count = 0, steps = MOST_STEPS
     cdef const unsigned char *key
     cdef int32_t *at
@@ -20,6 +20,12 @@ cdef Py_ssize_t link_keys(Blocks blocks, keys, before, slots) except -1:
         held.count = 3
         if i != n:
             raise ValueError(f"{n} keys with {i} slots, expected as many")
+    if offsets is not None:
+        if slots is None:
+            raise ValueError("offsets need the slots of the blocks that were set")
+        held.take(np.ascontiguousarray(offsets, np.uint32), PyBUF_FULL_RO, "offsets")
+        if view[3].len != 4 * n:
+            raise ValueError(f"{n} keys with {view[3].len // 4} offsets, expected as many")
     key = <const unsigned char *>view[0].buf
     at = <int32_t *>malloc(2 * n * sizeof(int32_t) + sizeof(int32_t))
     if at == NULL:
@@ -48,6 +54,10 @@ cdef Py_ssize_t link_keys(Blocks blocks, keys, before, slots) except -1:
         if last != NONE:
             count += links_join(&blocks.space, last, at[i], &steps)
         last = at[i]
+        if offsets is not None and (<const int32_t *>view[2].buf)[i] == last:
+            blocks.record(last).linked |= IN_CALL
+            link_at(&blocks.space, last).call = call
+            link_at(&blocks.space, last).offset = (<const uint32_t *>view[3].buf)[i]
     free(at)
     return count
 

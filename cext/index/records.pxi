@@ -69,6 +69,7 @@ cdef enum:
     FOLLOWS = 1   # the block is linked to the one before it in its chain
     FOLLOWED = 2  # other blocks are linked to it
     KEPT = 4      # the policy has put it aside, because it was FOLLOWED when its turn to be evicted came
+    IN_CALL = 8   # its Link says in which call it was set
 
     CHECKSUM = 0  # the fields of a record that `column_of` can read
     TICK = 1
@@ -92,11 +93,13 @@ cdef struct Record:
     uint32_t rank       # how many blocks followed it in the batch that last touched it; tick - rank names the batch
     uint8_t state
     uint8_t priority    # 0 to PRIORITIES - 1; blocks of a higher priority stay longer
-    uint8_t linked      # FOLLOWS, FOLLOWED, KEPT: which fields of its Link are valid, and where the policy has it
+    uint8_t linked      # FOLLOWS, FOLLOWED, KEPT, IN_CALL: which fields of its Link are valid, and where the policy has it
 
 
 cdef struct Link:
     # A block's place in the tree of chains; beside the records of its segment. See links.pxi.
+    uint64_t call       # IN_CALL: a number for the call that set the block, the same on all shards that got a part of it
+    uint32_t offset     # IN_CALL: its place among the keys of that call
     int32_t before      # FOLLOWS: the block before it in its chain
     int32_t next        # FOLLOWS: the neighbours among the blocks that follow the same one
     int32_t previous

@@ -130,7 +130,48 @@ cdef int32_t next_buried(Blocks blocks, uint32_t time, Py_ssize_t *steps) noexce
     return NONE
 
 
-cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray keys) except -1:
+cdef tuple cut_at(Blocks blocks, Link *link, int32_t before):
+    cdef bytes key = b""
+    if before != NONE:
+        key = PyBytes_FromStringAndSize(<char *>record_key(blocks.record(before)), blocks.table.key_bytes)
+    return link.call, link.offset, key
+
+
+cdef tuple cut_chain(Blocks blocks, keys, uint64_t call, uint32_t offset, double now):
+    cdef Space *space = &blocks.space
+    cdef uint32_t time = blocks.advance(now)
+    cdef Py_ssize_t count = 0, steps = MOST_STEPS
+    cdef int32_t slot = blocks.readable(slot_of(blocks, keys, "key", 1)), top = NONE, last = slot, below
+    cdef Record *record
+    cdef Link *link
+    while last != NONE and steps > 0:
+        record, link = blocks.record(last), link_at(space, last)
+        if not record.linked & IN_CALL or link.call != call or link.offset < offset:
+            break
+        steps -= 1
+        top = last
+        last = link.before if record.linked & FOLLOWS else NONE
+    if steps <= 0:  # too long a chain to look at
+        top, last = NONE, slot
+    slot = top
+    while slot != NONE:
+        record, link = blocks.record(slot), link_at(space, slot)
+        steps -= 1
+        if record.linked & FOLLOWED and steps > 0:
+            slot = link.first
+            continue
+        if record.linked & FOLLOWED or is_held(space, record, time):
+            last = slot
+            break
+        below, slot = slot, NONE if slot == top else link.before
+        blocks.forget(below, record, True)
+        count += 1
+    if last == NONE:
+        return count, b""
+    return count, PyBytes_FromStringAndSize(<char *>record_key(blocks.record(last)), blocks.table.key_bytes)
+
+
+cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray keys, list cuts) except -1:
     cdef uint32_t time = blocks.advance(now)
     cdef Py_ssize_t key_bytes = blocks.table.key_bytes, count = 0, start = 0, steps = MOST_STEPS
     cdef int32_t slot, before, bared = NONE
@@ -150,6 +191,11 @@ cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray 
         if keys is not None:
             memcpy(PyByteArray_AS_STRING(keys) + start + count * key_bytes, record_key(record), key_bytes)
         before = link_at(&blocks.space, slot).before if record.linked & FOLLOWS else NONE
+        if cuts is not None and record.linked & IN_CALL:
+            found = cut_at(blocks, link_at(&blocks.space, slot), before)
+            if cuts and cuts[len(cuts) - 1][0] == found[0]:
+                cuts.pop()  # the tail goes first, so this one is further ahead
+            cuts.append(found)
         if before != NONE and not blocks.record(before).linked & KEPT:
             before = NONE
         blocks.forget(slot, record, not is_expired(&blocks.space, record))

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 
 from kvstore.moving.carrier import Carrier, Listed, batch_blocks
-from kvstore.moving.connections import Connections
 from kvstore.moving.chains import places
+from kvstore.moving.connections import Connections
 from kvstore.moving.planning import NOBODY, Gains, Plan, Ranks, Targets
 from kvstore.moving.progress import MoveReport, Progress
 from kvstore.moving.receivers import Receivers

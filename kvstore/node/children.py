@@ -135,7 +135,7 @@ class Child:
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN_SHARD, _CODE],
             stdin=subprocess.PIPE,
-            pass_fds=(self.listener.fileno(), ready_fd),
+            pass_fds=[fd for fd in (config.listen_fd, ready_fd, config.heard_fd, *config.told_fds) if fd >= 0],
             env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy else starts a thread for every core
         )
         assert process.stdin is not None

@@ -87,6 +87,9 @@ class Supervisor:
         self._disk = _open_disk(config)
         listeners = bind(config.host, config.port, config.shards)
         self._children = [Child(number, listener, self._selector) for number, listener in enumerate(listeners)]
+        # Each shard reads from a pipe of its own, to which the others write. They outlive the processes.
+        pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in listeners] if config.shards > 1 else []
+        self._heard_fds, self._told_fds = [heard for heard, _ in pipes], [told for _, told in pipes]
         self._http = self._listen_http()
         self._health: Health | None = None
         self.port = self._children[0].address[1]
@@ -298,6 +301,8 @@ class Supervisor:
             shard=child.number,
             listen_fd=child.listener.fileno(),
             ready_fd=ready_fd,
+            heard_fd=self._heard_fds[child.number] if self._heard_fds else -1,
+            told_fds=[fd for number, fd in enumerate(self._told_fds) if number != child.number],
             memory_bytes=self.config.shard_memory_bytes,
             segment_bytes=int(self.config.segment),
             shards=self._addresses,

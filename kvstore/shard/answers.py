@@ -24,6 +24,7 @@ from kvstore.shard.peer import Peer
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
+from kvstore.store.chains import Part
 from kvstore.store.namespace import NamespaceStore, find_parent
 from kvstore.store.namespaces import Priorities, Store
 from kvstore.store.tier import Slots
@@ -264,7 +265,8 @@ class Answers:
             priority = np.minimum(attributes["priority"], wire.MAX_PRIORITY)
         elif request.chained:
             before = store.chains.find(namespace, request.parent)
-        if before is None and not request.force and store.is_full(namespace, request.count):
+        cut = request.chained and store.chains.is_cut(namespace, request.parent, now)
+        if not request.force and (cut or (before is None and store.is_full(namespace, request.count))):
             # Blocks behind others that were refused are of no use, so they take nobody's place.
             return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
         before = before or b""
@@ -297,7 +299,10 @@ class Answers:
         if attributes is not None:
             self._store.chains.place(namespace, write.keys, attributes["before"].tobytes(), slots)
         elif request.chained and request.count:
-            self._store.chains.join(namespace, write.keys, slots, write.before, request.end)
+            offsets = np.frombuffer(request.offsets, dtype="<u4") if request.offsets else np.arange(request.count)
+            end = request.end or write.keys[-request.key_bytes :]
+            part = Part(end, request.call, offsets.astype(np.uint32))
+            self._store.chains.join(namespace, write.keys, slots, write.before, part, self._state.now)
         replaced = None if write.existed is None else write.existed & (slots >= 0)
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed

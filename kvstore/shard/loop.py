@@ -20,6 +20,7 @@ from typing import Final
 
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.answers import Answers
+from kvstore.shard.neighbours import Neighbours
 from kvstore.shard.peer import Peer
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
@@ -49,7 +50,9 @@ class Shard:
     def __init__(self, config: ShardConfig, listener: socket.socket) -> None:
         self._config = config
         self._state = ShardState(time.monotonic())
-        self._store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
+        self._store = Store(
+            config.memory_bytes, config.segment_bytes, config.policy, config.rules, shared=len(config.shards) > 1
+        )
         log.info("%d bytes of block memory in %s", config.memory_bytes, self._store.arena.pages)
         self._readers: dict[int, MessageReader] = {}  # by descriptor
         self._to_read: Line[MessageReader] = Line()  # connections that may have sent bytes
@@ -66,6 +69,7 @@ class Shard:
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
         self._answers = Answers(config, self._store, self._disk, self._state)
+        self._neighbours = Neighbours(config, self._store.chains)
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -74,6 +78,8 @@ class Shard:
         listener, poll, state, disk = self._listener, self._poll, self._state, self._disk
         turns = state.turns
         poll.register(listener.fileno(), select.EPOLLIN)
+        if self._neighbours.fd >= 0:
+            poll.register(self._neighbours.fd, select.EPOLLIN)
         housekeeping = 0.0
         while not self._drained():
             events = poll.poll(self._patience_s())
@@ -82,6 +88,9 @@ class Shard:
             for fd, event in events:
                 if fd == listener.fileno():
                     self._accept(now)
+                    continue
+                if fd == self._neighbours.fd:
+                    self._hear(now)
                     continue
                 if disk is not None and self._on_disk_event(disk, fd, event):
                     continue
@@ -98,6 +107,7 @@ class Shard:
                     self._to_flush.add(reader.peer, bool(reader.peer.streams))
             turns.done("events")
             self._read_all(now)
+            self._neighbours.tell()
             turns.done("requests")
             self._answers.background.step(now)
             turns.done("background")
@@ -128,6 +138,14 @@ class Shard:
         if disk is None or not (disk.restless or disk.working):
             return HOUSEKEEPING_S
         return 0.0 if disk.restless else DISK_TURN_S
+
+    def _hear(self, now: float) -> None:
+        """Other shards of the node have cut chains: cut them here, too."""
+        namespaces = {namespace.id: namespace for namespace in self._store}
+        for cut in self._neighbours.heard():
+            namespace = namespaces.get(cut.namespace)
+            if namespace is not None:
+                self._store.chains.cut(namespace, cut, now)
 
     @staticmethod
     def _on_disk_event(disk: DiskTier, fd: int, event: int) -> bool:

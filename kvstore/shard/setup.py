@@ -10,7 +10,7 @@ from kvstore.wire import ShardAddress
 
 
 class ShardConfig(msgspec.Struct, frozen=True):
-    """One shard's configuration; the supervisor sends it as JSON. `listen_fd` and `ready_fd` are inherited."""
+    """One shard's configuration; the supervisor sends it as JSON. The descriptors are inherited."""
 
     node: str
     shard: int
@@ -24,5 +24,7 @@ class ShardConfig(msgspec.Struct, frozen=True):
     policy: str
     rules: list[NamespaceRule]
     disk: DiskConfig | None
+    heard_fd: int = -1  # the pipe on which other shards of the node tell this one something; -1: there are no others
+    told_fds: list[int] = msgspec.field(default_factory=list)  # theirs
     zone: str = ""
     log_format: str = "text"

@@ -30,7 +30,7 @@ MAX_NAMESPACES: Final = 1024
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
 EXPIRE_STEP: Final = 16384  # slots looked at a time
 EMPTY_S: Final = 5.0  # a namespace that has been empty for so long is forgotten
-SLOT_BYTES: Final = 136  # the most that an index takes for a slot, beside the key
+SLOT_BYTES: Final = 152  # the most that an index takes for a slot, beside the key
 MAX_INDEX_SHARE: Final = 0.5  # of the limit: the disk is filled only until its index would take more
 
 Priorities = npt.NDArray[np.uint8]
@@ -52,15 +52,21 @@ class Store:
     """All namespaces of one shard."""
 
     def __init__(
-        self, limit_bytes: int, segment_bytes: int, policy: str = "lru", rules: Sequence[NamespaceRule] = ()
+        self,
+        limit_bytes: int,
+        segment_bytes: int,
+        policy: str = "lru",
+        rules: Sequence[NamespaceRule] = (),
+        shared: bool = False,
     ) -> None:
+        """shared: the node has other shards, which get parts of the same chains."""
         self.arena = Arena(limit_bytes, segment_bytes)
         self.limit_bytes = limit_bytes
         self.policy = policy
         self._rules = rules
         self.memory: Tier[NamespaceTier] = Tier(self.arena, self._memory_may_grow)
         self.disk: Disk | None = None
-        self.chains = Chains()
+        self.chains = Chains(shared)
         self._namespaces: dict[bytes, NamespaceStore] = {}
         self._tick = 1
         self._hits_forgotten = self._misses_forgotten = self._created_forgotten = 0  # counts of forgotten namespaces
@@ -153,6 +159,8 @@ class Store:
             ttl_s=rule.ttl_seconds if rule else 0,
             priority=rule.priority if rule else 0,
         )
+        if self.chains.shared and namespace.disk is None:
+            namespace.memory.cuts = []
         self.memory.members.append(namespace.memory)
         self._namespaces[canonical] = namespace
         return namespace
@@ -215,6 +223,7 @@ class Store:
             held = index.acquire(wanted + before if room < count else before, now, 0, False)
             index.guard(before)
         self.memory.make_room(namespace.memory, room, now)
+        self.chains.evicted(namespace)
         reserved = index.reserve(wanted, force, self.ticks(count), priority)
         if held is not None:
             index.release(held)

@@ -51,6 +51,7 @@ class NamespaceTier:
         self.index = index
         self.segments: dict[int, int] = {}  # index ordinal -> segment of the space
         self.evicted = 0
+        self.cuts: list[tuple[int, int, bytes]] | None = None  # what `BlockIndex.evict` says; None: nobody needs it
         self._starts = np.zeros(0, dtype=np.int64)  # by ordinal: the segment's offset in the space, in bytes
 
     @property
@@ -82,7 +83,7 @@ class NamespaceTier:
 
     def evict(self, count: int, now: float) -> int:
         """Evict up to `count` blocks, chosen by the index's policy. -> how many were evicted."""
-        evicted = self.index.evict(count, now)
+        evicted = self.index.evict(count, now, cuts=self.cuts)
         self.evicted += evicted
         return evicted
 

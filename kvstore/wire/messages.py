@@ -112,6 +112,9 @@ class Set(_Header, tag=2, frozen=True):
     begins here. `end`: the last key of the client's call, if it went to another shard: the next part may name it as its
     parent. `position`: of the first key in the chain.
 
+    `call`: a number for the client's call, the same in all its SETs of this chain, unlike those of other calls; 0: not
+    known. `offsets`: u32le, the place of each key in that call; empty: one after the other, from 0.
+
     `attributes`: an entry of `attributes.py` for each of up to `MAX_FRAME_BLOCKS` blocks, which are copies of another
     shard's. Then `priority`, `ttl_s`, `chained` and the fields after it do not count.
     """
@@ -129,6 +132,8 @@ class Set(_Header, tag=2, frozen=True):
     end: bytes = b""
     position: int = 0
     attributes: bytes = b""
+    call: int = 0
+    offsets: bytes = b""
 
 
 class Get(_Header, tag=3, frozen=True):
@@ -460,6 +465,13 @@ def _check_chain(request: Set) -> None:
                 f"{name} is a key of {len(key)} bytes: expected {request.key_bytes} like the other keys, or none",
                 request.id,
             )
+    if not 0 <= request.call < 1 << 63 or len(request.offsets) not in (0, 4 * request.count):
+        raise WireError(
+            ErrorCode.PROTOCOL,
+            f"{len(request.offsets)} bytes of offsets of {request.count} keys in call {request.call}: expected none or "
+            f"{4 * request.count} bytes, and a call from 0 to 2**63-1",
+            request.id,
+        )
     if request.attributes:
         expected = request.count * (ATTRIBUTES_BYTES + request.key_bytes)
         if request.count > MAX_FRAME_BLOCKS or len(request.attributes) != expected:

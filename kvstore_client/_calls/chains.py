@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -21,6 +22,7 @@ class Chain(NamedTuple):
     start: int = 0  # the index of the first key in the batch; they reach to the next chain
     parent: bytes = b""  # the key before the first one; empty: the chain begins with it
     position: int = 0  # of the first one in the chain
+    call: int = 0  # a number by which the shards know that their parts belong together
 
 
 class Part(NamedTuple):
@@ -29,6 +31,8 @@ class Part(NamedTuple):
     parent: bytes
     end: bytes
     position: int
+    call: int
+    offsets: bytes
 
 
 def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain]:
@@ -40,14 +44,18 @@ def chains_of(packed: KeyArray, parent: Parent, position: int) -> Sequence[Chain
     if isinstance(parent, np.ndarray):  # a row of packed keys, or several
         parent = parent.tobytes() if parent.ndim == 1 else [row.tobytes() for row in parent]
     if parent is None or isinstance(parent, bytes):
-        return (Chain(0, _checked(parent, packed), position),)
+        return (Chain(0, _checked(parent, packed), position, _new_call()),)
     if len(parent) != len(packed):
         raise ValueError(f"{len(packed)} keys and {len(parent)} parents: expected a key, or one for each key")
-    chains = [Chain(0, _checked(parent[0], packed), position)]
+    chains = [Chain(0, _checked(parent[0], packed), position, _new_call())]
     for index, key in enumerate(parent[1:], start=1):
         if key != packed[index - 1].tobytes():
-            chains.append(Chain(index, _checked(key, packed), 0 if key is None else 1))
+            chains.append(Chain(index, _checked(key, packed), 0 if key is None else 1, _new_call()))
     return chains
+
+
+def _new_call() -> int:
+    return secrets.randbits(62) + 1
 
 
 def _checked(parent: bytes | None, packed: KeyArray) -> bytes:
@@ -60,20 +68,22 @@ def _checked(parent: bytes | None, packed: KeyArray) -> bytes:
 
 
 def requests_of(
-    packed: KeyArray, positions: Numbers, mine: Numbers, chains: Sequence[Chain], most: int
+    packed: KeyArray, positions: Numbers, mine: Numbers, chains: Sequence[Chain], most: int, alone: bool
 ) -> Iterator[tuple[Numbers, Part]]:
     """Cut what one shard gets into requests of up to `most` keys, each a part of one chain.
 
     positions, mine: in ascending order, what is to be set of the batch, and what of that goes to this shard.
+    alone: there is no other shard.
     """
     starts = [chain.start for chain in chains[1:]]
     for chain, following, of_chain in zip(
         chains, [*starts, len(packed)], np.split(mine, np.searchsorted(mine, starts)), strict=True
     ):
-        parent = chain.parent
+        parent, call = chain.parent, 0 if alone else chain.call
         for some in chunks(of_chain, most):
             last = packed[some[-1]].tobytes()
             end = packed[positions[np.searchsorted(positions, following) - 1]].tobytes()
             position = min(chain.position + int(some[0]) - chain.start, wire.MAX_POSITION)
-            yield some, Part(parent, b"" if end == last else end, position)
+            offsets = b"" if alone else (some - chain.start).astype("<u4").tobytes()
+            yield some, Part(parent, b"" if end == last else end, position, call, offsets)
             parent = last

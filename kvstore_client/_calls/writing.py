@@ -143,13 +143,17 @@ class Writer:
                 parent=part.parent,
                 end=part.end,
                 position=part.position,
+                call=part.call,
+                offsets=part.offsets,
             )
             return set_message(request, keys, call.positions, source)
 
         calls = [
             Call(link, self._core.next_id(), some, functools.partial(message, part))
             for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
-            for some, part in requests_of(packed, positions, mine, options.chains, self._per_request)
+            for some, part in requests_of(
+                packed, positions, mine, options.chains, self._per_request, len(view.links) == 1
+            )
         ]
         needed = max(1 if options.deferred else replicas, self._min_copies)
         tally = _Tally(calls, len(packed), needed, waits=not options.deferred or needed > 1)

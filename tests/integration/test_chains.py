@@ -15,7 +15,7 @@ from kvstore_client import KVStoreClient
 from kvstore_client.errors import KeySizeMismatch
 from kvstore_client.keys import pack_keys
 from tests.support.disk import disk_flags, open_client, wait_until_durable, wait_until_on, wait_until_written
-from tests.support.harness import MakeNamespace, Server, StartServer, make_keys
+from tests.support.harness import MakeNamespace, Server, StartServer, make_keys, wait_until
 
 KiB = 1024
 BLOCK = 64 * KiB
@@ -54,6 +54,12 @@ def assert_heads_are_kept(client: KVStoreClient, keys: Sequence[bytes]) -> None:
         assert there[: int(there.sum())].all(), f"shard {shard} has a block behind a gap"
 
 
+def evicted_of(client: KVStoreClient) -> int:
+    """How many blocks of the client's namespace its node's shards have evicted."""
+    infos = [each for shard in client.info().shards for each in shard.namespaces if each.id == client.namespace.id]
+    return sum(info.evicted for info in infos)
+
+
 @every_policy
 @pytest.mark.parametrize("connections", [1, 3])
 @pytest.mark.parametrize("shards", [1, 4])
@@ -75,9 +81,11 @@ def test_of_fresh_chains_what_is_there_can_be_used(
         found = [present_and_usable(clients[0], chain) for chain in chains]
         for chain in chains:
             assert_heads_are_kept(clients[0], chain)
-    assert made_room == 3 * 600 - sum(present for present, _ in found)
-    # With one shard no block is behind a gap. Four do not agree on how much of a chain makes room: each has about a
-    # quarter of its blocks.
+        gone = 3 * 600 - sum(present for present, _ in found)
+        assert gone == evicted_of(clients[0]) and 0 < made_room <= gone
+        assert made_room == gone or shards > 1, "what is behind a block that another shard evicted goes, too"
+    # No block is behind a gap. Of four shards, the one with the most blocks of a chain decides how much is kept of it.
+    assert all(usable >= 0.95 * present for present, usable in found), found
     assert sum(usable for _, usable in found) >= (0.95 if shards == 1 else 0.8) * SLOTS, found
 
 
@@ -98,6 +106,31 @@ def test_of_a_chain_longer_than_the_cache_the_head_is_kept(
         assert set_chain([client], other) == (0, 100 - (SLOTS - usable))
         assert present_and_usable(client, other) == (100, 100)
         assert present_and_usable(client, keys) == (SLOTS - 100, SLOTS - 100)
+
+
+@every_policy
+def test_shards_agree_where_a_chain_longer_than_their_memory_ends(
+    start_server: StartServer, new_namespace: MakeNamespace, policy: str
+) -> None:
+    server = start_server("--policy", policy, "--shards", "4", memory="64MiB")
+    keys, other = make_keys(2000), make_keys(300, first=5000)
+    with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=20) as client:
+        for shard in server.shards()[1:3]:  # the pipes outlive the processes
+            shard.kill()
+        wait_until(lambda: len(server.shards()) == 4 and client.info() and not client.contains(keys[:100]).any(), 10)
+        refused, _ = set_chain([client], keys)
+        present, usable = present_and_usable(client, keys)
+        assert usable >= 0.95 * present and usable >= 0.8 * SLOTS
+        assert present + refused + evicted_of(client) == 2000
+        assert set_chain([client], other)[0] == 0
+        assert present_and_usable(client, other) == (300, 300)
+        present, usable = present_and_usable(client, keys)
+        assert usable >= 0.95 * present and usable >= 0.8 * (SLOTS - 300)
+        # What was lost is set again, as an engine does: nothing that belongs together is lost over it.
+        client.delete(other)
+        rest = keys[usable : SLOTS - 150]
+        client.set(rest, rows(len(rest)), deferred=False, parent=keys[usable - 1], position=usable)
+        assert client.match_prefix(keys) >= SLOTS - 150
 
 
 def test_what_is_behind_a_gap_is_stored_where_there_is_room(

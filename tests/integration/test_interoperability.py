@@ -101,7 +101,7 @@ def test_a_pyzmq_dealer_is_a_client(server: Server, dealer: zmq.Socket[bytes]) -
     last = False
     while not last:
         header, *payload = dealer.recv_multipart()
-        tag, request_id, positions, sums, last, hit, miss, _ = msgspec.msgpack.decode(header)
+        tag, request_id, positions, sums, last, hit, miss, *_ = msgspec.msgpack.decode(header)
         assert (tag, request_id) == (PART, 6) and len(payload) == 1
         of_part = [int.from_bytes(positions[at : at + 4], "little") for at in range(0, len(positions), 4)]
         part = [payload[0][at : at + size] for at in range(0, len(payload[0]), size)]

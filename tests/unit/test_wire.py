@@ -110,7 +110,9 @@ SHARD_INFO = wire.ShardInfo(
 REQUESTS: dict[str, wire.Request] = {
     "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
     "hello_empty": wire.Hello(0, 2),
-    "set": wire.Set(2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280),
+    "set": wire.Set(
+        2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280, b"", 4242
+    ),
     "set_copied": wire.Set(2, 10_000, 1, 8, attributes=bytes.fromhex("4006000002") + b"key--000"),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True, True),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),

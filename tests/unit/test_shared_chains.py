@@ -1,0 +1,170 @@
+"""Shards of one node agree where a chain ends: two stores, which tell each other what they cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvstore._cext import BlockIndex
+from kvstore.store.chains import CUT_S, Cut, Part
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.namespaces import Store
+from kvstore_client import Namespace
+from tests.support.harness import make_keys
+
+SEGMENT = 1 << 20
+SLOTS = 16
+BLOCK = SEGMENT // SLOTS
+CANONICAL = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=BLOCK).canonical()
+
+# Of each pair of blocks the first shard has one, the second the other.
+EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
+
+
+class Shard:
+    """One shard's store, and what a SET does to it."""
+
+    def __init__(self, which: slice) -> None:
+        self.store = Store(SEGMENT, SEGMENT, shared=True)
+        self.which = which
+        self.now = 100.0
+
+    @property
+    def namespace(self) -> NamespaceStore:
+        return self.store.open(CANONICAL, 16)
+
+    def set(self, keys: Sequence[bytes], call: int, parent: bytes = b"") -> int:
+        """Set this shard's part of a call. -> how many blocks were refused."""
+        store, namespace, chains = self.store, self.namespace, self.store.chains
+        offsets = np.arange(len(keys), dtype=np.uint32)[self.which]
+        mine = b"".join(keys[self.which])
+        before = chains.find(namespace, parent)
+        if chains.is_cut(namespace, parent, self.now):
+            slots = store.refuse(namespace, mine, self.now)
+        else:
+            slots = store.reserve(namespace, mine, False, self.now, 0, before or b"")
+        written = np.zeros(len(slots), dtype=np.uint64)
+        namespace.memory.index.commit(slots, written, store.ticks(len(slots)))
+        chains.join(namespace, mine, slots, before or b"", Part(keys[-1], call, offsets), self.now)
+        return int((slots == BlockIndex.NO_SPACE).sum())
+
+    def told(self) -> list[Cut]:
+        """What it tells the other shards."""
+        cuts = [Cut(namespace, call, offset) for (namespace, call), offset in self.store.chains.cuts.items()]
+        self.store.chains.cuts.clear()
+        return cuts
+
+    def hear(self, cuts: Sequence[Cut]) -> None:
+        for cut in cuts:
+            self.store.chains.cut(self.namespace, cut, self.now)
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of its own blocks of these it has."""
+        return [self.namespace.memory.index.state_of(key) == BlockIndex.READY for key in keys[self.which]]
+
+
+@pytest.fixture
+def shards() -> Iterator[tuple[Shard, Shard]]:
+    both = Shard(EVEN), Shard(ODD)
+    yield both
+    for shard in both:
+        shard.store.arena.close()
+
+
+def set_on(shards: Sequence[Shard], keys: Sequence[bytes], call: int, parent: bytes = b"") -> None:
+    for shard in shards:
+        assert shard.set(keys, call, parent) == 0
+
+
+def test_what_follows_an_evicted_block_goes_elsewhere_too(shards: tuple[Shard, Shard]) -> None:
+    one, two = shards
+    keys, others = make_keys(24), make_keys(20, first=100)
+    set_on(shards, keys[:12], 1)
+    set_on(shards, keys[12:], 2, keys[11])
+    one.set(others, 3)  # 10 blocks for 4 free slots: 6 go, of call 2
+    assert one.has(keys) == [True] * 6 + [False] * 6
+    assert two.has(keys) == [True] * 12
+    two.hear(one.told())
+    assert two.has(keys) == [True] * 6 + [False] * 6
+    one.set(make_keys(4, first=200), 4)
+    (cut,) = one.told()
+    assert cut == Cut(one.namespace.id, 1, 8)
+    two.hear([cut])
+    assert one.has(keys)[:6] == [True] * 4 + [False] * 2 and two.has(keys)[:6] == [True] * 4 + [False] * 2
+    assert two.told() == [], "what was cut for another shard is not told on"
+    assert two.namespace.memory.evicted == 8
+
+
+def test_a_cut_takes_the_calls_that_follow_and_no_other_chain(shards: tuple[Shard, Shard]) -> None:
+    _, two = shards
+    keys, branch = make_keys(16), make_keys(4, first=100)
+    set_on(shards, keys[:8], 1)
+    set_on(shards, keys[8:], 2, keys[7])
+    set_on(shards, [*keys[:4], *branch], 3)  # shares the first four
+    two.hear([Cut(two.namespace.id, 1, 6)])
+    assert two.has(keys) == [True] * 3 + [False] * 5
+    assert two.has(branch) == [True] * 2
+    two.hear([Cut(two.namespace.id, 9, 0), Cut(two.namespace.id, 2, 0)])
+    assert two.has(keys) == [True] * 3 + [False] * 5
+
+
+def test_blocks_that_are_read_or_pinned_stay_and_those_before_them(shards: tuple[Shard, Shard]) -> None:
+    _, two = shards
+    keys = make_keys(16)
+    set_on(shards, keys, 1)
+    index = two.namespace.memory.index
+    held = index.acquire(keys[11], two.now, 0, False)
+    two.hear([Cut(two.namespace.id, 1, 4)])
+    assert two.has(keys) == [True] * 6 + [False] * 2
+    index.release(held)
+    assert index.contains(keys[7], two.now, False, 0, two.now + 5) == b"\1"
+    two.hear([Cut(two.namespace.id, 1, 4)])
+    assert two.has(keys) == [True] * 4 + [False] * 4
+
+
+def test_a_part_that_comes_after_the_cut_of_its_call_is_not_kept(shards: tuple[Shard, Shard]) -> None:
+    _, two = shards
+    keys = make_keys(8)
+    two.hear([Cut(two.namespace.id, 1, 4)])
+    two.set(keys, 1)
+    assert two.has(keys) == [True, True, False, False]
+
+
+def test_behind_a_cut_blocks_are_refused_for_a_while_and_a_call_anew_is_not(shards: tuple[Shard, Shard]) -> None:
+    _, two = shards
+    keys = make_keys(16)
+    two.set(keys[:8], 1)
+    two.hear([Cut(two.namespace.id, 1, 4)])
+    assert two.set(keys[8:], 2, keys[7]) == 4
+    assert two.told() == [Cut(two.namespace.id, 2, 1)], "the others learn that this call is cut, too"
+    two.set(keys[4:8], 3, keys[3])  # what was lost is computed again
+    assert two.set(keys[8:], 4, keys[7]) == 0
+    assert two.has(keys) == [True] * 8
+    two.hear([Cut(two.namespace.id, 4, 6)])
+    assert two.has(keys) == [True] * 7 + [False]
+    more = make_keys(4, first=50)
+    assert two.set(more, 5, keys[15]) == 2
+    two.now += CUT_S
+    assert two.set(more, 6, keys[15]) == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_blocks_that_have_copies_elsewhere_are_not_cut(shards: tuple[Shard, Shard], replicas: int) -> None:
+    one, two = shards
+    keys = make_keys(24)
+    set_on(shards, keys, 1)
+    for shard in shards:
+        shard.namespace.replicas = replicas
+    one.set(make_keys(20, first=100), 2)
+    told = one.told()
+    assert bool(told) == (replicas == 1)
+    two.hear([Cut(two.namespace.id, 1, 4)])
+    assert sum(two.has(keys)) == (2 if replicas == 1 else 12)
+
+
+def test_a_shard_by_itself_remembers_no_calls() -> None:
+    store = Store(SEGMENT, SEGMENT)
+    assert store.open(CANONICAL, 16).memory.cuts is None and not store.chains.shared
+    store.arena.close()
