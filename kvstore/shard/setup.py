@@ -26,3 +26,4 @@ class ShardConfig(msgspec.Struct, frozen=True):
     disk: DiskConfig | None
     zone: str = ""
     log_format: str = "text"
+    cookie: str = ""  # what members of the cluster show in HELLO; empty: nobody is one
