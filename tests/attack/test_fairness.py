@@ -161,7 +161,7 @@ def test_a_node_that_leaves_moves_its_blocks_to_one_whose_clients_hold_everythin
             hosts = [f"127.0.0.{number}" for number in range(2, 8)]
             crowds = [stack.enter_context(crowd(server, CLIENTS // 6, host, NAMESPACE)) for host in hosts]
             for raws in crowds:
-                hold_memory(raws[:150])
+                hold_memory(raws[:60])
             for number in range(20, 40):
                 stack.enter_context(RawClient(server, source=f"127.0.0.{number}"))
             cluster.nodes["a"].signal(signal.SIGTERM)
