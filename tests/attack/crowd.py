@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import resource
 import subprocess
-import sys
 from collections.abc import Iterator
 
 from kvstore_client import Namespace
+from tests.support import forked
 from tests.support.harness import (
     CONTAINS,
     CONTAINS_REPLY,
@@ -81,5 +81,4 @@ def hold_memory(raws: list[RawClient]) -> None:
 
 def kvstore(*arguments: str, server: Server) -> subprocess.CompletedProcess[str]:
     """The operator's command, which connects from 127.0.0.1."""
-    command = [sys.executable, "-m", "kvstore_cli", *arguments, "--endpoint", server.endpoint]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    return forked.run("kvstore_cli", *arguments, "--endpoint", server.endpoint, env=environment())
