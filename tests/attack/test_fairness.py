@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import statistics
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from kvstore_client import KVStoreClient
 from tests.attack.crowd import CLIENTS, KEYS_64, LIMIT, OF_ADDRESS, crowd, hold_memory, kvstore
@@ -20,6 +23,7 @@ from tests.support.harness import (
     CONTAINS_REPLY,
     ERROR,
     HOTTEST,
+    INFO,
     MakeNamespace,
     RawClient,
     Server,
@@ -34,6 +38,7 @@ from tests.support.harness import (
 )
 
 HOTTEST_REPLY = 75
+ANSWER_S = 0.5  # from connecting to the answer, in the median; without a preference it takes a second and more
 NAMESPACE = make_namespace(64, "fairness")
 JOBS = 200  # on each of four connections; 64 may wait
 CONNECTIONS = 100  # with the memory that one address may have, they hold all of it several times
@@ -111,11 +116,12 @@ def test_the_jobs_of_one_address_leave_room_for_others(start_server: StartServer
             assert any(raw.reply()[0][:3:2] == [ERROR, LIMIT] for raw in raws for _ in range(JOBS))
 
 
+@pytest.mark.exclusive  # it measures time
 def test_an_operator_is_answered_while_clients_send_all_they_can(start_server: StartServer) -> None:
-    """As many connections as one address may have ask for as much as the shard takes, and read nothing."""
+    """As many connections as one address may have ask for as much as the shard takes."""
     server = start_server("--http", "127.0.0.1:0")
-    header = pack(CONTAINS, 1, 60_000, 500, 64, False, 0.0)
-    message = b"\x01" + bytes([len(header)]) + header + b"\x02" + (500 * 64).to_bytes(8, "big") + KEYS_64[: 500 * 64]
+    header = pack(CONTAINS, 1, 60_000, 20, 64, False, 0.0)
+    message = zmtp_frame(header, 1) + zmtp_frame(KEYS_64[: 20 * 64], 0)
     stop = threading.Event()
 
     def send(raws: list[RawClient]) -> None:
@@ -129,19 +135,24 @@ def test_an_operator_is_answered_while_clients_send_all_they_can(start_server: S
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     left[raw] = left[raw][raw.sock.send(left[raw]) :] or message
 
+    took = []
     with crowd(server, OF_ADDRESS, "127.0.0.2", NAMESPACE) as raws:
         thread = threading.Thread(target=send, args=(raws,))
         thread.start()
         try:
             end = time.monotonic() + ATTACK_S
-            asked = 0
-            while time.monotonic() < end or not asked:
-                assert readiness(server) == 200
-                assert kvstore("ping", server=server).returncode == 0
-                asked += 1
+            while time.monotonic() < end or len(took) < 5:
+                began = time.monotonic()
+                with RawClient(server) as operator:
+                    operator.hello()
+                    operator.ask(pack(INFO, 1, 1000))
+                took.append(time.monotonic() - began)
+            assert readiness(server) == 200
+            assert kvstore("ping", server=server).returncode == 0
         finally:
             stop.set()
             thread.join()
+    assert statistics.median(took) < ANSWER_S, took
 
 
 def test_a_node_that_leaves_moves_its_blocks_to_one_whose_clients_hold_everything(
