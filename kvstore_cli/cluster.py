@@ -75,7 +75,7 @@ def status(
 def where(
     key: KeyArgument,
     endpoint: EndpointOption = None,
-    replicas: Annotated[int, typer.Option(min=1, max=3, help="Copies of each block that clients keep.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=3, help="How many copies of each block your clients keep.")] = 1,
     namespace: Annotated[
         str | None,
         typer.Option(
@@ -83,13 +83,18 @@ def where(
             "-n",
             metavar="JSON|@FILE",
             envvar="KVSTORE_NAMESPACE",
-            help=f"Also ask the shards whether they have the block. {NAMESPACE_HELP}",
+            help=f"Namespace of the block: ask each shard whether it has it. {NAMESPACE_HELP}",
         ),
     ] = None,
     timeout: TimeoutOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which shards own a key, in the order in which clients ask them."""
+    """Show where the block of a key belongs.
+
+    Each line is one shard, and clients ask the shards in this order: the owner; with --replicas, those that keep the
+    other copies; and, while nodes join or drain, the old owner, which may still have the block. With --namespace each
+    line also says whether the block is there.
+    """
     from kvstore_cli.cluster_tables import print_locations
 
     name = parse_key(key)

@@ -43,6 +43,7 @@ _BY_CODE: dict[int, type[KVStoreError]] = {
     ErrorCode.NOT_AUTHORIZED: NotAuthorized,
     ErrorCode.OUT_OF_MEMORY: OutOfMemory,
     ErrorCode.SHUTTING_DOWN: ConnectionLost,
+    ErrorCode.NO_PLACE: ConnectionLost,
 }
 
 

@@ -17,8 +17,10 @@ from typing import Final, Protocol
 from benchmarks.eviction.traces import KEY_BYTES, Chain, Keys, Trace
 from kvstore import wire
 from kvstore._cext import BlockIndex
+from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
 from kvstore.shard.peer import Peer
+from kvstore.shard.places import Places
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
@@ -78,9 +80,13 @@ class ServerCache:
         )
         self._state = ShardState(time.monotonic())
         self._store = Store(config.memory_bytes, config.segment_bytes, config.policy, config.rules)
-        self._answers = Answers(config, self._store, None, self._state)
+        self._answers = Answers(
+            config, self._store, None, self._state, Places(self._state.account, "", lambda share: False)
+        )
         namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
-        self._peer = _Connection(self._state, socket.socket(), "simulated", 0, Line(), lambda peer: None)
+        self._peer = _Connection(
+            self._state, socket.socket(), Share(self._state.account, "simulated"), 0, Line(), lambda peer: None
+        )
         self._peer.namespace = namespace.canonical()
         self._keys = keys
 

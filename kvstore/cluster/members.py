@@ -50,6 +50,7 @@ class Member(msgspec.Struct, frozen=True):
     instance: str = ""  # a new one at every start of the node
     started: float = 0.0  # unix seconds, for people
     metrics: str = ""  # HOST:PORT of the node's metrics; empty: it serves none
+    cookie: str = ""  # other nodes show it to this one: see `kvstore.shard.places`
 
     @property
     def is_new_owner(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -15,10 +15,14 @@ CONNECT_S: Final = 3.0  # a shard that takes longer fails; `interrupt` does not 
 
 
 class Connections:
-    """Opens connections to shards, and interrupts the open ones. Any thread."""
+    """Opens connections to shards, and interrupts the open ones. Any thread.
 
-    def __init__(self, progress: Progress) -> None:
+    cookies: of the shards' nodes, by the name of the shard.
+    """
+
+    def __init__(self, progress: Progress, cookies: Mapping[str, str]) -> None:
         self._progress = progress
+        self._cookies = cookies
         self._lock = threading.Lock()
         self._open: set[Asking] = set()
 
@@ -26,7 +30,11 @@ class Connections:
         """-> a new connection, to be passed to `close`. Blocks. Raises `AskError`, also when the mover is over."""
         if self._progress.over:
             raise AskError("the moving has ended: no new connection is made")
-        asking = Asking((shard.host or "127.0.0.1", shard.port), min(CONNECT_S, self._progress.call_s))
+        asking = Asking(
+            (shard.host or "127.0.0.1", shard.port),
+            min(CONNECT_S, self._progress.call_s),
+            cookie=self._cookies.get(shard.name, ""),
+        )
         asking.timeout_s = self._progress.call_s
         with self._lock:
             self._open.add(asking)

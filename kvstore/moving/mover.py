@@ -59,7 +59,7 @@ class Mover:
         self._gentle = plan.gentle
         self._gains = Gains(node, plan) if plan.after else None  # None: no node is left that could take blocks
         self.progress = Progress(told, REST_RATIO * max(1.0, threads / GENTLE_THREADS) if plan.gentle else 0.0)
-        self._connections = Connections(self.progress)
+        self._connections = Connections(self.progress, plan.cookies)
         self._receivers = Receivers(plan, self.progress, settled)
 
     def run(self, deadline: float) -> MoveReport:

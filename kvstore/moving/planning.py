@@ -6,7 +6,7 @@ hold a copy after the change and did not before. Any node that held a copy befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,6 +36,11 @@ class Plan:
     after: Sequence[Member]
     senders: Set[str]
     gentle: bool = False
+
+    @property
+    def cookies(self) -> Mapping[str, str]:
+        """The cookies of the members' nodes, by the names of their shards."""
+        return {shard.name: member.cookie for member in (*self.before, *self.after) for shard in member.shards}
 
 
 def plan_leaving(node: str, members: Sequence[Member]) -> Plan:

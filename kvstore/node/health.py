@@ -38,6 +38,7 @@ class NodeView:
     stopping: Callable[[], bool]
     restarts: Callable[[], int]  # of shards, so far
     cluster: Callable[[], RegistrationStatus] | None  # the node's membership; None: not in a cluster
+    cookie: str  # with which a shard always has a place for a check
 
 
 class ShardState(msgspec.Struct, frozen=True):
@@ -135,7 +136,7 @@ class Health:
             reason = self.node.not_serving(shard)
             if reason:
                 raise AskError(reason)
-            with Asking(self.node.addresses[shard], ASK_TIMEOUT_S) as asking:
+            with Asking(self.node.addresses[shard], ASK_TIMEOUT_S, cookie=self.node.cookie) as asking:
                 info = asking.info()
         except AskError as error:
             if not self._silent[shard] and not self.node.stopping():

@@ -137,6 +137,13 @@ class NodeCollector(Collector):
             for holder, size in shard.held_bytes.items():
                 held.add_metric([str(shard.shard), holder], size)
         yield held
+        refused = CounterMetricFamily(
+            "kvstore_refused_requests", "Requests refused, by the limit that was reached.", labels=["shard", "limit"]
+        )
+        for shard in shards:
+            for limit, requests in shard.refused.items():
+                refused.add_metric([str(shard.shard), limit], requests)
+        yield refused
         disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
         yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
         yield _in_state(

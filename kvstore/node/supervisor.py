@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import resource
+import secrets
 import selectors
 import signal
 import socket
@@ -103,6 +104,7 @@ class Supervisor:
             ShardAddress(f"{name}/{child.number}", "", child.address[1], float(config.shard_memory_bytes))
             for child in self._children
         ]
+        self._cookie = secrets.token_hex(16)  # who shows it to a shard has a place of a member
         self._registration = self._make_registration()
         self._draining = False
 
@@ -198,6 +200,7 @@ class Supervisor:
             version=kvstore.__version__,
             instance=uuid.uuid4().hex,
             started=time.time(),
+            cookie=self._cookie,
         )
         here = [
             msgspec.structs.replace(shard, host=child.address[0])
@@ -261,6 +264,7 @@ class Supervisor:
             stopping=lambda: self._asked_to_stop,
             restarts=lambda: self._restarts,
             cluster=cluster,
+            cookie=self._cookie,
         )
         self._health = Health(view)
         settings = "\n".join(f"{name} = {value}" for name, value in listed(self.config).items())
@@ -313,6 +317,7 @@ class Supervisor:
             rules=[*self.config.namespaces, NamespaceRule("*", self.config.ttl_seconds)],
             disk=self._disk_config(child.number),
             zone=self.config.zone,
+            cookie=self._cookie,
         )
 
     def _disk_config(self, shard: int) -> DiskConfig | None:

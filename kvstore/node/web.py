@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import html
+import io
 import logging
 import socket
 import threading
 import time
 from collections.abc import Iterable
 from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import msgspec
@@ -100,8 +101,24 @@ def _answer(start_response: StartResponse, status: str, body: str, kind: str = _
     return [data]
 
 
+class _ErrorLog(io.StringIO):
+    """Takes the traceback of a request that failed, which `wsgiref` else writes beside the log: clients can cause it
+    (prometheus_client does not understand every Accept header), so it must be a line of a kind that is bounded."""
+
+    def flush(self) -> None:
+        text = self.getvalue()
+        if text:
+            self.seek(0)
+            self.truncate()
+            log.warning("http: a request failed: %s", text.rstrip().rpartition("\n")[2])
+            log.debug("http: %s", text)
+
+
 class _Handler(WSGIRequestHandler):
     timeout = READ_S
+
+    def get_stderr(self) -> TextIO:
+        return _ErrorLog()
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("http: %s: %s", self.client_address[0], format % args)

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from kvstore import __version__, wire
 from kvstore._cext import BlockIndex
 from kvstore.disk.tier import DiskTier
-from kvstore.shard.account import REMOVAL_BYTES, REMOVALS
+from kvstore.shard.account import MAX_HELD_BYTES, REMOVAL_BYTES, REMOVALS
 from kvstore.shard.background import Background
 from kvstore.shard.peer import Peer
+from kvstore.shard.places import Places
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
@@ -65,7 +66,10 @@ class Write:
 class Answers:
     """Handles the requests of all clients of one shard. Used by the loop's thread only."""
 
-    def __init__(self, config: ShardConfig, store: Store, disk: DiskTier | None, state: ShardState) -> None:
+    def __init__(
+        self, config: ShardConfig, store: Store, disk: DiskTier | None, state: ShardState, places: Places
+    ) -> None:
+        self.places = places
         self._config = config
         self._store = store
         self._disk = disk
@@ -119,6 +123,7 @@ class Answers:
         peer.replicas = request.replicas
         self._note_replicas(peer, self._store.get(peer.namespace))
         peer.client = request.client[:64]
+        self.places.show_cookie(peer, request.cookie)
         config = self._config
         peer.reply(
             wire.Welcome(
@@ -179,7 +184,7 @@ class Answers:
         held = 0
         if namespace is not None and disk is not None:
             held = REMOVAL_BYTES * request.count + len(keys)
-            self._state.account.check(held)
+            peer.share.check(held)
             disk.fetching.disown(namespace, keys)
         deleted = namespace.delete(keys, self._state.now) if namespace else 0
         self._reply_for_good(peer, wire.DeleteReply(request.id, deleted), held)
@@ -192,12 +197,11 @@ class Answers:
         if self._disk is None:
             peer.reply(reply)
             return
-        account = self._state.account
-        account.take(REMOVALS, held)
+        peer.share.take(REMOVALS, held)
         promise = peer.promise(reply)
 
         def keep() -> None:
-            account.give_back(REMOVALS, held)
+            peer.share.give_back(REMOVALS, held)
             promise()
 
         self._disk.volume.after_removals(keep)
@@ -388,5 +392,6 @@ class Answers:
             slow_turns=state.turns.slow,
             longest_turn_s=state.turns.longest_s,
             held_bytes=state.account.held,
-            held_limit_bytes=state.account.limit_bytes,
+            held_limit_bytes=MAX_HELD_BYTES,
+            refused=state.refused,
         )

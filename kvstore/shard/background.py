@@ -1,9 +1,10 @@
 """Long work on many blocks, in steps of a few milliseconds, so that it does not delay other clients.
 
-Jobs run one after the other, a step a turn of the loop. PURGE removes the blocks that are in memory and on disk when
-it starts; blocks that are set while it runs may be removed or not. While the disk tier recovers it waits, because a
-block that is not known yet cannot be removed. HOTTEST sorts all blocks by their last use; the order is kept, so that a
-client that asks for one part after the other has it sorted once. A DELETE of damaged blocks hashes those in memory.
+Jobs run one after the other, a step a turn of the loop; those of the cluster's members go first. PURGE removes the
+blocks that are in memory and on disk when it starts; blocks that are set while it runs may be removed or not. While the
+disk tier recovers it waits, because a block that is not known yet cannot be removed. HOTTEST sorts all blocks by their
+last use; the order is kept, so that a client that asks for one part after the other has it sorted once. A DELETE of
+damaged blocks hashes those in memory.
 
 Only the loop's thread uses this module.
 """
@@ -20,16 +21,17 @@ import numpy as np
 from kvstore import wire
 from kvstore._cext import BlockIndex, checksum
 from kvstore.disk.tier import DiskTier
-from kvstore.shard.account import LISTS, REMOVALS, Account
+from kvstore.shard.account import JOBS, LISTS, REMOVALS, Account, LimitReached
 from kvstore.shard.peer import Peer
 from kvstore.store.listing import Listing
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
-from kvstore.wire import ErrorCode, WireError
+from kvstore.wire import WireError
 
 STEP_BLOCKS: Final = 4096  # removed in one turn; takes some milliseconds with a disk tier
 HASHED_BYTES: Final = 16 << 20  # in one turn, in some milliseconds
-MAX_WAITING: Final = 64
+MAX_JOBS: Final = 64  # of all clients; those of one address may have as many as are still free
+MAX_MEMBER_JOBS: Final = 64  # of members, whose jobs go first
 LISTING_S: Final = 10.0  # how long the order of a namespace's blocks is kept after its last use
 
 log = logging.getLogger("kvstore.shard")
@@ -56,46 +58,57 @@ class Background:
         self._account = account
         self._answer = answer
         self._jobs: deque[_Job] = deque()
+        self._member_jobs: deque[_Job] = deque()
+        self._job: _Job | None = None  # the one that has begun
         self._waits = False
         self._now = 0.0
         self._listing: Listing | None = None
         self._listing_until = 0.0
 
     def purge(self, peer: Peer, request: wire.Purge) -> None:
-        """Queue a purge. Raises `WireError` when `MAX_WAITING` jobs are queued."""
+        """Queue a purge. Raises `LimitReached` when too many jobs are queued."""
         self._add(peer, request.id, self._purge(peer, request))
 
     def hottest(self, peer: Peer, request: wire.Hottest, namespace: NamespaceStore) -> None:
-        """Queue a list of the hottest blocks. Raises `WireError` when `MAX_WAITING` jobs are queued."""
+        """Queue a list of the hottest blocks. Raises `LimitReached` when too many jobs are queued."""
         self._add(peer, request.id, self._hottest(peer, request, namespace))
 
     def delete_damaged(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore, keys: bytes) -> None:
-        """Queue a check of blocks. Raises `WireError` when `MAX_WAITING` jobs are queued, or the keys do not fit."""
+        """Queue a check of blocks. Raises `LimitReached` when too many jobs are queued, or the keys do not fit."""
         self._add(peer, request.id, self._delete_damaged(peer, request, namespace, keys), len(keys))
 
     def _add(self, peer: Peer, request_id: int, steps: Steps, held: int = 0) -> None:
-        if len(self._jobs) >= MAX_WAITING:
-            raise WireError(
-                ErrorCode.LIMIT,
-                f"{MAX_WAITING} purges, lists and checks of blocks wait already; try again later",
+        share, queue = peer.share, self._member_jobs if peer.member else self._jobs
+        free = MAX_MEMBER_JOBS - len(queue) if peer.member else MAX_JOBS - len(queue) - share.jobs
+        if free <= 0:
+            raise LimitReached(
+                JOBS,
+                f"{len(queue)} purges, lists and checks of blocks wait, {share.jobs} of them of clients at "
+                f"{share.address}; try again later",
                 request_id,
             )
-        self._account.draw(REMOVALS, held, request_id)
-        self._jobs.append(_Job(peer, steps, held))
+        share.check(held, request_id)
+        share.take(REMOVALS, held)
+        share.jobs += 1
+        peer.jobs += 1
+        queue.append(_Job(peer, steps, held))
 
     @property
     def pending(self) -> bool:
         """A job can go on now: the loop must not sleep."""
-        return bool(self._jobs) and not self._waits
+        return not self._waits and (self._job is not None or bool(self._jobs or self._member_jobs))
 
     def step(self, now: float) -> None:
-        """Do the next step of the first job. Jobs of clients that are gone are dropped."""
+        """Do the next step of the present job. Jobs of clients that are gone are dropped."""
         self._now = now
         if now > self._listing_until:
             self._keep(None)
-        if not self._jobs:
-            return
-        peer, steps, held = self._jobs[0]
+        if self._job is None:
+            queue = self._member_jobs or self._jobs
+            if not queue:
+                return
+            self._job = queue.popleft()
+        peer, steps, held = self._job
         working: bool | None = None
         try:
             if not peer.closed:
@@ -106,8 +119,10 @@ class Background:
             peer.close_after_defect()
         self._waits = working is False
         if working is None:
-            self._jobs.popleft()
-            self._account.give_back(REMOVALS, held)
+            self._job = None
+            peer.jobs -= 1
+            peer.share.jobs -= 1
+            peer.share.give_back(REMOVALS, held)
 
     # ---- PURGE -----------------------------------------------------------------------------------------------
 
@@ -168,7 +183,8 @@ class Background:
         if listing is None or not listing.complete or listing.namespace is not namespace or not request.skip:
             self._keep(None)
             listing = Listing(namespace, self._now)
-            self._account.draw(LISTS, listing.nbytes, request.id)
+            peer.share.check(listing.nbytes, request.id)
+            self._account.take(LISTS, listing.nbytes)  # of nobody in particular: others may use it
             self._keep(listing)
             for working in listing.steps():
                 self._listing_until = self._now + LISTING_S
@@ -177,5 +193,5 @@ class Background:
         limit = min(request.limit, wire.MAX_HOTTEST_BYTES // namespace.key_bytes // (1 + request.before))
         keys, before = listing.keys(request.skip, limit)
         before = before if request.before else b""
-        self._account.check(len(keys) + len(before), request.id)  # they stay there until the client has taken them
+        peer.share.check(len(keys) + len(before), request.id)  # they stay there until the client has taken them
         peer.reply(wire.HottestReply(request.id, namespace.key_bytes, keys, listing.total, before))

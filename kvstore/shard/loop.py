@@ -15,13 +15,14 @@ import logging
 import select
 import socket
 import time
-from collections import Counter
 from typing import Final
 
 from kvstore.disk.tier import DiskTier
+from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
 from kvstore.shard.neighbours import Neighbours
-from kvstore.shard.peer import Peer
+from kvstore.shard.peer import Peer, Place
+from kvstore.shard.places import Places
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
@@ -30,9 +31,7 @@ from kvstore.store.namespaces import Store
 
 log = logging.getLogger("kvstore.shard")
 
-MAX_CONNECTIONS: Final = 2048
-MAX_CONNECTIONS_OF_ADDRESS: Final = 1024
-IDLE_S: Final = 30.0  # a connection that was not used for so long gives way to a new one when all are taken
+IDLE_S: Final = 30.0  # a connection that was not used for so long gives way to a new one when all places are taken
 BACKED_UP_S: Final = 0.5  # for a client that does not take its replies to take them, and be read further
 ACCEPTS: Final = 64  # connections accepted in a turn
 NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -60,7 +59,7 @@ class Shard:
         self._listener = listener
         self._poll = select.epoll()
         self._accepts_again = float("inf")  # when to poll the listener again, after a pause
-        self._addresses: Counter[str] = Counter()  # connections
+        self._places = Places(self._state.account, config.cookie, self._close_idle)
         self._drain_until: float | None = None
         self._behind = False  # the disk tier is behind with its writes, and clients that set must wait
         self._finishing = False  # all clients are gone, and the disk tier writes the blocks that are only in memory
@@ -68,7 +67,7 @@ class Shard:
         self._disk: DiskTier | None = None
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
-        self._answers = Answers(config, self._store, self._disk, self._state)
+        self._answers = Answers(config, self._store, self._disk, self._state, self._places)
         self._neighbours = Neighbours(config, self._store.chains)
 
     # ---- the loop --------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class Shard:
                     reader.peer.close("the client is gone")
                     continue
                 if gone or event & select.EPOLLIN:
-                    self._to_read.add(reader, reader.slow)
+                    self._to_read.add(reader, reader.slow, reader.preferred)
                 if event & select.EPOLLOUT:
                     self._to_flush.add(reader.peer, bool(reader.peer.streams))
             turns.done("events")
@@ -206,34 +205,34 @@ class Shard:
                     self._poll.unregister(self._listener.fileno())
                     self._accepts_again = now + ACCEPT_PAUSE_S
                 return
-            host = address[0]
-            if self._drain_until is not None or not self._has_room(host, now):
+            if self._drain_until is not None:
                 sock.close()
                 continue
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
-            self._addresses[host] += 1
-            peer = Peer(self._state, sock, host, address[1], self._to_flush, self._forget)
+            peer = Peer(self._state, sock, self._places.share(address[0]), address[1], self._to_flush, self._forget)
+            self._places.add(peer, now)
             reader = self._readers[sock.fileno()] = MessageReader(peer, self._answers, self._state)
             self._state.connections += 1
             reader.events = select.EPOLLIN
             self._poll.register(sock.fileno(), reader.events)
             self._to_flush.add(peer)
 
-    def _has_room(self, host: str, now: float) -> bool:
-        """Whether an address may have one more connection. Where all are taken, the one idle for longest is closed."""
-        if self._addresses[host] >= MAX_CONNECTIONS_OF_ADDRESS:
-            log.warning(
-                "%s has %d connections, the most of one address; another one is closed", host, self._addresses[host]
-            )
-            return False
-        if len(self._readers) < MAX_CONNECTIONS:
-            return True
-        idle = min((reader for reader in self._readers.values() if reader.idle), key=_last_heard, default=None)
-        if idle is None or now - idle.last_heard < IDLE_S:
-            log.warning("%d connections are open, the most of a shard; one of %s is closed", len(self._readers), host)
+    def _close_idle(self, share: Share | None) -> bool:
+        """Close the connection in a place of a client, at one address or any, that was idle for longest, if that is
+        long. -> whether there was one."""
+        idle = min(
+            (
+                reader
+                for reader in self._readers.values()
+                if reader.idle and reader.peer.place is Place.CLIENT and share in (None, reader.peer.share)
+            ),
+            key=_last_heard,
+            default=None,
+        )
+        if idle is None or self._state.now - idle.last_heard < IDLE_S:
             return False
         idle.peer.close("idle, and its place is needed")
         return True
@@ -242,9 +241,7 @@ class Shard:
         """Drop a connection whose socket is about to be closed."""
         self._readers.pop(peer.sock.fileno()).abandon()
         self._state.connections -= 1
-        self._addresses[peer.host] -= 1
-        if not self._addresses[peer.host]:
-            del self._addresses[peer.host]
+        self._places.remove(peer)
         with contextlib.suppress(OSError):
             self._poll.unregister(peer.sock.fileno())
 
@@ -310,7 +307,7 @@ class Shard:
             # The socket's low-water mark relies on the bytes that the client has still to send. If it sends fewer,
             # epoll never reports them, so read what is there.
             if reader.write is not None:
-                self._to_read.add(reader, reader.slow)
+                self._to_read.add(reader, reader.slow, reader.preferred)
             for stream in list(peer.streams.values()):
                 if now > stream.deadline + 2.0:
                     peer.close("a reply was not taken by its deadline")

@@ -6,6 +6,7 @@ While a client does not read its replies, the shard reads nothing more from it. 
 
 from __future__ import annotations
 
+import enum
 import logging
 import socket
 from collections import deque
@@ -13,7 +14,17 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore import wire
-from kvstore.shard.account import CHAINS, CONNECTION_BYTES, CONNECTIONS, REPLIES, REPLY_BYTES, STREAMS
+from kvstore.shard.account import (
+    CHAINS,
+    CONNECTION_BYTES,
+    CONNECTIONS,
+    GETS,
+    REPLIES,
+    REPLY_BYTES,
+    STREAMS,
+    LimitReached,
+    Share,
+)
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Outgoing, Stream
 from kvstore.shard.turns import Line
@@ -31,6 +42,14 @@ STALL_S: Final = 30.0
 _IOV: Final = 512
 
 
+class Place(enum.Enum):
+    """What a connection may be used for: see `kvstore.shard.places`."""
+
+    CLIENT = "client"
+    MEMBER = "member"
+    DOOR = "door"  # it waits for a place
+
+
 class Peer:
     """A client, and the replies and streams that are sent to it. Used by the loop's thread only.
 
@@ -42,14 +61,15 @@ class Peer:
         self,
         state: ShardState,
         sock: socket.socket,
-        host: str,
+        share: Share,
         port: int,
         to_flush: Line[Peer],
         on_close: Callable[[Peer], None],
     ) -> None:
         self.sock = sock
-        self.host = host
-        self.address = f"{host}:{port}"
+        self.share = share
+        self.place = Place.DOOR  # until it is given another one
+        self.address = f"{share.address}:{port}"
         self.closed = False
         self.closing = False  # close when all replies are sent
         self.namespace: bytes = b""  # canonical JSON, from HELLO
@@ -57,6 +77,7 @@ class Peer:
         self.replicas = 1  # copies that the client keeps of each block
         self.chain = b""  # the keys that the client asked for last: a SET usually continues them
         self.streams: dict[int, Stream] = {}
+        self.jobs = 0  # of this client in the background
         self._state = state
         self._to_flush = to_flush
         self._on_close = on_close
@@ -76,7 +97,7 @@ class Peer:
             return
         account = self._state.account
         account.give_back(CHAINS, len(self.chain))
-        self.chain = keys if account.fits(len(keys), MAX_REMEMBERED_BYTES) else b""
+        self.chain = keys if account.held_bytes + len(keys) <= MAX_REMEMBERED_BYTES else b""
         account.take(CHAINS, len(self.chain))
 
     # ---- replies ---------------------------------------------------------------------------------------------
@@ -91,7 +112,7 @@ class Peer:
             return
         self._replies.append(data)
         self._replies_bytes += len(data) + REPLY_BYTES
-        self._state.account.take(REPLIES, len(data) + REPLY_BYTES)
+        self.share.take(REPLIES, len(data) + REPLY_BYTES)
         self._to_flush.add(self, bool(self.streams))
 
     def promise(self, reply: wire.Reply) -> Callable[[], None]:
@@ -109,12 +130,11 @@ class Peer:
     def add_stream(self, stream: Stream) -> None:
         """Start to send the parts of a GET. Raises `WireError` when the client or the shard has too many GETs."""
         if len(self.streams) >= MAX_STREAMS:
-            raise WireError(
-                ErrorCode.LIMIT, f"{MAX_STREAMS} GETs are in progress on this connection; wait for one to end"
-            )
+            raise LimitReached(GETS, f"{MAX_STREAMS} GETs are in progress on this connection; wait for one to end")
         if stream.id in self.streams:
             raise WireError(ErrorCode.PROTOCOL, f"request id {stream.id} is in use by a GET in progress")
-        self._state.account.draw(STREAMS, stream.nbytes)
+        self.share.check(stream.nbytes)
+        self.share.take(STREAMS, stream.nbytes)
         self._state.streams += 1
         self.streams[stream.id] = stream
         self.resume(stream)
@@ -129,7 +149,7 @@ class Peer:
         """Send no more parts of a stream, and release its memory."""
         if self.streams.pop(stream.id, None) is not None:
             stream.close()
-            self._state.account.give_back(STREAMS, stream.nbytes)
+            self.share.give_back(STREAMS, stream.nbytes)
             self._state.streams -= 1
         if stream in self._turn:
             self._turn.remove(stream)
@@ -137,10 +157,15 @@ class Peer:
     # ---- state -----------------------------------------------------------------------------------------------
 
     @property
+    def member(self) -> bool:
+        """It is a member of the cluster, or the node itself."""
+        return self.place is Place.MEMBER
+
+    @property
     def backed_up(self) -> bool:
         """The client does not read its replies, or too many wait for the disk: read no more from it."""
         return (
-            self._replies_bytes > (0 if self._state.account.full else MAX_QUEUED_REPLIES_BYTES)
+            self._replies_bytes > (0 if self.share.full else MAX_QUEUED_REPLIES_BYTES)
             or self._promised > MAX_PROMISED_REPLIES
         )
 
@@ -152,7 +177,7 @@ class Peer:
     @property
     def idle(self) -> bool:
         """There is nothing to send, now or later."""
-        return not (self._sending or self._replies or self.streams or self._promised)
+        return not (self._sending or self._replies or self.streams or self._promised or self.jobs)
 
     def stalled(self, now: float) -> bool:
         """Bytes wait to be sent, and the client has taken none for `STALL_S`."""
@@ -213,7 +238,7 @@ class Peer:
         return False
 
     def _release_sent(self) -> None:
-        self._state.account.give_back(REPLIES, self._sending_replies_bytes)
+        self.share.give_back(REPLIES, self._sending_replies_bytes)
         self._sending_replies_bytes = 0
         sent, self._sent = self._sent, None
         if sent is not None and sent.release is not None:
@@ -230,7 +255,7 @@ class Peer:
         self._release_sent()
         account = self._state.account
         account.give_back(CHAINS, len(self.chain))
-        account.give_back(REPLIES, self._replies_bytes)
+        self.share.give_back(REPLIES, self._replies_bytes)
         account.give_back(CONNECTIONS, CONNECTION_BYTES)
         for stream in list(self.streams.values()):
             self.end_stream(stream)
@@ -240,6 +265,8 @@ class Peer:
     def refuse(self, request_id: int, error: wire.WireError) -> None:
         """Answer a request with ERROR."""
         self._state.errors += 1
+        if isinstance(error, LimitReached):
+            self._state.refused[error.limit] += 1
         self.reply(wire.Error(request_id, int(error.code), str(error)))
 
     def close_after_defect(self) -> None:

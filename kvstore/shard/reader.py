@@ -13,11 +13,11 @@ import time
 from typing import Final
 
 from kvstore import wire
-from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES
+from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES, LimitReached
 from kvstore.shard.answers import Answers, Write
-from kvstore.shard.peer import Peer
+from kvstore.shard.peer import Peer, Place
 from kvstore.shard.state import ShardState
-from kvstore.shard.turns import SLICE_S, SLOW_S
+from kvstore.shard.turns import NEW_SLICE_S, SLICE_S, SLOW_S
 from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore.wire.zmtp import ZMTPError
 
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
 HANDSHAKE_S: Final = 5.0
+PREFERRED_BYTES: Final = 4096  # as much of a new connection is read before what others have sent
 MESSAGE_S: Final = 30.0  # for a message whose header has not arrived yet
 
 
@@ -63,6 +64,13 @@ class MessageReader:
         return self._receiver.paused
 
     @property
+    def preferred(self) -> bool:
+        """It is new, or has a place that is kept for members or operators: read it before others."""
+        if self._receiver.received < PREFERRED_BYTES:
+            return True
+        return self.peer.place is not Place.CLIENT and not self.slow
+
+    @property
     def idle(self) -> bool:
         """No message is partly received, and there is nothing to send."""
         return self._frame == 0 and not self.paused and self.peer.idle
@@ -79,23 +87,24 @@ class MessageReader:
     def abandon(self) -> None:
         """The connection ends: release the slots and buffers of a partly received message."""
         self.abort_write()
-        self._state.account.give_back(FRAMES, self._collecting)
+        self.peer.share.give_back(FRAMES, self._collecting)
         self._collecting = 0
 
     def on_readable(self, now: float) -> None:
         """Handle what has arrived, for about `SLICE_S` and `READ_BUDGET_BYTES` at most."""
         self.last_heard = now
         began = time.monotonic()
-        self._until = began + SLICE_S
-        self._read()
+        new = self._receiver.received < PREFERRED_BYTES
+        self._until = began + (NEW_SLICE_S if new else SLICE_S)
+        self._read(1 if new else READ_BUDGET_BYTES)  # 1: what one system call brings
         self.slow = time.monotonic() - began > SLOW_S
 
-    def _read(self) -> None:
+    def _read(self, budget: int) -> None:
         try:
             if len(self._greeting) < zmtp.GREETING_BYTES and not self._read_greeting():
                 return
             before = self._receiver.received
-            alive = self._receiver.receive(READ_BUDGET_BYTES)
+            alive = self._receiver.receive(budget)
             self._state.bytes_in += self._receiver.received - before
             if not alive:
                 self.peer.close("the client closed")
@@ -157,7 +166,7 @@ class MessageReader:
             views = zmtp.discard_views(size)
         if views is None:
             self._collecting = size
-            self._state.account.take(FRAMES, size)
+            self.peer.share.take(FRAMES, size)
         return views
 
     def _place(self, size: int) -> list[memoryview] | None:
@@ -180,7 +189,7 @@ class MessageReader:
         elif self.write is not None:
             return self._place_payload(self.write, size)
         if size > SMALL_BYTES:
-            self._state.account.check(size)
+            self.peer.share.check(size)
         return None
 
     def _place_payload(self, write: Write, size: int) -> list[memoryview] | None:
@@ -220,7 +229,7 @@ class MessageReader:
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if self._collecting:
-            self._state.account.give_back(FRAMES, self._collecting)
+            self.peer.share.give_back(FRAMES, self._collecting)
             self._collecting = 0
         if not self._skipping:
             try:
@@ -264,6 +273,7 @@ class MessageReader:
                 raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} without its keys frame")
             if not self.peer.namespace:
                 raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
+            self._answers.places.check(self.peer, self._state.now)
             return
         if more:
             raise WireError(
@@ -274,6 +284,8 @@ class MessageReader:
         # These requests are small, but their replies may be large.
         if self.peer.backed_up and isinstance(request, wire.Hello | wire.Info | wire.Hottest):
             raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
+        if isinstance(request, wire.Hottest | wire.Purge):
+            self._answers.places.check(self.peer, self._state.now, request.id)
         self._answers.handle(self.peer, request)
 
     def _take_keys(self, request: wire.Set | wire.KeyedRequest, keys: bytes, more: bool) -> None:
@@ -282,10 +294,10 @@ class MessageReader:
             if not more:
                 raise WireError(ErrorCode.PROTOCOL, "SET without its payload and checksums frames")
             size = WRITE_BYTES + len(keys) + request.count * WRITE_BLOCK_BYTES
-            self._state.account.check(size)
+            self.peer.share.check(size)
             self.write = self._answers.begin_write(self.peer, request, keys)
             self._write_bytes = size
-            self._state.account.take(WRITES, size)
+            self.peer.share.take(WRITES, size)
         elif more:
             raise WireError(
                 ErrorCode.PROTOCOL,
@@ -299,12 +311,17 @@ class MessageReader:
         request_id = self._request.id if self._request is not None else error.request_id
         self._skipping = True
         self.abort_write()
-        log.log(logging.DEBUG if self._refused else logging.INFO, "client %s: refused: %s", self.peer.address, error)
+        if self._refused:
+            log.debug("client %s: refused again: %s", self.peer.address, error)
+        elif isinstance(error, LimitReached):  # another kind of line: the operator can do something about it
+            log.warning("client %s: refused at a limit: %s", self.peer.address, error)
+        else:
+            log.info("client %s: refused: %s", self.peer.address, error)
         self._refused = True
         self.peer.refuse(request_id, error)
 
     def _end_write(self, write: Write) -> Write:
-        self._state.account.give_back(WRITES, self._write_bytes)
+        self.peer.share.give_back(WRITES, self._write_bytes)
         self.write, self._write_bytes = None, 0
         return write
 

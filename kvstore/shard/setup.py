@@ -28,3 +28,4 @@ class ShardConfig(msgspec.Struct, frozen=True):
     told_fds: list[int] = msgspec.field(default_factory=list)  # theirs
     zone: str = ""
     log_format: str = "text"
+    cookie: str = ""  # what members of the cluster show in HELLO; empty: nobody is one

@@ -5,7 +5,7 @@ The loop creates it and sets the time; connections and answers update the counte
 
 from __future__ import annotations
 
-from kvstore.shard.account import Account
+from kvstore.shard.account import LIMITS, Account
 from kvstore.shard.turns import Turns
 
 
@@ -20,4 +20,5 @@ class ShardState:
         self.account = Account()
         self.connections = self.streams = 0  # open now
         self.bytes_in = self.bytes_out = self.errors = 0
+        self.refused = dict.fromkeys(LIMITS, 0)  # requests, by the limit that was reached
         self.sets = self.gets = self.lookups = 0

@@ -50,10 +50,20 @@ class Asking:
     """A connection to the shard at `address`. Every call blocks for `timeout_s` at most and may raise `AskError`.
 
     Block requests need a `namespace` (canonical JSON). `replicas`: the number of copies that are kept of its blocks.
+    `cookie`: the node's, which gives this connection a place when clients have taken all of theirs.
     """
 
-    def __init__(self, address: tuple[str, int], timeout_s: float, namespace: bytes = b"", replicas: int = 1) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        timeout_s: float,
+        namespace: bytes = b"",
+        replicas: int = 1,
+        *,
+        cookie: str = "",
+    ) -> None:
         self.timeout_s = timeout_s
+        self._cookie = cookie
         self._where = f"{address[0]}:{address[1]}"
         self._block_bytes = 0
         self._buffers = FrameBuffers(1, 0)
@@ -106,7 +116,8 @@ class Asking:
         dealer = self._open_dealer()
         try:
             welcome = dealer.say_hello(
-                wire.Hello(self._last_id, wire.PROTOCOL_VERSION, namespace, _NAME, b"", replicas), self._deadline
+                wire.Hello(self._last_id, wire.PROTOCOL_VERSION, namespace, _NAME, b"", replicas, self._cookie),
+                self._deadline,
             )
         except Refusal as error:
             raise Refused(f"{self._where}: {error}") from None

@@ -63,6 +63,7 @@ class ErrorCode(enum.IntEnum):
     NOT_AUTHORIZED = 7
     OUT_OF_MEMORY = 8  # a block of this size can never be placed here
     SHUTTING_DOWN = 9
+    NO_PLACE = 10  # too many connections: this one may ask PING and INFO only, until another one ends
 
 
 class Outcome(enum.IntEnum):
@@ -102,6 +103,7 @@ class Hello(_Header, tag=1, frozen=True):
     client: str = ""  # for logs
     credentials: bytes = b""
     replicas: int = 1  # copies that this client keeps of each block; nodes that move blocks keep as many
+    cookie: str = ""  # the node's, from its record in the cluster: a supervisor shows that it belongs to the cluster
 
 
 class Set(_Header, tag=2, frozen=True):

@@ -102,6 +102,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     longest_turn_s: float = 0.0  # since the shard's start
     held_bytes: dict[str, int] = {}  # memory beside blocks and index that the shard holds for clients, by holder
     held_limit_bytes: int = 0  # of all holders together
+    refused: dict[str, int] = {}  # requests, by the limit that was reached
 
 
 # Decoders are made when modules are imported, because msgspec crashes the process when two threads are the first to

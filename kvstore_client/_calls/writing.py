@@ -246,8 +246,8 @@ class _Tally:
                 self._failed.append(call.positions)
                 continue
             ranks = _RANKS[told]
-            pending = told == Outcome.PENDING
-            if self._waits and pending.any():
+            if self._waits:
+                pending = told == Outcome.PENDING
                 ranks[pending] = 0
                 self._pending.append(call.positions[pending])
             self.evicted += reply.evicted

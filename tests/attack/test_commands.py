@@ -22,7 +22,10 @@ from tests.support.harness import (
     namespace_info,
     pack,
     ready_command,
+    rss_bytes,
     set_frames,
+    shard_info,
+    sums_of,
     wait_until,
     zmtp_frame,
 )
@@ -75,39 +78,83 @@ def test_pings_in_the_middle_of_a_set_are_answered_and_harm_nothing(
         assert client.get(keys).blocks == [block_of(key, 64) for key in keys]
 
 
+class Hostile:
+    """Makes messages with commands between their frames, mostly valid ones. sent: how many commands, so far."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.keys = make_keys(64)
+        self.sent = 0
+
+    def message(self, request_id: int) -> list[bytes]:
+        """A SET or a look-up, as the pieces between which it may be cut."""
+        rng = self.rng
+        some = rng.sample(self.keys, rng.randrange(1, 8))
+        blocks = [block_of(key, 64) for key in some]
+        header = pack(SET, request_id, int(DEADLINE_S * 1000), len(some), 16, rng.random() < 0.3)
+        frames = rng.choice(
+            (
+                [header, b"".join(some), b"".join(blocks), sums_of(blocks)],
+                [pack(CONTAINS, request_id, 500, len(some), 16, True, 0.0), b"".join(some)],
+            )
+        )
+        pieces = []
+        for number, frame in enumerate(frames):
+            for _ in range(rng.randrange(4)):
+                pieces.append(rng.choice(OTHERS) if rng.random() < 0.02 else rng.choice((PING, PONG)))
+                self.sent += 1
+            pieces.append(zmtp_frame(frame, number < len(frames) - 1))
+        return pieces
+
+
+def hold_on(raw: RawClient) -> None:
+    """Take what has come, so that the server goes on reading."""
+    raw.sock.settimeout(0.01)
+    with contextlib.suppress(TimeoutError):
+        while raw.sock.recv(1 << 16):
+            pass
+
+
 def test_no_command_between_frames_harms_the_server(start_server: StartServer, new_namespace: MakeNamespace) -> None:
-    """SETs and look-ups with commands between their frames, some left in the middle."""
+    """SETs and look-ups, each with commands between its frames and some cut between any two of them; the connections of
+    some that were cut stay open. One second after the deadline nothing of them is left, and nothing has grown."""
     namespace = new_namespace(64)
     server = start_server("--log-level", "warning", memory="32MiB", segment="4MiB")
-    rng = random.Random(11)
-    keys = make_keys(64)
-    sent = 0
-    with server.unharmed(), KVStoreClient(server.endpoint, namespace) as client:
-        while sent < COMMANDS:
-            with contextlib.suppress(Closed, OSError), RawClient(server) as raw:
+    (shard,) = server.shards()
+    hostile = Hostile(11)
+    rng = hostile.rng
+    at_half = 0
+    with server.unharmed(), KVStoreClient(server.endpoint, namespace) as client, contextlib.ExitStack() as stack:
+        while hostile.sent < COMMANDS:
+            raw = RawClient(server)
+            with contextlib.suppress(Closed, OSError):
                 raw.hello(namespace.canonical())
                 for request_id in range(200):
-                    some = rng.sample(keys, rng.randrange(1, 8))
-                    frames = rng.choice(
-                        (
-                            set_frames(request_id, some, [block_of(key, 64) for key in some]),
-                            [pack(CONTAINS, request_id, 500, len(some), 16, True, 0.0), b"".join(some)],
-                        )
-                    )
-                    data = bytearray()
-                    for number, frame in enumerate(frames):
-                        for _ in range(rng.randrange(3)):
-                            data += rng.choice(OTHERS) if rng.random() < 0.02 else rng.choice((PING, PONG))
-                            sent += 1
-                        data += zmtp_frame(frame, number < len(frames) - 1)
-                    raw.sock.sendall(data[: rng.randrange(len(data))] if rng.random() < 0.01 else data)
-                    if len(data) < 100:
+                    pieces = hostile.message(request_id)
+                    cut = rng.randrange(1, len(pieces) + 1) if rng.random() < 0.05 else len(pieces)
+                    raw.sock.sendall(b"".join(pieces[:cut]))
+                    if cut < len(pieces):
                         break
-                raw.sock.settimeout(0.01)
-                with contextlib.suppress(TimeoutError):
-                    while raw.sock.recv(1 << 16):
-                        pass
+                hold_on(raw)
+            if rng.random() < 0.2:
+                stack.callback(raw.close)
+            else:
+                raw.close()
+            if not at_half and hostile.sent > COMMANDS / 2:
+                at_half = rss_bytes(shard.pid)
+        last = [stack.enter_context(RawClient(server)) for _ in range(20)]
+        for number, raw in enumerate(last):  # each is cut before its last frame, so that its blocks are being written
+            raw.hello(namespace.canonical())
+            (key,) = make_keys(1, first=1000 + number)
+            frames = [pack(SET, 1, int(DEADLINE_S * 1000), 1, 16), key, block_of(key, 64)][: 2 + number % 2]
+            raw.sock.sendall(b"".join(PING + zmtp_frame(frame, 1) for frame in frames) + PONG)
         time.sleep(DEADLINE_S)
         wait_until(lambda: namespace_info(client).writing == 0, 1.0, "nothing is left being written")
+        held = shard_info(client).held_bytes
+        assert not any(held[holder] for holder in ("frames", "writes", "streams", "replies")), held
+        assert all(raw.closed() for raw in last)
+        assert rss_bytes(shard.pid) < at_half + (8 << 20)
+        keys = hostile.keys
         found = client.get(keys)
         assert all(block is None or block == block_of(key, 64) for key, block in zip(keys, found.blocks, strict=True))
+        assert found.hit > 0

@@ -17,6 +17,14 @@ def test_quick_ones_go_first_and_in_the_order_in_which_they_came() -> None:
     assert len(line) == 4 and list(line.turn()) == ["b", "d", "a", "c"] and not len(line)
 
 
+def test_preferred_ones_go_before_all_others() -> None:
+    line: Line[str] = Line()
+    line.add("a")
+    line.add("b", slow=True, preferred=True)
+    line.add("b")
+    assert len(line) == 2 and list(line.turn()) == ["b", "a"] and not len(line)
+
+
 def test_who_is_added_during_a_turn_waits_for_the_next() -> None:
     line: Line[str] = Line()
     line.add("a")

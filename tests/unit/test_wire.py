@@ -105,10 +105,11 @@ SHARD_INFO = wire.ShardInfo(
     longest_turn_s=0.25,
     held_bytes={"streams": 5120},
     held_limit_bytes=100_663_296,
+    refused={"connections": 7},
 )
 
 REQUESTS: dict[str, wire.Request] = {
-    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3),
+    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e"),
     "hello_empty": wire.Hello(0, 2),
     "set": wire.Set(
         2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280, b"", 4242

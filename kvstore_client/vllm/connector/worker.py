@@ -44,8 +44,7 @@ class OrderedCopies(NamedTuple):
 
 class WorkerHalf:
     """The transfers of one rank. Call every method from the model's thread. A failure does not raise: a block whose
-    load fails is reported as not loaded, and one whose save fails is not saved. Only `await_copies` raises, if the
-    device reports an error.
+    load fails is reported as not loaded, and one whose save fails is not saved.
 
     It owns the host pool; the scheduler's half assigns the pool's slots. Only `await_copies`, `take_loaded` (for
     `IDLE_WAIT_S`) and `close` wait.
@@ -171,9 +170,15 @@ class WorkerHalf:
 
     def await_copies(self) -> None:
         """Wait for all copies out of the cache: the model is about to write to blocks of preempted requests."""
-        for copying in self._copying:
-            if copying.copy is not None:
+        for index, copying in enumerate(self._copying):
+            if copying.copy is None:
+                continue
+            try:
                 copying.copy.wait()
+            except Exception:  # the device's: what it copied cannot be trusted, so it is not saved
+                logger.exception("kvstore: copying %d blocks out of the cache failed", len(copying.saves.slots))
+                self._counters.add("defects")
+                self._copying[index] = copying._replace(copy=None)
 
     def save(self, saves: Saves) -> None:
         """Start the copies, ordered behind the model's work on the blocks, and send the blocks that are in their slots

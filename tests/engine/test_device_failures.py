@@ -1,0 +1,64 @@
+"""A device that fails costs blocks, not the engine: what it did not copy is not saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.engine.test_kv_layout import BLOCKS, caches
+from tests.support.harness import Server, make_keys, make_namespace
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    from kvstore_client.engine.guard import Counters, StoreGuard
+    from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
+    from kvstore_client.vllm.connector.plan import Saves
+    from kvstore_client.vllm.connector.worker import WorkerHalf
+
+
+class LostDevice:
+    """A copy of a device whose error comes when somebody waits for it, as CUDA's do."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class FailingLayout(BlockLayout):
+    """The first copy out of the cache fails."""
+
+    copies = 0
+
+    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Copy:
+        copy = super().swap_out(block_ids, pool, slots)
+        self.copies += 1
+        return LostDevice() if self.copies == 1 else copy
+
+
+@pytest.fixture
+def guard(server: Server) -> Iterator[StoreGuard]:
+    namespace = make_namespace(BlockLayout(caches("LBHNC"), BLOCKS).block_bytes, "lost-device")
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=5, counters=Counters())
+    yield guard
+    guard.close()
+
+
+def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
+    counters = Counters()
+    layout = FailingLayout(caches("LBHNC"), BLOCKS)
+    worker = WorkerHalf(guard, layout, slots=16, timeout_s=5, replica=(0, 1), counters=counters)
+    keys = make_keys(2)
+    for job, key in enumerate(keys):
+        worker.save(Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job]))
+    worker.await_copies()
+    report = worker.take_report()
+    assert report is not None and report.broken == {0} and report.copied == {0: 1, 1: 1}
+    assert counters.take()["defects"] == 1
+    worker.close()
+    present = guard.call(lambda client: client.contains(keys).tolist(), None)
+    assert present == [False, True], "only what was copied is saved"
