@@ -235,6 +235,27 @@ def test_a_node_that_dies_while_it_is_filled_ends_that_and_costs_nothing(
     assert held(joiner, namespace, keys) == set(share_of(cluster.membership(), "b", keys))
 
 
+@pytest.mark.parametrize("silent", ["receiver", "sender"])
+def test_a_copy_that_failed_is_made_as_soon_as_the_shard_answers_again(
+    cluster: Cluster, new_namespace: MakeNamespace, silent: str
+) -> None:
+    first, second = start_serving(cluster, "a", "b")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = put(cluster, namespace, 100, replicas=2)
+    (shard,) = second.shards()
+    shard.kill()
+    wait_until(lambda: "is serving again" in second.log_text(), FILL_S)
+    (stopped,) = (second if silent == "receiver" else first).shards()
+    stopped.suspend()
+    try:
+        said = "nothing more is sent to shard b/0" if silent == "receiver" else "blocks of shard a/0 stay"
+        wait_until(lambda: said in first.log_text(), FILL_S, "the fill fails")
+    finally:
+        stopped.resume()
+    wait_until(lambda: held(second, namespace, keys) == {*keys}, FILL_S, "all copies are made again")
+    wait_until(lambda: fills(first)[-1:] == [("b", 100, 100, 0, 0)], FILL_S, "one fill made all copies, in two passes")
+
+
 def test_sigterm_ends_a_fill_at_once(cluster: Cluster, new_namespace: MakeNamespace) -> None:
     (old,) = start_serving(cluster, "a", memory="512MiB")
     put(cluster, new_namespace(BLOCK_BYTES), 6000)
