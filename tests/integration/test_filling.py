@@ -348,6 +348,21 @@ def test_who_serves_is_filled_no_more(cluster: Cluster, new_namespace: MakeNames
     assert fills(old)[-1][1] > fills(old)[-1][2] > 0
 
 
+def test_as_many_copies_are_made_as_clients_kept_before_all_nodes_were_restarted(
+    cluster: Cluster, new_namespace: MakeNamespace, tmp_path: Path
+) -> None:
+    first = cluster.start("a", disk=tmp_path / "a", disk_size="64MiB")
+    second = cluster.start("b")
+    cluster.wait_for_members("a", "b")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = put(cluster, namespace, 200, replicas=2)
+    assert (second.stop(), first.stop()) == (0, 0)  # b has lost its memory, and no client is there any more
+    first.restart()
+    wait_until(lambda: held(first, namespace, keys) == {*keys}, FILL_S, "it has its blocks again")
+    second.restart()
+    wait_until(lambda: held(second, namespace, keys) == {*keys}, FILL_S, "it has its copies again")
+
+
 @pytest.mark.exclusive  # a node must be filled within seconds
 def test_a_shard_that_died_is_filled_from_the_other_copies(cluster: Cluster, new_namespace: MakeNamespace) -> None:
     """Then the other node dies, and nothing that was acknowledged with two copies is lost."""
