@@ -254,6 +254,8 @@ def test_a_copy_that_failed_is_made_as_soon_as_the_shard_answers_again(
         stopped.resume()
     wait_until(lambda: held(second, namespace, keys) == {*keys}, FILL_S, "all copies are made again")
     wait_until(lambda: fills(first)[-1:] == [("b", 100, 100, 0, 0)], FILL_S, "one fill made all copies, in two passes")
+    *_, (*_, seconds) = OVER.findall(first.log_text())
+    assert float(seconds) < 10, "it does not rest for three times as long as it waited for an answer"
 
 
 def test_sigterm_ends_a_fill_at_once(cluster: Cluster, new_namespace: MakeNamespace) -> None:
