@@ -32,8 +32,9 @@ torture: ## kill -9 and damaged bytes, 100 rounds and 1000 bytes: KVSTORE_TORTUR
 	@KVSTORE_TORTURE_ROUNDS=$${KVSTORE_TORTURE_ROUNDS:-100} KVSTORE_FLIP_TRIALS=$${KVSTORE_FLIP_TRIALS:-1000} \
 		scripts/run.sh full python -m pytest -s tests/chaos/test_torture.py
 
-chaos: ## clusters in network namespaces while things go wrong: every scenario, with one and with two copies (needs root)
-	@KVSTORE_CHAOS=full scripts/run.sh full python -m pytest -s tests/chaos/test_cluster.py tests/chaos/test_cluster_links.py
+chaos: ## clusters while things go wrong (needs root): every scenario, then KVSTORE_CHAOS_ROUNDS=200 of KVSTORE_CHAOS_SEED=
+	@KVSTORE_CHAOS=full KVSTORE_CHAOS_ROUNDS=$${KVSTORE_CHAOS_ROUNDS:-200} scripts/run.sh full python -m pytest -s \
+		tests/chaos/test_cluster.py tests/chaos/test_cluster_links.py tests/chaos/test_fault_rounds.py
 
 attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
 	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack

@@ -3,7 +3,8 @@
 The last view stays while the directory cannot be reached. It also stays when a directory that had members suddenly
 lists none: then the directory has lost its data, and the nodes, which still run, will register again. Members that
 leave or change are passed on at once. Members that join are passed on after a short random delay, so that not all
-clients connect to a new node at the same time.
+clients connect to a new node at the same time. Members that come back are not delayed: when etcd was away for as long
+as a lease lasts, nodes that are well leave and join again at once, and until then their blocks are misses.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SPREAD_S: Final = 1.0
 LIST_SPREAD_NODE_S: Final = 0.001  # for each member
 LIST_SPREAD_S: Final = 0.5  # at most
 REFILL_S: Final = 3.0  # how long nodes may take to register again in a directory that lost its data
+BACK_S: Final = 10.0  # how long a member that left may take to come back without a delay
 BACKOFF_S: Final = (0.1, 1.0)
 CLOSE_S: Final = 0.4
 
@@ -79,6 +81,7 @@ class Follower:
         self._lost = ""
         self._reason = "it has not answered yet"
         self._admit_at: float | None = None  # when members that joined are passed on
+        self._left: dict[tuple[str, str], float] = {}  # members by node and instance that left in the last `BACK_S`
         self._refilled_at: float | None = None  # after the directory was empty: when to pass on an incomplete list
         self._failures = 0
         self.errors = 0
@@ -176,6 +179,8 @@ class Follower:
             return
         self._refilled_at = None
         members = list(view.members)
+        self._left = {who: left_at for who, left_at in self._left.items() if now < left_at + BACK_S}
+        known |= {member.node for member in members if (member.node, member.instance) in self._left}
         remaining = [member for member in members if member.node in known]
         if remaining and len(remaining) < len(members):
             if self._admit_at is None:
@@ -194,6 +199,8 @@ class Follower:
             return
         if self._closed.is_set():
             return
+        nodes, now = {member.node for member in view.members}, time.monotonic()
+        self._left |= {(member.node, member.instance): now for member in before if member.node not in nodes}
         self._current = view
         self.changes += 1
         log.info("%s: view of %s: %s", self._name, self.url, describe_change(before, view))

@@ -1,7 +1,7 @@
 """Records of the persistent index: how the place of a block on disk and a namespace are encoded and checked.
 
 Table `blocks`: the namespace's ordinal (u16, big endian) + block key -> an `ENTRY` + its guard.
-Table `namespaces`: the ordinal -> length of its keys (u8) + guard + canonical JSON.
+Table `namespaces`: the ordinal -> length of its keys (u8) + copies of each block (u8) + guard + canonical JSON.
 
 Safety property: no field of a record is used before the record's guard is checked. The guard of an entry covers the
 entry, the namespace's id and the block's key, so the check also fails for a record that damage moved to another key
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore._cext import checksum_blocks
-from kvstore.wire import MAX_KEY_BYTES, MIN_KEY_BYTES, namespace_id
+from kvstore.wire import MAX_KEY_BYTES, MAX_REPLICAS, MIN_KEY_BYTES, namespace_id
 
 Entries = npt.NDArray[np.void]  # of dtype ENTRY
 
@@ -34,7 +34,7 @@ ENTRY: Final = np.dtype(
 )
 VALUE_BYTES: Final = ENTRY.itemsize + 8  # with the guard
 ORDINAL_BYTES: Final = 2
-_NAMESPACE_HEAD_BYTES: Final = 9
+_NAMESPACE_HEAD_BYTES: Final = 10
 
 
 def names_of(keys: bytes, key_bytes: int) -> npt.NDArray[np.uint64]:
@@ -97,15 +97,17 @@ def _guards(canonical: bytes, key_bytes: int, keys: bytes, values: npt.NDArray[n
     return guards
 
 
-def pack_namespace(canonical: bytes, key_bytes: int) -> bytes:
+def pack_namespace(canonical: bytes, key_bytes: int, replicas: int) -> bytes:
     """-> a namespace's value in table `namespaces`."""
-    head = bytes([key_bytes])
+    head = bytes([key_bytes, replicas])
     return head + xxhash.xxh3_64_intdigest(head + canonical).to_bytes(8, "little") + canonical
 
 
-def unpack_namespace(value: bytes) -> tuple[bytes, int] | None:
-    """-> canonical JSON and bytes of a key; None when the value is damaged."""
-    if len(value) <= _NAMESPACE_HEAD_BYTES or not MIN_KEY_BYTES <= value[0] <= MAX_KEY_BYTES:
+def unpack_namespace(value: bytes) -> tuple[bytes, int, int] | None:
+    """-> canonical JSON, bytes of a key and copies of each block; None when the value is damaged."""
+    if len(value) <= _NAMESPACE_HEAD_BYTES:
         return None
-    canonical = value[_NAMESPACE_HEAD_BYTES:]
-    return (canonical, value[0]) if pack_namespace(canonical, value[0]) == value else None
+    key_bytes, replicas, canonical = value[0], value[1], value[_NAMESPACE_HEAD_BYTES:]
+    if not (MIN_KEY_BYTES <= key_bytes <= MAX_KEY_BYTES and 1 <= replicas <= MAX_REPLICAS):
+        return None
+    return (canonical, key_bytes, replicas) if pack_namespace(canonical, key_bytes, replicas) == value else None

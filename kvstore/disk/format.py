@@ -28,7 +28,7 @@ import xxhash
 
 log = logging.getLogger("kvstore.disk")
 
-VERSION: Final = 1
+VERSION: Final = 2
 FORMAT_FILE: Final = "FORMAT"
 LOCK_FILE: Final = "lock"
 SEGMENTS: Final = "segments"

@@ -101,6 +101,7 @@ class Keeper:
         self._queue: deque[memoryview] = deque()
         self._ordinals: dict[bytes, int] = {}
         self._key_bytes: dict[int, int] = {}
+        self._replicas: dict[int, int] = {}
         self._sequence = 0
         self._committed = 0
 
@@ -165,6 +166,7 @@ class Keeper:
         elif isinstance(event, NamespaceFound):
             self._ordinals[event.canonical] = event.ordinal
             self._key_bytes[event.ordinal] = event.key_bytes
+            self._replicas[event.ordinal] = event.replicas
         elif isinstance(event, RecoveryDone):
             self.recovering = False
         elif isinstance(event, KeeperFailed):
@@ -192,9 +194,10 @@ class Keeper:
 
     # ---- operations: queued, and applied in this order --------------------------------------------------------------
 
-    def open_namespace(self, canonical: bytes, key_bytes: int) -> int:
+    def open_namespace(self, canonical: bytes, key_bytes: int, replicas: int = 1) -> int:
         """-> the namespace's ordinal: its present one, or a new one if the index does not have the namespace.
 
+        replicas: copies of each block; the index keeps the largest number that it was given.
         Raises `RuntimeError` before `namespaces_known`, because a new ordinal might be one of the old index,
         `ValueError` when the index has the namespace with keys of another length, and `TooManyNamespaces`.
         """
@@ -204,14 +207,20 @@ class Keeper:
         if ordinal is not None:
             if self._key_bytes[ordinal] != key_bytes:
                 raise ValueError(f"keys of {key_bytes} bytes: this namespace has keys of {self._key_bytes[ordinal]}")
+            if self._replicas[ordinal] < replicas:
+                self._open(ordinal, canonical, key_bytes, replicas)
             return ordinal
         if len(self._ordinals) >= MAX_NAMESPACES:
             raise TooManyNamespaces(f"the index of {self.directory} knows {MAX_NAMESPACES} namespaces already")
         ordinal = next(number for number in range(len(self._key_bytes) + 1) if number not in self._key_bytes)
+        self._open(ordinal, canonical, key_bytes, replicas)
+        return ordinal
+
+    def _open(self, ordinal: int, canonical: bytes, key_bytes: int, replicas: int) -> None:
         self._ordinals[canonical] = ordinal
         self._key_bytes[ordinal] = key_bytes
-        self._send(Kind.OPEN_NAMESPACE, canonical, ordinal=ordinal, key_bytes=key_bytes)
-        return ordinal
+        self._replicas[ordinal] = replicas
+        self._send(Kind.OPEN_NAMESPACE, bytes([replicas]), canonical, ordinal=ordinal, key_bytes=key_bytes)
 
     def forget_namespace(self, canonical: bytes) -> None:
         """Remove a namespace, if the index has it. Its entries must be deleted already; its ordinal is used again."""
@@ -219,6 +228,7 @@ class Keeper:
         if ordinal is None:
             return
         del self._key_bytes[ordinal]
+        del self._replicas[ordinal]
         self._send(Kind.FORGET_NAMESPACE, ordinal=ordinal)
 
     def put(self, ordinal: int, keys: bytes, entries: Entries) -> int:

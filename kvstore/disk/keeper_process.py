@@ -102,14 +102,14 @@ class IndexRebuild:
         self._new: NewIndex | None = None
         self._failure: Exception | None = None
         self._shard = shard
-        self._found: dict[int, tuple[bytes, int]] = {}
+        self._found: dict[int, tuple[bytes, int, int]] = {}
         self._last_key = b""
         self.entries = 0
         self.bad = 0
 
     @property
     def namespaces(self) -> dict[int, bytes]:
-        return {ordinal: canonical for ordinal, (canonical, _) in self._found.items()}
+        return {ordinal: canonical for ordinal, (canonical, _, _) in self._found.items()}
 
     def rebuild(self, map_bytes: int) -> NewIndex:
         """Read the old index and replace it. -> the new one. Raises the error that prevented writing it."""
@@ -157,15 +157,17 @@ class IndexRebuild:
                 if len(key) != ORDINAL_BYTES or found is None or found[0] in known or ordinal in self._found:
                     self.bad += 1
                     continue
-                canonical, key_bytes = self._found[ordinal] = found
+                canonical, key_bytes, replicas = self._found[ordinal] = found
                 known.add(canonical)
                 self._write(operator.methodcaller("put_namespace", ordinal, value))
-                self._shard.tell(Kind.NAMESPACE_FOUND, canonical, ordinal=ordinal, key_bytes=key_bytes)
+                self._shard.tell(
+                    Kind.NAMESPACE_FOUND, bytes([replicas]), canonical, ordinal=ordinal, key_bytes=key_bytes
+                )
 
     def _recover_blocks(self, prefix: bytes, key_size: int, value_size: int, records: list[Record]) -> None:
         """Recover records of one namespace; all keys have one size, and all values."""
         ordinal = unpack_ordinal(prefix)
-        canonical, key_bytes = self._found.get(ordinal, (b"", 0))
+        canonical, key_bytes, _ = self._found.get(ordinal, (b"", 0, 0))
         if not key_bytes or key_size != ORDINAL_BYTES + key_bytes or value_size != VALUE_BYTES:
             self.bad += len(records)
             return
@@ -258,8 +260,9 @@ class Service:
         elif kind == Kind.DELETE:
             self._index.delete(record_keys(ordinal, key_bytes, payload))
         elif kind == Kind.OPEN_NAMESPACE:
-            self._namespaces[ordinal] = payload
-            self._index.put_namespace(ordinal, pack_namespace(payload, key_bytes))
+            replicas, canonical = payload[0], payload[1:]
+            self._namespaces[ordinal] = canonical
+            self._index.put_namespace(ordinal, pack_namespace(canonical, key_bytes, replicas))
         elif kind == Kind.FORGET_NAMESPACE:
             del self._namespaces[ordinal]
             self._index.delete_namespace(ordinal)

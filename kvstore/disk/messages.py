@@ -25,14 +25,14 @@ class Kind(enum.IntEnum):
     """The kind of a message. The comments name the header fields that are in use, then the payload."""
 
     # to the keeper
-    OPEN_NAMESPACE = 1  # ordinal, key bytes; canonical
+    OPEN_NAMESPACE = 1  # ordinal, key bytes; copies of each block (u8), canonical
     FORGET_NAMESPACE = 2  # ordinal
     PUT = 3  # ordinal, key bytes, number; keys, entries
     DELETE = 4  # ordinal, key bytes, number; keys
     SYNC = 5  # number
     STOP = 6
     # from the keeper
-    NAMESPACE_FOUND = 65  # ordinal, key bytes; canonical
+    NAMESPACE_FOUND = 65  # ordinal, key bytes; copies of each block (u8), canonical
     NAMESPACES_KNOWN = 66  # every NAMESPACE_FOUND has been sent
     RECOVERED = 67  # ordinal, key bytes, number of entries; keys, entries
     RECOVERY_DONE = 68  # counts, damage
@@ -88,6 +88,7 @@ class NamespaceFound:
     ordinal: int
     canonical: bytes
     key_bytes: int
+    replicas: int  # copies of each block
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,7 @@ def event_of(message: Message) -> Event:
     if kind == Kind.COMMITTED:
         return Committed(number)
     if kind == Kind.NAMESPACE_FOUND:
-        return NamespaceFound(ordinal, payload, key_bytes)
+        return NamespaceFound(ordinal, payload[1:], key_bytes, payload[0])
     if kind == Kind.RECOVERY_DONE:
         entries, bad_entries = RECOVERY_COUNTS.unpack_from(payload)
         return RecoveryDone(entries, bad_entries, payload[RECOVERY_COUNTS.size :].decode())

@@ -82,7 +82,11 @@ class Recovery:
         """The old index has this namespace: open it in the store."""
         member = None
         try:
-            member = self._volume.store.open(event.canonical, event.key_bytes).disk
+            namespace = self._volume.store.open(event.canonical, event.key_bytes)
+            namespace.replicas = max(namespace.replicas, event.replicas)
+            member = namespace.disk
+            if member is not None:
+                member.replicas = namespace.replicas
         except WireError as error:
             self.refused = self.refused or str(error)
         self._found[event.ordinal] = _OldNamespace(member, event.ordinal, event.canonical, event.key_bytes)

@@ -190,6 +190,12 @@ class Volume:
             member.remove_lapsed()
             self.keeper.forget_namespace(member.canonical)
 
+    def keep_replicas(self, member: DiskBlocks, replicas: int) -> None:
+        """Each block of the namespace has so many copies: after a restart the shard still knows, without a client."""
+        member.replicas = replicas
+        if self.on and member.index.ready:  # otherwise the first block that is written tells the keeper
+            self._ordinal(member)
+
     # ---- space and files -----------------------------------------------------------------------------------------
 
     def _may_grow(self, member: DiskBlocks, now: float) -> bool:
@@ -296,7 +302,7 @@ class Volume:
         return sequence
 
     def _ordinal(self, member: DiskBlocks) -> int:
-        return self.keeper.open_namespace(member.canonical, member.index.key_bytes)
+        return self.keeper.open_namespace(member.canonical, member.index.key_bytes, member.replicas)
 
     def after_removals(self, call: Callable[[], None]) -> None:
         """Call `call` once no block that was removed so far can come back, not even after a crash."""

@@ -91,18 +91,23 @@ class Carrier:
 
     def carry(self, listed: Listed, rows: slice) -> None:
         """Move the blocks at `rows` of a namespace. Raises `AskError` when the source shard fails."""
-        began = time.monotonic()
+        began, failures = time.monotonic(), self._receivers.failures
         keys, targets, before = listed.keys[rows], listed.targets[rows].copy(), listed.before[rows]
         self._strike_out(listed, keys, targets)
-        self._progress.rest(began)
+        self._rest(began, failures)
         wanted = np.flatnonzero((targets != NOBODY).any(axis=1))
         step = batch_blocks(listed.block_bytes, BATCH_BYTES, MAX_FRAME_BLOCKS)
         for at in range(0, len(wanted), step):
             if self._progress.over:
                 return
-            began = time.monotonic()
+            began, failures = time.monotonic(), self._receivers.failures
             some = wanted[at : at + step]
             self._carry_batch(listed, keys[some], targets[some], before[some])
+            self._rest(began, failures)
+
+    def _rest(self, began: float, failures: int) -> None:
+        """Rest after a piece of work, unless a shard failed in it: then its time went by in waiting for an answer."""
+        if self._receivers.failures == failures:
             self._progress.rest(began)
 
     def _strike_out(self, listed: Listed, keys: KeyArray, targets: Targets) -> None:

@@ -57,7 +57,7 @@ class Draining(threading.Thread):
         self._stopped = threading.Event()
         self._mover: Mover | None = None
         self._settled = Settled()
-        self._before = asked  # the progress of the passes before this one
+        self._before = MoveReport(0, 0, 0, 0)  # of the passes before this one
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -102,7 +102,8 @@ class Draining(threading.Thread):
 
     def _pass(self) -> MoveReport:
         """Move the blocks that are here and not settled yet, once."""
-        self._before = self.progress
+        so_far = self.progress
+        self._before = MoveReport(so_far.total, so_far.moved, so_far.present, so_far.failed)
         plan = plan_leaving(self._node, self._members())
         with self._lock:
             mover = self._mover = Mover(self._shards, self._node, plan, self._count, self._settled)
@@ -114,13 +115,13 @@ class Draining(threading.Thread):
         return report
 
     def _count(self, report: MoveReport) -> None:
-        """Add a pass's report to the passes before it. Copies that failed there are in this report again."""
-        moved, present = self._before.moved + report.moved, self._before.present + report.present
+        """Add a pass's report to the passes before it."""
+        so_far = report.after(self._before)
         self.progress = msgspec.structs.replace(
             self.progress,
-            total=self._before.moved + self._before.present + report.total,
-            done=moved + present + report.failed,
-            moved=moved,
-            present=present,
-            failed=report.failed,
+            total=so_far.total,
+            done=so_far.done,
+            moved=so_far.moved,
+            present=so_far.present,
+            failed=so_far.failed,
         )

@@ -7,10 +7,14 @@ period after it saw the new nodes join, or until their records say that they ser
 All other nodes fill a node that joins, even nodes that are joining themselves: they may hold new blocks that the next
 one owns. When another node joins or any node leaves, the copying starts again with the new members; blocks that are
 there already are not sent again.
+
+A copy that failed, because a shard did not answer for some seconds, is tried again in another pass. Otherwise it would
+wait for the next change of members, and the death of one more shard would lose the block.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -23,12 +27,15 @@ from kvstore.cluster.members import Member, Membership
 from kvstore.moving.mover import Mover
 from kvstore.moving.planning import plan_joining
 from kvstore.moving.progress import MoveReport
+from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
 
 log = logging.getLogger("kvstore.cluster")
 
 # Before the listing, so that all clients see the new view: blocks that are set here after the listing are not copied.
 SETTLE_S: Final = SPREAD_S + 0.5
+
+RETRY_S: Final = (1.0, 30.0)  # from one pass to the next: at first, and at most; the pauses double
 
 _Who = tuple[str, str]  # a node and its instance
 _Joined = frozenset[tuple[_Who, float]]  # nodes that joined, and when this node saw it, monotonic
@@ -54,7 +61,8 @@ class Filling(threading.Thread):
     def __init__(self, member: Member, shards: Sequence[ShardAddress], grace_s: float) -> None:
         super().__init__(name="kvstore-filling", daemon=True)
         self.progress: MoveReport | None = None  # of the present or the last fill; replaced as a whole
-        self._me: _Who = (member.node, member.instance)
+        self._node = member.node
+        self._mine = {_who(member)}  # under which it is or was a member
         self._shards = shards
         self._grace_s = grace_s
         self._seen: dict[_Who, float] = {}  # nodes that join in the last view, and when they were first seen
@@ -71,19 +79,18 @@ class Filling(threading.Thread):
         joining = [_who(member) for member in view.members if member.state == "joining"]
         self._seen = {who: self._seen.get(who, now) for who in joining}
         joined: _Joined = frozenset(
-            (who, since) for who, since in self._seen.items() if who != self._me and now < since + self._grace_s
+            (who, since) for who, since in self._seen.items() if who not in self._mine and now < since + self._grace_s
         )
         task = None
-        if joined and self._me in owners:
+        if joined and not self._mine.isdisjoint(owners):
             task = _Task(joined, owners, view.members, max(since for _, since in joined) + self._grace_s)
         with self._changed:
             if not self._stopped and not self._covers(task):
                 self._replace(task)
 
-    def is_now(self, member: Member) -> None:
-        """This node has joined again, under another instance."""
-        with self._changed:
-            self._me = (member.node, member.instance)
+    def joins_as(self, member: Member) -> None:
+        """This node joins again, under another instance. Call it before that is written, and so can be in a view."""
+        self._mine = self._mine | {_who(member)}
 
     def stop(self) -> None:
         """End the present fill soon, and start no other."""
@@ -119,21 +126,19 @@ class Filling(threading.Thread):
                 if task is not None:
                     self._fill(task)
             except Exception:  # a failed fill is not fatal: clients fill, too
-                log.exception("node %s: filling %s failed", self._me[0], _names(task))
+                log.exception("node %s: filling %s failed", self._node, _names(task))
             with self._changed:
                 self._mover, self._done = None, task
 
     def _fill(self, task: _Task) -> None:
-        node, names = self._me[0], _names(task)
+        node, names = self._node, _names(task)
         with self._changed:
             settle_s = min(SETTLE_S, task.deadline - time.monotonic())
             if self._changed.wait_for(lambda: self._task is not task, settle_s):
                 return
-            plan = plan_joining({who[0] for who, _ in task.joined}, task.members)
-            mover = self._mover = Mover(self._shards, node, plan, self._count)
         began = time.monotonic()
         log.info("node %s: filling %s, for at most %.0f s", node, names, task.deadline - began)
-        report = mover.run(task.deadline)
+        report = self._copy(task)
         log.info(
             "node %s: filling %s is over: to_copy=%d copied=%d present=%d failed=%d seconds=%.1f",
             node,
@@ -145,8 +150,29 @@ class Filling(threading.Thread):
             time.monotonic() - began,
         )
 
-    def _count(self, report: MoveReport) -> None:
-        self.progress = report
+    def _copy(self, task: _Task) -> MoveReport:
+        """Copy in passes until a pass leaves nothing to try again, or the task is over. -> the report of all passes."""
+        node, names = self._node, _names(task)
+        plan = plan_joining({who[0] for who, _ in task.joined}, task.members)
+        settled = Settled()
+        report, pause_s = MoveReport(0, 0, 0, 0), RETRY_S[0]
+        while True:
+            with self._changed:
+                if self._task is not task:
+                    return report
+                count = functools.partial(self._count, report)
+                mover = self._mover = Mover(self._shards, node, plan, count, settled)
+            report = mover.run(task.deadline).after(report)
+            if mover.progress.over or not (report.failed or mover.gave_up):
+                return report
+            log.warning("node %s: filling %s: not all could be copied; trying again in %.0f s", node, names, pause_s)
+            with self._changed:
+                self._changed.wait_for(lambda: self._task is not task, min(pause_s, task.deadline - time.monotonic()))
+            pause_s = min(2 * pause_s, RETRY_S[1])
+
+    def _count(self, earlier: MoveReport, report: MoveReport) -> None:
+        """Take the report of the present pass; `earlier`: that of the passes before it."""
+        self.progress = report.after(earlier)
 
 
 def _who(member: Member) -> _Who:

@@ -58,6 +58,7 @@ class Mover:
         self._shards = shards
         self._gentle = plan.gentle
         self._gains = Gains(node, plan) if plan.after else None  # None: no node is left that could take blocks
+        self.gave_up = False  # on a shard of the node, which failed: its blocks are not in the report
         self.progress = Progress(told, REST_RATIO * max(1.0, threads / GENTLE_THREADS) if plan.gentle else 0.0)
         self._connections = Connections(self.progress, plan.cookies)
         self._receivers = Receivers(plan, self.progress, settled)
@@ -145,6 +146,7 @@ class Mover:
 
     def _give_up(self, shard: ShardAddress, error: AskError) -> None:
         if not self.progress.over:
+            self.gave_up = True
             log.warning("moving: blocks of shard %s stay where they are: %s", shard.name, error)
 
 

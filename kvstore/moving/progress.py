@@ -28,6 +28,11 @@ class MoveReport(msgspec.Struct, frozen=True):
         """Copies that need no more work in this mover."""
         return self.moved + self.present + self.failed
 
+    def after(self, earlier: MoveReport) -> MoveReport:
+        """-> the report of all passes: this one and the `earlier` ones, whose failed copies are in this one again."""
+        moved, present = earlier.moved + self.moved, earlier.present + self.present
+        return MoveReport(earlier.moved + earlier.present + self.total, moved, present, self.failed)
+
 
 class Progress:
     """The progress of one mover, shared by its threads. Any thread.

@@ -43,6 +43,11 @@ class Receivers:
         if new:
             log.info("moving: shard %s is full: nothing more is copied to it", self.shards[target].name)
 
+    @property
+    def failures(self) -> int:
+        """How often a shard has failed so far."""
+        return len(self._failed)
+
     def has_failed(self, target: int, canonical: bytes) -> bool:
         """Whether the shard gets no more blocks, at all or of this namespace, because of an error."""
         return not self._failed.isdisjoint({(target, None), (target, canonical)})

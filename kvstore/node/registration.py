@@ -260,6 +260,7 @@ class Registration:
         others = any(member.node != self.node for member in self._directory.membership().members)
         state: State = "joining" if others else "serving"
         member = msgspec.structs.replace(self._member, instance=uuid.uuid4().hex, state=state)
+        self._filling.joins_as(member)
         self._emptied, written = False, False  # before, because another shard may die meanwhile
         try:
             written = self._directory.register(member, lease)
@@ -267,7 +268,6 @@ class Registration:
             self._emptied = self._emptied or not written
         if written:
             self._member, self._joined = member, time.monotonic()
-            self._filling.is_now(member)
             log.warning("node %s: a shard started anew and lost its memory; state=%s, to be filled", self.node, state)
 
     def _check_record(self) -> bool:

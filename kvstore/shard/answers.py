@@ -138,11 +138,12 @@ class Answers:
             )
         )
 
-    @staticmethod
-    def _note_replicas(peer: Peer, namespace: NamespaceStore | None) -> None:
+    def _note_replicas(self, peer: Peer, namespace: NamespaceStore | None) -> None:
         """Note the largest number of copies that a client keeps: nodes that move blocks make as many copies."""
         if namespace is not None and namespace.replicas < peer.replicas:
             namespace.replicas = peer.replicas
+            if self._disk is not None and namespace.disk is not None:
+                self._disk.volume.keep_replicas(namespace.disk, peer.replicas)
 
     def _hottest(self, peer: Peer, request: wire.Hottest) -> None:
         if not peer.namespace:

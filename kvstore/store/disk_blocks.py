@@ -34,6 +34,7 @@ class DiskBlocks(NamespaceTier):
         index.keep_lapsed = True
         self._on_removed = on_removed
         self.canonical = canonical
+        self.replicas = 1  # copies of each block in the cluster, as `NamespaceStore.replicas`, kept over a restart
         self.recovering = False  # recovery may still add blocks
 
     @property

@@ -133,6 +133,10 @@ class Clients:
             client.wait(lambda client=client, count=count: len(client.checks) > count, CHECK_S, "the check")
         return [client.checks[-1] for client in self._clients]
 
+    def acknowledged(self) -> list[int]:
+        """The chains of which all copies were made, so far."""
+        return [call.acknowledged for call in self.calls() if call.acknowledged is not None]
+
     # ---- what the calls say ------------------------------------------------------------------------------------
 
     def calls(self) -> list[Call]:

@@ -75,6 +75,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     wrong: int = 0  # blocks with a wrong byte
     missed: list[Miss] = []
     raised: str = ""
+    acknowledged: int | None = None  # of a set: its chain, if all copies of all its blocks are made
 
     @property
     def late_s(self) -> float:
@@ -168,13 +169,15 @@ class Load:
             result, raised = None, repr(error)
         now = time.monotonic()
         errors = result.error if result is not None else len(keys)
-        if not errors:
+        acknowledged = None
+        if result is not None and not errors:
             self._stored[chain] = dict.fromkeys(range(CHAIN_BLOCKS), now)
-            if not deferred:
+            if not deferred and result.copies >= self.options.replicas:
                 self._acknowledged[chain] = now
+                acknowledged = chain
         else:
             self._to_set.append(chain)
-        self._say_call("set", start, now - start, len(keys), errors=errors, raised=raised)
+        self._say_call("set", start, now - start, len(keys), errors=errors, raised=raised, acknowledged=acknowledged)
 
     def _look_for(self, chain: int, op: str) -> None:
         stored = self._stored[chain]

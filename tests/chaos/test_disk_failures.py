@@ -21,9 +21,11 @@ from tests.support.disk import (
     KiB,
     MiB,
     allocated_bytes,
+    compile_io_errors,
     disk_flags,
     disk_info,
     fill,
+    io_errors_in,
     keeper_of,
     mount_tmpfs,
     open_client,
@@ -49,7 +51,6 @@ from tests.support.harness import (
 
 LRU = ("--policy", "lru")  # what was set a moment ago is there, however hard others use the small memory
 MEMORY = 16 * MiB
-SHIM = Path(__file__).with_name("io_errors.c")
 
 
 @pytest.fixture
@@ -227,15 +228,7 @@ def assert_well_after_a_restart(server: Server, namespace: Namespace) -> None:
 @pytest.fixture(scope="session")
 def io_errors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shim, compiled."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler: errors of a device cannot be made")
-    library = tmp_path_factory.mktemp("shim") / "io_errors.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SHIM), "-ldl"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"the C compiler does not compile the shim: {done.stderr[:500]}")
-    return library
+    return compile_io_errors(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.mark.parametrize(
@@ -252,11 +245,7 @@ def test_a_device_with_errors(
     calls: str,
 ) -> None:
     trigger = tmp_path / "trigger"
-    shim = {
-        "LD_PRELOAD": str(io_errors),
-        "IO_ERRORS_FOLDER": str(folder / "shard-0" / place),
-        "IO_ERRORS_TRIGGER": str(trigger),
-    }
+    shim = io_errors_in(folder / "shard-0" / place, trigger, io_errors)
     server = start_server(*disk_flags(folder), *LRU, memory="16MiB", segment="1MiB", **shim)
     pids = pids_of(server)
     kept = make_keys(200, first=40_000)
@@ -275,11 +264,7 @@ def test_blocks_deleted_while_the_tier_is_off_do_not_come_back(
     start_server: StartServer, folder: Path, namespace: Namespace, io_errors: Path, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
-    shim = {
-        "LD_PRELOAD": str(io_errors),
-        "IO_ERRORS_FOLDER": str(folder / "shard-0" / "segments"),
-        "IO_ERRORS_TRIGGER": str(trigger),
-    }
+    shim = io_errors_in(folder / "shard-0" / "segments", trigger, io_errors)
     server = start_server(*disk_flags(folder), memory="64MiB", segment="1MiB", **shim)
     keys = make_keys(200)
     with open_client(server, namespace) as client:
@@ -309,11 +294,7 @@ def test_errors_while_the_old_index_is_read_turn_the_tier_off(
     start_server: StartServer, folder: Path, namespace: Namespace, io_errors: Path, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
-    shim = {
-        "LD_PRELOAD": str(io_errors),
-        "IO_ERRORS_FOLDER": str(folder / "shard-0" / "index"),  # index.new, too
-        "IO_ERRORS_TRIGGER": str(trigger),
-    }
+    shim = io_errors_in(folder / "shard-0" / "index", trigger, io_errors)  # index.new, too
     server = start_server(*disk_flags(folder), *LRU, memory="16MiB", segment="1MiB", **shim)
     keys = make_keys(100)
     with open_client(server, namespace) as client:

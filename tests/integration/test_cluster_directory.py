@@ -240,6 +240,26 @@ def test_who_leaves_while_another_joins_is_gone_at_once(url: str, directory: Etc
         following.wait_for({"b": "serving", "c": "joining"}, 3.0)
 
 
+def test_who_comes_back_is_there_at_once_and_who_is_new_is_not(
+    url: str, directory: EtcdDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.cluster.following.SPREAD_S", 1e6)
+    lease, *of_b = (directory.grant(60) for _ in range(4))
+    directory.register(member("a"), lease)
+    directory.register(member("b"), of_b[0])
+    with Following(url) as following:
+        following.wait_for({"a": "serving", "b": "serving"})
+        directory.withdraw("b", of_b[0])
+        following.wait_for({"a": "serving"})
+        directory.register(member("b", "joining"), of_b[1])
+        following.wait_for({"a": "serving", "b": "joining"})
+        directory.withdraw("b", of_b[1])
+        following.wait_for({"a": "serving"})
+        directory.register(member("b", "joining", instance="2"), of_b[2])
+        directory.register(member("a", "draining"), lease)
+        following.wait_for({"a": "draining"})
+
+
 def test_a_follower_waits_for_a_first_member_and_says_what_it_waits_for(url: str, directory: EtcdDirectory) -> None:
     with Following(url) as following:
         with pytest.raises(DirectoryError, match=r"no node is registered"):

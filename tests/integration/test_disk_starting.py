@@ -163,7 +163,7 @@ def test_a_newer_format_is_refused(used_folder: Path) -> None:
     before = [mark.read_bytes() for mark in marks]
     fields = json.loads(before[0])
     del fields["guard"]
-    fields["version"] = 2
+    fields["version"] = 3
     fields["guard"] = xxhash.xxh3_64_hexdigest(json.dumps(fields, separators=(",", ":")).encode())
     newer = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
     for mark in marks:

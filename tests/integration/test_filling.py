@@ -235,6 +235,29 @@ def test_a_node_that_dies_while_it_is_filled_ends_that_and_costs_nothing(
     assert held(joiner, namespace, keys) == set(share_of(cluster.membership(), "b", keys))
 
 
+@pytest.mark.parametrize("silent", ["receiver", "sender"])
+def test_a_copy_that_failed_is_made_as_soon_as_the_shard_answers_again(
+    cluster: Cluster, new_namespace: MakeNamespace, silent: str
+) -> None:
+    first, second = start_serving(cluster, "a", "b")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = put(cluster, namespace, 100, replicas=2)
+    (shard,) = second.shards()
+    shard.kill()
+    wait_until(lambda: "is serving again" in second.log_text(), FILL_S)
+    (stopped,) = (second if silent == "receiver" else first).shards()
+    stopped.suspend()
+    try:
+        said = "nothing more is sent to shard b/0" if silent == "receiver" else "blocks of shard a/0 stay"
+        wait_until(lambda: said in first.log_text(), FILL_S, "the fill fails")
+    finally:
+        stopped.resume()
+    wait_until(lambda: held(second, namespace, keys) == {*keys}, FILL_S, "all copies are made again")
+    wait_until(lambda: fills(first)[-1:] == [("b", 100, 100, 0, 0)], FILL_S, "one fill made all copies, in two passes")
+    *_, (*_, seconds) = OVER.findall(first.log_text())
+    assert float(seconds) < 10, "it does not rest for three times as long as it waited for an answer"
+
+
 def test_sigterm_ends_a_fill_at_once(cluster: Cluster, new_namespace: MakeNamespace) -> None:
     (old,) = start_serving(cluster, "a", memory="512MiB")
     put(cluster, new_namespace(BLOCK_BYTES), 6000)
@@ -325,6 +348,21 @@ def test_who_serves_is_filled_no_more(cluster: Cluster, new_namespace: MakeNames
     wait_until(lambda: cluster.members()["b"].state == "serving")
     wait_for_fills([old], "b")
     assert fills(old)[-1][1] > fills(old)[-1][2] > 0
+
+
+def test_as_many_copies_are_made_as_clients_kept_before_all_nodes_were_restarted(
+    cluster: Cluster, new_namespace: MakeNamespace, tmp_path: Path
+) -> None:
+    first = cluster.start("a", disk=tmp_path / "a", disk_size="64MiB")
+    second = cluster.start("b")
+    cluster.wait_for_members("a", "b")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = put(cluster, namespace, 200, replicas=2)
+    assert (second.stop(), first.stop()) == (0, 0)  # b has lost its memory, and no client is there any more
+    first.restart()
+    wait_until(lambda: held(first, namespace, keys) == {*keys}, FILL_S, "it has its blocks again")
+    second.restart()
+    wait_until(lambda: held(second, namespace, keys) == {*keys}, FILL_S, "it has its copies again")
 
 
 @pytest.mark.exclusive  # a node must be filled within seconds

@@ -286,11 +286,16 @@ def test_ordinals_are_stable_reused_and_bounded(start: Callable[..., Loop]) -> N
     with pytest.raises(KeyError):
         loop.keeper.put(7, b"", np.zeros(0, ENTRY))
     assert loop.keeper.open_namespace(b"{}", 8) == 3
+    for replicas in (2, 3, 1):  # the most counts
+        assert loop.keeper.open_namespace(names[9], 16, replicas) == 9
     assert loop.keeper.stop(DEADLINE_S)
     again = start()
     again.recovered()
     found = {event.ordinal: (event.canonical, event.key_bytes) for event in again.all(NamespaceFound)}
     assert found[3] == (b"{}", 8)
+    assert {event.ordinal: event.replicas for event in again.all(NamespaceFound)} == {
+        ordinal: 3 if ordinal == 9 else 1 for ordinal in found
+    }
     assert set(found) == set(range(MAX_NAMESPACES)) - {7}
     assert again.keeper.open_namespace(names[1023], 16) == 1023
     assert again.keeper.open_namespace(names[3], 16) == 7

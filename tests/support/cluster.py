@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,8 +26,8 @@ from kvstore.cluster.following import Follower
 from kvstore.cluster.members import DirectoryError, Member, Membership, State
 from kvstore.cluster.placement import Placement
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
-from kvstore.wire import MAX_REPLICAS, ShardAddress
-from kvstore.wire.asking import Asking
+from kvstore.wire import MAX_KEYS, MAX_REPLICAS, ShardAddress
+from kvstore.wire.asking import AskError, Asking
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace
 from kvstore_client.keys import pack_keys
 from tests.support.etcd import Etcd
@@ -83,9 +83,11 @@ class Cluster:
 
     # ---- nodes ---------------------------------------------------------------------------------------------------
 
-    def start(self, node: str, **flags: object) -> Server:
-        """Start a node that registers itself. It has printed its ready line; it may not have registered yet."""
-        return self._start(node, {"cluster": self.url, "node_id": node, **self._flags, **flags})
+    def start(self, node: str, environment: Mapping[str, str] | None = None, **flags: object) -> Server:
+        """Start a node that registers itself. It has printed its ready line; it may not have registered yet.
+
+        `environment`: more variables of its environment."""
+        return self._start(node, {"cluster": self.url, "node_id": node, **self._flags, **flags}, environment)
 
     def start_listed(self, *nodes: str, state: State = "serving", **flags: object) -> None:
         """Start servers that know of no cluster, and write their records by hand, so that each state lasts as long as a
@@ -94,7 +96,7 @@ class Cluster:
             self._start(node, {**self._flags, **flags})
             self.register(node, state)
 
-    def _start(self, node: str, flags: dict[str, object]) -> Server:
+    def _start(self, node: str, flags: dict[str, object], environment: Mapping[str, str] | None = None) -> Server:
         prefix: Sequence[str] = ()
         port = 0
         if self._network is not None:
@@ -103,7 +105,7 @@ class Cluster:
             prefix, port = self._network.command(node), PORT
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         log = self._folder / f"{node}-{len(self._started)}.log"
-        self.nodes[node] = Server(log, *arguments, prefix=prefix, port=port)
+        self.nodes[node] = Server(log, *arguments, prefix=prefix, port=port, **(environment or {}))
         self._started.append(self.nodes[node])
         return self.nodes[node]
 
@@ -237,6 +239,31 @@ def share_of(membership: Membership, node: str, keys: Sequence[bytes], replicas:
     return [keys[row] for row in np.flatnonzero((holders == node).any(axis=1))]
 
 
+def lacking(membership: Membership, namespace: Namespace, keys: npt.NDArray[np.uint8], replicas: int) -> list[str]:
+    """Which shards do not have all the copies that are theirs, and how many they lack: empty if every copy is made.
+
+    Each shard is asked itself, so nothing is repaired by that. A shard that does not answer lacks all.
+    """
+    owners = new_owners(membership)
+    if len(owners) < replicas:
+        return [f"{len(owners)} nodes for {replicas} copies"]
+    shards, placement = place(owners)
+    holders = placement.replicas(keys, replicas)
+    found = []
+    for number, (member, shard) in enumerate(shards):
+        mine = keys[(holders == number).any(axis=1)]
+        try:
+            with Asking((shard.host, shard.port), 2.0, namespace.canonical()) as asking:
+                parts = [asking.contains(mine[at : at + MAX_KEYS]) for at in range(0, len(mine), MAX_KEYS)]
+            missing = sum(int((~part).sum()) for part in parts)
+            said = f"{missing} of {len(mine)}"
+        except AskError as error:
+            missing, said = len(mine), str(error)
+        if missing:
+            found.append(f"{shard.name} of {member.node}: {said}")
+    return found
+
+
 class Following:
     """A follower of a cluster, and all views that it has reported."""
 
@@ -298,11 +325,11 @@ class Site:
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
-    def add(self, node: str, **flags: object) -> Server:
+    def add(self, node: str, environment: Mapping[str, str] | None = None, **flags: object) -> Server:
         """Start one more node, or start one of the first nodes again. It may not have registered yet."""
         if node not in self._first:
             self.network.add(node)
-        return self.cluster.start(node, zone=f"zone-{node}", **flags)
+        return self.cluster.start(node, environment, zone=f"zone-{node}", **flags)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of `kvstore` on a client's host."""

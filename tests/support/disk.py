@@ -6,12 +6,14 @@ Clients here do not verify checksums (`checksum=False`), so that only the server
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 import xxhash
 
 from kvstore import wire
@@ -21,6 +23,7 @@ from tests.support.harness import Server, block_of, blocks_of, shard_info, wait_
 
 KiB, MiB = 1 << 10, 1 << 20
 BLOCK = 64 * KiB  # of the fixture `namespace`
+IO_ERRORS = Path(__file__).parents[1] / "chaos" / "io_errors.c"
 BATCH_BYTES = 1 * MiB  # a fraction of the smallest memory that a test gives a server
 
 
@@ -87,6 +90,27 @@ def keeper_of(shard: psutil.Process) -> psutil.Process:
     """The process that keeps a shard's persistent index."""
     (keeper,) = shard.children()
     return keeper
+
+
+# ---- a device with errors --------------------------------------------------------------------------------------
+
+
+def compile_io_errors(folder: Path) -> Path:
+    """tests/chaos/io_errors.c as a library in `folder`. Skips the test where it cannot be compiled."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler: errors of a device cannot be made")
+    library = folder / "io_errors.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(IO_ERRORS), "-ldl"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"the C compiler does not compile {IO_ERRORS.name}: {done.stderr[:500]}")
+    return library
+
+
+def io_errors_in(folder: Path, trigger: Path, library: Path) -> dict[str, str]:
+    """Variables for a server's environment: calls below `folder` fail as soon as the file `trigger` says which."""
+    return {"LD_PRELOAD": str(library), "IO_ERRORS_FOLDER": str(folder), "IO_ERRORS_TRIGGER": str(trigger)}
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
     text = (path / "FORMAT").read_bytes()
     fields = json.loads(text)
     assert text.strip() == mark(
-        format="kvstore-disk", version=1, shards=2, segment_bytes=SEGMENT_BYTES, identity=layout.identity
+        format="kvstore-disk", version=2, shards=2, segment_bytes=SEGMENT_BYTES, identity=layout.identity
     )
     assert set(fields) == {"format", "version", "shards", "segment_bytes", "identity", "guard"}
     for shard in range(2):
@@ -104,9 +104,9 @@ def test_a_creation_that_was_interrupted_is_completed(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     open_layout(tmp_path, 2, SEGMENT_BYTES)
-    (tmp_path / "FORMAT").write_bytes(mark(format="kvstore-disk", version=2, something="else"))
-    assert_refused(tmp_path, r"disk format version 2, and this server knows version 1: use the release")
-    with pytest.raises(DiskFormatError, match="version 2"):
+    (tmp_path / "FORMAT").write_bytes(mark(format="kvstore-disk", version=3, something="else"))
+    assert_refused(tmp_path, r"disk format version 3, and this server knows version 2: use the release")
+    with pytest.raises(DiskFormatError, match="version 3"):
         read_layout(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_foreign_directory_is_refused_and_left_as_it_is(tmp_path: Path, name: 
 
 
 def test_a_mark_of_something_else_is_foreign(tmp_path: Path) -> None:
-    (tmp_path / "FORMAT").write_bytes(mark(format="other-store", version=1, shards=2, segment_bytes=SEGMENT_BYTES))
+    (tmp_path / "FORMAT").write_bytes(mark(format="other-store", version=2, shards=2, segment_bytes=SEGMENT_BYTES))
     assert_refused(tmp_path, "not a disk tier")
 
 
@@ -318,8 +318,8 @@ def test_any_flipped_bit_of_a_record_is_noticed() -> None:
 
 
 def test_any_flipped_bit_of_a_namespace_is_noticed() -> None:
-    value = pack_namespace(CANONICAL, 16)
-    assert unpack_namespace(value) == (CANONICAL, 16)
+    value = pack_namespace(CANONICAL, 16, 2)
+    assert unpack_namespace(value) == (CANONICAL, 16, 2)
     for at in range(len(value) * 8):
         bad = bytearray(value)
         bad[at // 8] ^= 1 << at % 8

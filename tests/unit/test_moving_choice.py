@@ -191,6 +191,15 @@ def test_it_fills_nobody_unless_it_owns_blocks_itself() -> None:
     assert Views(0.0).take(a="serving", b="joining") == (set(), set()), "there is no time for it"
 
 
+def test_it_fills_others_while_it_joins_anew_itself() -> None:
+    views = Views()
+    again = msgspec.structs.replace(member("a", 1, ""), instance="X")
+    assert views.take(a="serving", b="serving", c="joining") == ({"c"}, {"a", "b", "c"})
+    views.filling.joins_as(again)
+    assert views.take(a="serving", b="draining", c="joining") == ({"c"}, {"a", "c"}), "etcd has not written it yet"
+    assert views.take(aX="joining", b="serving", c="joining") == ({"c"}, {"a", "b", "c"})
+
+
 def test_it_starts_anew_only_when_that_changes_what_is_to_be_copied() -> None:
     views = Views()
     views.take(a="serving", b="serving", c="joining")
