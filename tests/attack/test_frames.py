@@ -20,6 +20,7 @@ from tests.support.harness import (
     DELETE,
     GET,
     HELLO,
+    HOTTEST,
     INFO,
     MATCH_PREFIX,
     PING,
@@ -42,7 +43,7 @@ from tests.support.harness import (
 
 MiB = 1 << 20
 FRAMES = 1_000_000 if FULL else 100_000
-TAGS = (HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL)
+TAGS = (HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL, HOTTEST)
 
 
 class Fuzzer:
@@ -65,11 +66,17 @@ class Fuzzer:
             blocks = [bytes(64)] * count
             payload = [b"".join(blocks)] if count else []
             parent, end = (rng.choice((b"", rng.choice(self.keys), rng.randbytes(16))) for _ in range(2))
-            chain = (0, False, 0.0, True, parent, end, rng.randrange(99)) if rng.random() < 0.5 else ()
+            copied = rng.choice((b"", b"".join(rng.randbytes(5) + rng.choice(self.keys) for _ in range(count))))
+            call = rng.randrange(99), rng.choice((b"", rng.randbytes(4 * count)))
+            chain = (0, False, 0.0, True, parent, end, rng.randrange(99), copied, *call) if rng.random() < 0.5 else ()
             header = pack(SET, request_id, deadline, count, 16, rng.random() < 0.5, *chain)
             return [header, joined, *payload, sums_of(blocks)]
-        if tag in {GET, DELETE}:
+        if tag == GET:
+            return [pack(tag, request_id, deadline, count, 16, 0, True, False, rng.random() < 0.5), joined]
+        if tag == DELETE:
             return [pack(tag, request_id, deadline, count, 16), joined]
+        if tag == HOTTEST:
+            return [pack(tag, request_id, deadline, rng.randrange(99), rng.randrange(99), rng.random() < 0.5)]
         if tag in {CONTAINS, MATCH_PREFIX}:
             return [pack(tag, request_id, deadline, count, 16, rng.random() < 0.5, rng.random()), joined]
         if tag == CREDIT:
