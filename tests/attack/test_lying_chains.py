@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
 
 from kvstore_client import KVStoreClient
 from tests.attack.scale import FULL
+from tests.support.cluster import member_of
 from tests.support.harness import (
     SET,
     SET_REPLY,
@@ -16,7 +18,6 @@ from tests.support.harness import (
     StartServer,
     blocks_of,
     make_keys,
-    namespace_info,
     pack,
     sums_of,
 )
@@ -26,34 +27,41 @@ BLOCK = 4096
 MEMORY = 16 << 20
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("policy", ["lru", "default"])
 def test_whatever_was_said_of_chains_every_block_can_be_evicted(
-    start_server: StartServer, new_namespace: MakeNamespace, policy: str
+    start_server: StartServer, new_namespace: MakeNamespace, policy: str, shards: int
 ) -> None:
+    """Two shards also believe each other: what one loses, with false places in false calls, the other evicts, too."""
     rng = random.Random(7)
     namespace = new_namespace(BLOCK)
-    server = start_server("--policy", policy, memory=str(MEMORY))
-    pool, fresh = make_keys(MEMORY // BLOCK + 2000), make_keys(MEMORY // BLOCK, first=100_000)
+    server = start_server("--policy", policy, "--shards", str(shards), memory=str(shards * MEMORY))
+    count = shards * MEMORY // BLOCK
+    pool, fresh = make_keys(count + 2000), make_keys(count if shards == 1 else count * 9 // 10, first=100_000)
     popular = pool[0]
-    with server.unharmed(), KVStoreClient(server.endpoint, namespace) as client, RawClient(server) as raw:
-        raw.hello(namespace.canonical())
+    with server.unharmed(), KVStoreClient(server.endpoint, namespace) as client, contextlib.ExitStack() as stack:
+        raws = [stack.enter_context(RawClient(shard)) for shard in member_of(server).shards]
+        for raw in raws:
+            raw.hello(namespace.canonical())
         for number in range(SETS):
             keys = [rng.choice(pool) for _ in range(rng.randrange(1, 9))]
             parent = rng.choice((b"", popular, keys[-1], rng.choice(pool), rng.randbytes(16)))
             end = rng.choice((b"", parent, rng.choice(pool), rng.randbytes(16)))
             blocks = blocks_of(keys, BLOCK)
-            header = pack(
-                SET, number, 10_000, len(keys), 16, False, 0, False, 0.0, True, parent, end, rng.randrange(99)
-            )
-            reply = raw.ask(header, b"".join(keys), b"".join(blocks), sums_of(blocks))
+            offsets = b"".join(rng.choice((0, 7, 64, 2**32 - 1)).to_bytes(4, "little") for _ in keys)
+            place = parent, end, rng.randrange(99), b"", number // 3, offsets
+            header = pack(SET, number, 10_000, len(keys), 16, False, 0, False, 0.0, True, *place)
+            reply = rng.choice(raws).ask(header, b"".join(keys), b"".join(blocks), sums_of(blocks))
             assert reply[:3] == [SET_REPLY, number, len(keys)]
             if number % 16 == 0:
                 client.delete([rng.choice(pool) for _ in range(8)])
         for start in range(0, len(fresh), 256):
             some = fresh[start : start + 256]
             result = client.set(some, blocks_of(some, BLOCK), parent=fresh[start - 1] if start else None)
-            assert result.created == 256
-        assert client.match_prefix(fresh) == len(fresh) == namespace_info(client).blocks
+            assert result.created == len(some)
+        assert client.match_prefix(fresh) == len(fresh)
+        there = sum(each.blocks for shard in client.info().shards for each in shard.namespaces)
+        assert there == len(fresh) or shards > 1
 
 
 def test_a_part_of_a_chain_that_breaks_the_protocol_is_refused(

@@ -28,6 +28,7 @@ import psutil
 import xxhash
 
 from kvstore import wire
+from kvstore.wire import ShardAddress
 from kvstore_client import KVStoreClient, Namespace
 from tests.support import forked
 from tests.support.ports import free_ports
@@ -311,8 +312,10 @@ class Closed(Exception):
 class RawClient:
     """A connection over a plain socket, which sends any bytes that a test wants. Calls block for up to `ANSWER_S`."""
 
-    def __init__(self, server: Server, handshake: bool = True, receive_buffer: int = 0, source: str = "") -> None:
-        """source: the address to connect from."""
+    def __init__(
+        self, server: Server | ShardAddress, handshake: bool = True, receive_buffer: int = 0, source: str = ""
+    ) -> None:
+        """server: its first shard, or one of its shards. source: the address to connect from."""
         self.sock = socket.socket()
         if source:
             self.sock.bind((source, 0))
