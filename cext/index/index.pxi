@@ -305,14 +305,14 @@ cdef class BlockIndex:
         """
         return evict_blocks(self.blocks, n, now, keys, cuts)
 
-    def cut(self, key, uint64_t call, uint32_t offset, double now) -> tuple[int, bytes]:
+    def cut(self, key, uint64_t call, uint32_t offset, double now, Py_ssize_t limit) -> tuple[int, bytes]:
         """Evicts what is useless because another shard has lost the block at ``offset`` of a call: of the call's blocks
         here, the last of which is ``key``, those from ``offset`` on, and all that follow them.
 
-        Blocks that are held, and those before them, stay. Returns how many were evicted, and the key of the last block
-        that is left, for another cut; empty if there is none.
+        Up to ``limit`` blocks at a time; blocks that are held, and those before them, stay. Returns how many were
+        evicted, and the key of the last block of the call that is left, for another cut; empty if there is none.
         """
-        return cut_chain(self.blocks, key, call, offset, now)
+        return cut_chain(self.blocks, key, call, offset, now, limit)
 
     def victims(self, Py_ssize_t n, double now):
         """Returns the slots, int32, of up to n blocks that evict() would take next, in its order, without expired ones.

@@ -137,33 +137,33 @@ cdef tuple cut_at(Blocks blocks, Link *link, int32_t before):
     return link.call, link.offset, key
 
 
-cdef tuple cut_chain(Blocks blocks, keys, uint64_t call, uint32_t offset, double now):
+cdef tuple cut_chain(Blocks blocks, keys, uint64_t call, uint32_t offset, double now, Py_ssize_t limit):
     cdef Space *space = &blocks.space
     cdef uint32_t time = blocks.advance(now)
     cdef Py_ssize_t count = 0, steps = MOST_STEPS
     cdef int32_t slot = blocks.readable(slot_of(blocks, keys, "key", 1)), top = NONE, last = slot, below
     cdef Record *record
     cdef Link *link
-    while last != NONE and steps > 0:
-        record, link = blocks.record(last), link_at(space, last)
+    while slot != NONE and steps > 0:
+        record, link = blocks.record(slot), link_at(space, slot)
         if not record.linked & IN_CALL or link.call != call or link.offset < offset:
             break
         steps -= 1
-        top = last
-        last = link.before if record.linked & FOLLOWS else NONE
-    if steps <= 0:  # too long a chain to look at
-        top, last = NONE, slot
+        top = slot
+        slot = link.before if record.linked & FOLLOWS else NONE
     slot = top
-    while slot != NONE:
+    steps = MOST_STEPS + limit
+    while slot != NONE and count < limit and steps > 0:
         record, link = blocks.record(slot), link_at(space, slot)
         steps -= 1
-        if record.linked & FOLLOWED and steps > 0:
+        if record.linked & FOLLOWED:
             slot = link.first
             continue
-        if record.linked & FOLLOWED or is_held(space, record, time):
-            last = slot
+        if is_held(space, record, time):
             break
         below, slot = slot, NONE if slot == top else link.before
+        if below == last:  # the last block of the call that is left is the one before it
+            last = link.before if record.linked & FOLLOWS else NONE
         blocks.forget(below, record, True)
         count += 1
     if last == NONE:
@@ -193,9 +193,10 @@ cdef Py_ssize_t evict_blocks(Blocks blocks, Py_ssize_t n, double now, bytearray 
         before = link_at(&blocks.space, slot).before if record.linked & FOLLOWS else NONE
         if cuts is not None and record.linked & IN_CALL:
             found = cut_at(blocks, link_at(&blocks.space, slot), before)
-            if cuts and cuts[len(cuts) - 1][0] == found[0]:
-                cuts.pop()  # the tail goes first, so this one is further ahead
-            cuts.append(found)
+            if not cuts or cuts[len(cuts) - 1][0] != found[0]:
+                cuts.append(found)
+            elif found[1] < cuts[len(cuts) - 1][1]:  # mostly, because the tail goes first
+                cuts[len(cuts) - 1] = found
         if before != NONE and not blocks.record(before).linked & KEPT:
             before = NONE
         blocks.forget(slot, record, not is_expired(&blocks.space, record))

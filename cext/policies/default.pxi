@@ -284,7 +284,7 @@ cdef class Adaptive(Policy):
         cdef int32_t number
         while True:
             self.position += 1
-            if self.position == LISTS or self.blocks[self.priority] == 0:
+            if self.position >= LISTS or self.blocks[self.priority] == 0:
                 if not self.again and self.blocks[self.priority] != 0:
                     self.again = True
                 elif self.priority + 1 < PRIORITIES:

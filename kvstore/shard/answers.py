@@ -152,6 +152,7 @@ class Answers:
         if namespace is None:
             peer.reply(wire.HottestReply(request.id, 0, b"", 0))
             return
+        namespace.listed = namespace.listed or request.before
         self.background.hottest(peer, request, namespace)
 
     def handle_keyed(self, peer: Peer, request: wire.KeyedRequest, keys: bytes) -> None:
@@ -270,7 +271,7 @@ class Answers:
             priority = np.minimum(attributes["priority"], wire.MAX_PRIORITY)
         elif request.chained:
             before = store.chains.find(namespace, request.parent)
-        cut = request.chained and store.chains.is_cut(namespace, request.parent, now)
+        cut = request.chained and attributes is None and store.chains.is_cut(namespace, request.parent, now)
         if not request.force and (cut or (before is None and store.is_full(namespace, request.count))):
             # Blocks behind others that were refused are of no use, so they take nobody's place.
             return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
@@ -288,7 +289,7 @@ class Answers:
         checksums = np.frombuffer(sums, dtype="<u8")
         index = namespace.memory.index
         attributes = write.attributes
-        ttl_s = request.ttl_s or namespace.ttl_s
+        ttl_s = (request.ttl_s if attributes is None else 0.0) or namespace.ttl_s
         expires: float | npt.NDArray[np.float64] = self._state.now + ttl_s if ttl_s else 0.0
         if attributes is not None:
             expires = np.where(attributes["ttl"], self._state.now + attributes["ttl"] * TTL_STEP_S, expires)
@@ -307,7 +308,10 @@ class Answers:
             offsets = np.frombuffer(request.offsets, dtype="<u4") if request.offsets else np.arange(request.count)
             end = request.end or write.keys[-request.key_bytes :]
             part = Part(end, request.call, offsets.astype(np.uint32))
-            self._store.chains.join(namespace, write.keys, slots, write.before, part, self._state.now)
+            told = slots
+            if write.existed is not None:  # what was not replaced is there
+                told = np.where(write.existed & (slots == BlockIndex.NO_SPACE), BlockIndex.EXISTED, slots)
+            self._store.chains.join(namespace, write.keys, told, write.before, part, self._state.now)
         replaced = None if write.existed is None else write.existed & (slots >= 0)
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed

@@ -26,7 +26,7 @@ from kvstore.shard.places import Places
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
-from kvstore.shard.turns import Line
+from kvstore.shard.turns import Line, Pace
 from kvstore.store.namespaces import Store
 
 log = logging.getLogger("kvstore.shard")
@@ -68,7 +68,7 @@ class Shard:
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
         self._answers = Answers(config, self._store, self._disk, self._state, self._places)
-        self._neighbours = Neighbours(config, self._store.chains)
+        self._neighbours = Neighbours(config, self._store)
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Shard:
                     self._accept(now)
                     continue
                 if fd == self._neighbours.fd:
-                    self._hear(now)
+                    self._neighbours.hear()
                     continue
                 if disk is not None and self._on_disk_event(disk, fd, event):
                     continue
@@ -101,14 +101,15 @@ class Shard:
                     reader.peer.close("the client is gone")
                     continue
                 if gone or event & select.EPOLLIN:
-                    self._to_read.add(reader, reader.slow, reader.preferred)
+                    self._to_read.add(reader, reader.pace)
                 if event & select.EPOLLOUT:
-                    self._to_flush.add(reader.peer, bool(reader.peer.streams))
+                    self._to_flush.add(reader.peer, reader.peer.pace)
             turns.done("events")
             self._read_all(now)
             self._neighbours.tell()
             turns.done("requests")
             self._answers.background.step(now)
+            self._neighbours.cut(now)
             turns.done("background")
             if disk is not None:
                 self._pump_disk(disk, now)
@@ -131,20 +132,12 @@ class Shard:
 
     def _patience_s(self) -> float:
         """How long the loop may sleep when no event comes, in seconds."""
-        if self._to_read or self._to_flush or self._answers.background.pending:
+        if self._to_read or self._to_flush or self._answers.background.pending or self._neighbours.pending:
             return 0.0
         disk = self._disk
         if disk is None or not (disk.restless or disk.working):
             return HOUSEKEEPING_S
         return 0.0 if disk.restless else DISK_TURN_S
-
-    def _hear(self, now: float) -> None:
-        """Other shards of the node have cut chains: cut them here, too."""
-        namespaces = {namespace.id: namespace for namespace in self._store}
-        for cut in self._neighbours.heard():
-            namespace = namespaces.get(cut.namespace)
-            if namespace is not None:
-                self._store.chains.cut(namespace, cut, now)
 
     @staticmethod
     def _on_disk_event(disk: DiskTier, fd: int, event: int) -> bool:
@@ -167,7 +160,7 @@ class Shard:
         if disk.writing.behind != self._behind:
             self._behind = disk.writing.behind
             for reader in self._readers.values():  # so that `_flush` polls anew
-                self._to_flush.add(reader.peer)
+                self._to_flush.add(reader.peer, reader.peer.pace)
 
     def drain(self) -> None:
         """Finish requests in progress, take no new connections or SETs, then end. Safe to call in a signal handler."""
@@ -218,7 +211,7 @@ class Shard:
             self._state.connections += 1
             reader.events = select.EPOLLIN
             self._poll.register(sock.fileno(), reader.events)
-            self._to_flush.add(peer)
+            self._to_flush.add(peer, peer.pace)
 
     def _close_idle(self, share: Share | None) -> bool:
         """Close the connection in a place of a client, at one address or any, that was idle for longest, if that is
@@ -269,7 +262,7 @@ class Shard:
     def _read_on(self, reader: MessageReader) -> None:
         """Poll does not tell of messages that wait in a paused reader: put it in the line again."""
         if reader.paused and self._may_read(reader):
-            self._to_read.add(reader, slow=True)
+            self._to_read.add(reader, Pace.SLOW)
 
     def _flush_all(self, now: float) -> None:
         for peer in self._to_flush.turn():
@@ -307,7 +300,7 @@ class Shard:
             # The socket's low-water mark relies on the bytes that the client has still to send. If it sends fewer,
             # epoll never reports them, so read what is there.
             if reader.write is not None:
-                self._to_read.add(reader, reader.slow, reader.preferred)
+                self._to_read.add(reader, reader.pace)
             for stream in list(peer.streams.values()):
                 if now > stream.deadline + 2.0:
                     peer.close("a reply was not taken by its deadline")

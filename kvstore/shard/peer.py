@@ -27,7 +27,7 @@ from kvstore.shard.account import (
 )
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Outgoing, Stream
-from kvstore.shard.turns import Line
+from kvstore.shard.turns import Line, Pace
 from kvstore.wire import ErrorCode, WireError, zmtp
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ MAX_REMEMBERED_BYTES: Final = 16 << 20  # while the shard buffers less, the keys
 MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond this nothing more is read from this client
 MAX_PROMISED_REPLIES: Final = 64
 MAX_STREAMS: Final = 256
+SMALL_REPLIES_BYTES: Final = 4 << 10
 KEEP_ALIVE_S: Final = 1.0  # how often a client that must wait is sent a PING
 STALL_S: Final = 30.0
 _IOV: Final = 512
@@ -102,6 +103,13 @@ class Peer:
 
     # ---- replies ---------------------------------------------------------------------------------------------
 
+    @property
+    def pace(self) -> Pace:
+        """When its replies are sent: small ones first, blocks last."""
+        if self.streams:
+            return Pace.SLOW
+        return Pace.CHEAP if self._replies_bytes <= SMALL_REPLIES_BYTES else Pace.QUICK
+
     def reply(self, reply: wire.Reply) -> None:
         """Queue a reply."""
         self.queue(zmtp.frame(wire.encode(reply), False))
@@ -113,7 +121,7 @@ class Peer:
         self._replies.append(data)
         self._replies_bytes += len(data) + REPLY_BYTES
         self.share.take(REPLIES, len(data) + REPLY_BYTES)
-        self._to_flush.add(self, bool(self.streams))
+        self._to_flush.add(self, self.pace)
 
     def promise(self, reply: wire.Reply) -> Callable[[], None]:
         """Hold a reply back that has to wait. -> a function to call once, when the reply may be sent."""
@@ -143,7 +151,7 @@ class Peer:
         """The stream may have parts to send (again)."""
         if stream not in self._turn:
             self._turn.append(stream)
-        self._to_flush.add(self, bool(self.streams))
+        self._to_flush.add(self, self.pace)
 
     def end_stream(self, stream: Stream) -> None:
         """Send no more parts of a stream, and release its memory."""

@@ -17,7 +17,7 @@ from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_
 from kvstore.shard.answers import Answers, Write
 from kvstore.shard.peer import Peer, Place
 from kvstore.shard.state import ShardState
-from kvstore.shard.turns import NEW_SLICE_S, SLICE_S, SLOW_S
+from kvstore.shard.turns import NEW_SLICE_S, SLICE_S, Cost, Pace
 from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore.wire.zmtp import ZMTPError
 
@@ -41,7 +41,7 @@ class MessageReader:
         self.events = 0  # what the loop polls the socket for
         self.last_heard = state.now  # when the client sent something
         self._until = 0.0  # the end of its slice of the turn
-        self.slow = False  # its last slice was a long one
+        self._cost = Cost()
         self.writer = False  # the client has sent a SET
         self.deadline = state.now + HANDSHAKE_S  # of the handshake or message that is arriving, monotonic
         self.write: Write | None = None  # the SET whose payload is arriving
@@ -64,11 +64,11 @@ class MessageReader:
         return self._receiver.paused
 
     @property
-    def preferred(self) -> bool:
-        """It is new, or has a place that is kept for members or operators: read it before others."""
-        if self._receiver.received < PREFERRED_BYTES:
-            return True
-        return self.peer.place is not Place.CLIENT and not self.slow
+    def pace(self) -> Pace:
+        """When it is read. First: it is new, or it has a place that is kept for members or operators."""
+        pace = self._cost.pace
+        kept = self.peer.place is not Place.CLIENT and pace < Pace.SLOW
+        return Pace.PREFERRED if kept or self._receiver.received < PREFERRED_BYTES else pace
 
     @property
     def idle(self) -> bool:
@@ -93,11 +93,11 @@ class MessageReader:
     def on_readable(self, now: float) -> None:
         """Handle what has arrived, for about `SLICE_S` and `READ_BUDGET_BYTES` at most."""
         self.last_heard = now
-        began = time.monotonic()
+        began, used = time.monotonic(), time.thread_time()
         new = self._receiver.received < PREFERRED_BYTES
         self._until = began + (NEW_SLICE_S if new else SLICE_S)
         self._read(1 if new else READ_BUDGET_BYTES)  # 1: what one system call brings
-        self.slow = time.monotonic() - began > SLOW_S
+        self._cost.add(time.thread_time() - used)
 
     def _read(self, budget: int) -> None:
         try:
@@ -294,6 +294,7 @@ class MessageReader:
             if not more:
                 raise WireError(ErrorCode.PROTOCOL, "SET without its payload and checksums frames")
             size = WRITE_BYTES + len(keys) + request.count * WRITE_BLOCK_BYTES
+            size += len(request.attributes) + len(request.offsets)
             self.peer.share.check(size)
             self.write = self._answers.begin_write(self.peer, request, keys)
             self._write_bytes = size

@@ -1,14 +1,15 @@
 """One turn of a shard's loop: who gets it, how long its parts may take, and a watchdog for turns that took too long.
 
 A shard has one thread, so whatever takes long delays every client. In each turn new connections go first, so that an
-operator or a health check gets in and is answered whatever others send. Then come the connections that need little
-time; those that took long the last time share a few milliseconds after them, and the rest of these waits for the next
-turn. So a client that sends without end slows down others like it, and hardly anybody else. One message and one step of
-background work are never interrupted: they must be short by themselves, and the watchdog tells which are not.
+operator or a health check gets in and is answered whatever others send. Then come the others by what their requests
+cost, the cheapest first; each `Pace` has a few milliseconds of a turn, and who finds none waits for the next turn. So a
+client that sends without end slows down others like it, and hardly anybody else. One message and one step of background
+work are never interrupted: they must be short by themselves, and the watchdog tells which are not.
 """
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,42 +17,68 @@ from typing import Final, Generic, TypeVar
 
 SLICE_S: Final = 0.0015  # for which one connection is read at a time
 NEW_SLICE_S: Final = 0.00015  # a new one, so that a thousand of them do not delay each other
-SLOW_S: Final = 0.001  # a connection that took longer is slow the next time
-QUICK_LINE_S: Final = 0.02  # what quick connections together get of a turn
-SLOW_LINE_S: Final = 0.002  # and slow ones
 SLOW_TURN_S: Final = 0.05
 STAGES: Final = ("events", "requests", "background", "disk", "replies", "housekeeping")
 
 T = TypeVar("T")
 
 
-class Line(Generic[T]):
-    """Who waits for a part of a turn: preferred ones, quick ones, slow ones; first come first served among them."""
+class Pace(enum.IntEnum):
+    """What a connection's slices cost; the lowest goes first."""
+
+    PREFERRED = 0  # whatever they cost
+    CHEAP = 1
+    QUICK = 2
+    SLOW = 3
+
+
+LIMITS_S: Final = {Pace.PREFERRED: 0.01, Pace.CHEAP: 0.01, Pace.QUICK: 0.004, Pace.SLOW: 0.002}  # of a turn
+_CHEAP_S: Final = 0.0002  # the most that a slice of a cheap connection costs, and of a quick one
+_QUICK_S: Final = 0.001
+_MOST_S: Final = 0.002  # what one slice counts at most: it may have had to pay for a collection of garbage
+_WEIGHT: Final = 0.2  # of a slice in the average: of the slices of a large request few cost much
+
+
+class Cost:
+    """What the slices of one connection cost on average, in processor time: others may have the processor during a
+    slice, so the clock does not tell. A connection must prove that it is cheap."""
+
+    __slots__ = ("_cost_s",)
 
     def __init__(self) -> None:
-        self._preferred: OrderedDict[T, None] = OrderedDict()
-        self._quick: OrderedDict[T, None] = OrderedDict()
-        self._slow: OrderedDict[T, None] = OrderedDict()
+        self._cost_s = _MOST_S
+
+    def add(self, used_s: float) -> None:
+        """A slice has used so much processor time."""
+        self._cost_s += _WEIGHT * (min(used_s, _MOST_S) - self._cost_s)
+
+    @property
+    def pace(self) -> Pace:
+        """Who waits with whom."""
+        return Pace.CHEAP if self._cost_s <= _CHEAP_S else Pace.QUICK if self._cost_s <= _QUICK_S else Pace.SLOW
+
+
+class Line(Generic[T]):
+    """Who waits for a part of a turn, by pace; first come first served among those of one pace."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Pace, OrderedDict[T, None]] = {pace: OrderedDict() for pace in Pace}
 
     def __len__(self) -> int:
-        return len(self._preferred) + len(self._quick) + len(self._slow)
+        return sum(map(len, self._lines.values()))
 
-    def add(self, item: T, slow: bool = False, preferred: bool = False) -> None:
+    def add(self, item: T, pace: Pace) -> None:
         """Let an item wait, unless it does."""
-        if item not in self._slow and item not in self._quick and item not in self._preferred:
-            (self._preferred if preferred else self._slow if slow else self._quick)[item] = None
+        if not any(item in line for line in self._lines.values()):
+            self._lines[pace][item] = None
 
     def turn(self) -> Iterator[T]:
-        """Take those whose turn it is now: at least one of each kind, and no more than there is time for.
+        """Take those whose turn it is now: at least one of each pace, and no more than there is time for.
 
         Items that are added meanwhile wait for the next turn.
         """
-        for line, limit_s in (
-            (self._preferred, QUICK_LINE_S),
-            (self._quick, QUICK_LINE_S),
-            (self._slow, SLOW_LINE_S),
-        ):
-            until = time.monotonic() + limit_s
+        for pace, line in self._lines.items():
+            until = time.monotonic() + LIMITS_S[pace]
             for _ in range(len(line)):
                 yield line.popitem(last=False)[0]
                 if time.monotonic() > until:

@@ -18,18 +18,19 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._cext import BlockIndex, lift_ticks
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import NamespaceTier, Slots, keys_before
 
 STEP_SLOTS: Final = 16384
-SORT_AT_ONCE: Final = 65536  # blocks: in about 5 ms
-BLOCK_BYTES: Final = 56  # what making the list takes for a block: slot, tick, the block before it, and sorting
-MOST_LIFTS: Final = 16384  # blocks of one chain that may be older than those that follow them
+SORT_AT_ONCE: Final = 8192  # blocks: in some milliseconds
+BLOCK_BYTES: Final = 32  # what making the list takes for a block: slot, tick, the block before it, and sorting
+CHAIN_BITS: Final = 16  # ticks are so far apart that a chain of 65536 blocks fits between two
+
+_SORTER: Final = "kvstore-sort-list"
 
 Ticks = npt.NDArray[np.uint64]
 KeyRows = npt.NDArray[np.uint8]  # (n, key_bytes)
-Rows = npt.NDArray[np.int64]
 
 
 class Listing:
@@ -93,23 +94,22 @@ class Listing:
         return end
 
     def _sort(self, ticks: Ticks, before: Slots) -> Iterator[bool]:
-        memory, end = self._in_memory, len(ticks)
+        slots, memory = self._slots[: len(ticks)], self._in_memory
 
         def sort() -> None:
-            rows = np.concatenate(
-                [
-                    _rows_of(self._slots[:memory], before[:memory], 0),
-                    _rows_of(self._slots[memory:end], before[memory:], memory),
-                ]
-            )
-            self._order = np.argsort(_lifted(ticks, rows))[::-1].astype(np.uint32)
+            np.left_shift(ticks, np.uint64(CHAIN_BITS), out=ticks)
+            for tier in (slice(0, memory), slice(memory, None)):
+                lift_ticks(slots[tier], before[tier], ticks[tier])
+            self._order = np.argsort(ticks)[::-1].astype(np.uint32)
 
         if len(ticks) <= SORT_AT_ONCE:
             sort()
             return
-        sorting = threading.Thread(target=sort, name="kvstore-sort", daemon=True)
-        sorting.start()
-        while sorting.is_alive():
+        while _sorting():  # for a client that is gone: there is never more than one thread
+            yield False
+        thread = threading.Thread(target=sort, name=_SORTER, daemon=True)
+        thread.start()
+        while thread.is_alive():
             yield False
 
     def keys(self, skip: int, limit: int) -> tuple[bytes, bytes]:
@@ -146,7 +146,7 @@ class Listing:
 
 
 def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
-    """-> the READY slots of a tier, some at a time, without blocks that have expired."""
+    """-> the READY slots of a tier, ascending, some or none at a time, without blocks that have expired."""
     index = tier.index
     per_segment = index.slots_per_segment
     for ordinal in sorted(tier.segments):
@@ -156,33 +156,11 @@ def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
             slots = slots[index.states_of(slots) == BlockIndex.READY]
             expires = index.expires_of(slots)
             slots = slots[(expires == 0) | (expires > now)]
-            if len(slots):
-                yield slots
+            yield slots
 
 
-def _rows_of(slots: Slots, before: Slots, first: int) -> Rows:
-    """-> the row of each slot in `before`, -1 if it has none. `slots`: those of the rows from `first` on."""
-    if not len(slots):
-        return np.zeros(0, dtype=np.int64)
-    numbers = np.full(max(int(slots.max()), int(before.max())) + 1, -1, dtype=np.int64)
-    numbers[slots] = np.arange(first, first + len(slots))
-    return np.where(before >= 0, numbers[before], -1)
-
-
-def _lifted(ticks: Ticks, before: Rows) -> Ticks:
-    """-> numbers to sort by: by tick, but higher for a block than for those that follow it. `before`: the row of the
-    block that each one follows, or -1."""
-    ticks = ticks << np.uint64(16)
-    rows = np.flatnonzero(before >= 0)
-    for _ in range(MOST_LIFTS):
-        rows = rows[ticks[rows] >= ticks[before[rows]]]
-        if not len(rows):
-            break
-        above = before[rows]
-        np.maximum.at(ticks, above, ticks[rows] + np.uint64(1))
-        rows = np.unique(above)
-        rows = rows[before[rows] >= 0]
-    return ticks
+def _sorting() -> bool:
+    return any(thread.name == _SORTER for thread in threading.enumerate())
 
 
 def _among(slots: Slots, known: Slots) -> npt.NDArray[np.bool_]:

@@ -51,6 +51,7 @@ class NamespaceStore:
     frame_blocks: int
     ttl_s: int = 0  # 0: blocks do not expire
     priority: int = 0  # the lowest priority that a block gets
+    listed: bool = False  # for a mover: other nodes may have copies of its blocks
     replicas: int = 1  # the largest number of copies that a client keeps of each block
     parked: set[Callable[[], None]] = field(default_factory=set)  # called once, when a write ends or is given up
     hits: int = 0

@@ -89,6 +89,23 @@ def lists_of_the_hottest(server: Server, stop: threading.Event) -> None:
                     return
 
 
+def lists_of_chains_used_backwards(server: Server, stop: threading.Event) -> None:
+    """Every block of a long chain was used after those before it; lists of them, and clients that do not wait for them."""
+    namespace = make_namespace(16, "backwards")
+    keys = np.random.Generator(np.random.SFC64(5)).integers(0, 256, (65_536, 16), dtype=np.uint8)
+    with KVStoreClient(server.endpoint, namespace, timeout_s=30) as client:
+        for at in range(0, len(keys), 8192):
+            some = keys[at : at + 8192]
+            client.set(some, np.zeros((len(some), 16), dtype=np.uint8), parent=keys[at - 1].tobytes() if at else None)
+        for at in range(len(keys), 0, -8192):
+            client.contains(keys[at - 8192 : at][::-1], refresh=True)
+    while not stop.is_set():
+        with RawClient(server) as raw:
+            raw.hello(namespace.canonical())
+            raw.send(pack(HOTTEST, 1, 60_000, 0, 10, True))
+            stop.wait(0.05)
+
+
 def periodic_keys(server: Server, stop: threading.Event) -> None:
     """SETs whose first key is found in the chain asked for before at every place but a right one."""
     keys = (b"ab" * 8)[:15] + b"c"
@@ -128,6 +145,7 @@ ATTACKS: dict[str, Attack] = {
         pings_and_commands,
         requests_of_one_key,
         lists_of_the_hottest,
+        lists_of_chains_used_backwards,
         periodic_keys,
         pins,
     )

@@ -61,7 +61,7 @@ def test_whatever_was_said_of_chains_every_block_can_be_evicted(
             assert result.created == len(some)
         assert client.match_prefix(fresh) == len(fresh)
         there = sum(each.blocks for shard in client.info().shards for each in shard.namespaces)
-        assert there == len(fresh) or shards > 1
+        assert there == len(fresh) if shards == 1 else len(fresh) <= there <= count
 
 
 def test_a_part_of_a_chain_that_breaks_the_protocol_is_refused(

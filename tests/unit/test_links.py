@@ -250,3 +250,20 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=examples(1), stateful_step_count=40)
+
+
+@pytest.mark.parametrize("priority", [0, 3])
+@pytest.mark.parametrize("policy", BlockIndex.POLICIES)
+def test_when_every_chain_ends_in_a_pinned_block_those_before_them_go(policy: str, priority: int) -> None:
+    """The policy is asked again and again after it has named its last block; it once read behind its lists then."""
+    index, count = BlockIndex(16, 256, policy), 256
+    index.attach()
+    keys = make_keys(count)
+    for at in range(0, count, 2):
+        pair = b"".join(keys[at : at + 2])
+        slots = index.reserve(pair, False, 2 * at + 1, priority)
+        index.commit(slots, np.zeros(2, dtype=np.uint64), 2 * at + 3)
+        index.link(pair, b"", slots)
+    assert all(index.contains(b"".join(keys[1::2]), 100.0, False, 0, 160.0))
+    assert [index.evict(8, 100.0) for _ in range(count // 16)] == [8] * (count // 16)
+    assert index.evict(8, 100.0) == 0 and all(index.contains(b"".join(keys[1::2]), 100.0, False, 0))

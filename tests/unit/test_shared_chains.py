@@ -48,6 +48,8 @@ class Shard:
         written = np.zeros(len(slots), dtype=np.uint64)
         namespace.memory.index.commit(slots, written, store.ticks(len(slots)))
         chains.join(namespace, mine, slots, before or b"", Part(keys[-1], call, offsets), self.now)
+        while chains.heard:
+            chains.cut(namespace, chains.heard.popleft(), self.now)
         return int((slots == BlockIndex.NO_SPACE).sum())
 
     def told(self) -> list[Cut]:
@@ -58,7 +60,7 @@ class Shard:
 
     def hear(self, cuts: Sequence[Cut]) -> None:
         for cut in cuts:
-            self.store.chains.cut(self.namespace, cut, self.now)
+            assert self.store.chains.cut(self.namespace, cut, self.now)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of its own blocks of these it has."""
@@ -150,18 +152,46 @@ def test_behind_a_cut_blocks_are_refused_for_a_while_and_a_call_anew_is_not(shar
     assert two.set(more, 6, keys[15]) == 0
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_blocks_that_have_copies_elsewhere_are_not_cut(shards: tuple[Shard, Shard], replicas: int) -> None:
+@pytest.mark.parametrize("elsewhere", ["nothing", "replicas", "moved"])
+def test_blocks_that_may_have_copies_elsewhere_are_not_cut(shards: tuple[Shard, Shard], elsewhere: str) -> None:
     one, two = shards
     keys = make_keys(24)
     set_on(shards, keys, 1)
     for shard in shards:
-        shard.namespace.replicas = replicas
+        shard.namespace.replicas += elsewhere == "replicas"
+        shard.namespace.listed = elsewhere == "moved"
     one.set(make_keys(20, first=100), 2)
     told = one.told()
-    assert bool(told) == (replicas == 1)
+    assert bool(told) == (elsewhere == "nothing")
     two.hear([Cut(two.namespace.id, 1, 4)])
-    assert sum(two.has(keys)) == (2 if replicas == 1 else 12)
+    assert sum(two.has(keys)) == (2 if elsewhere == "nothing" else 12)
+
+
+def test_many_blocks_are_cut_in_pieces(monkeypatch: pytest.MonkeyPatch, shards: tuple[Shard, Shard]) -> None:
+    monkeypatch.setattr("kvstore.store.chains.CUT_BLOCKS", 3)
+    _, two = shards
+    keys = make_keys(16)
+    set_on(shards, keys[:8], 1)
+    set_on(shards, keys[8:], 2, keys[7])
+    cut = Cut(two.namespace.id, 1, 2)
+    pieces = 1
+    while not two.store.chains.cut(two.namespace, cut, two.now):
+        pieces += 1
+    assert two.has(keys) == [True] + [False] * 7 and pieces == 3
+
+
+def test_the_least_offset_of_a_call_is_told_whatever_goes_first(shards: tuple[Shard, Shard]) -> None:
+    one, _ = shards
+    keys = make_keys(6)
+    index = one.namespace.memory.index
+    set_on(shards, keys, 1)
+    index.pinned(one.now)
+    cuts: list[tuple[int, int, bytes]] = []
+    held = index.acquire(keys[4], one.now, 0, False)
+    assert index.evict(1, one.now, cuts=cuts) == 1, "the last block that is not held"
+    index.release(held)
+    assert index.evict(2, one.now, cuts=cuts) == 2
+    assert [(call, offset) for call, offset, _ in cuts] == [(1, 0)]
 
 
 def test_a_shard_by_itself_remembers_no_calls() -> None:

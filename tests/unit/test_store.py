@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore import wire
-from kvstore._cext import BlockIndex
+from kvstore._cext import BlockIndex, lift_ticks
 from kvstore.disk.segments import SegmentFiles
 from kvstore.store import listing as listing_module
 from kvstore.store import namespaces as store_module
@@ -373,6 +373,29 @@ def test_a_block_counts_as_used_when_those_that_follow_it_were(store: Store) -> 
         b"".join([keys[0], keys[1], keys[4], keys[2]]),
         b"".join([keys[0], keys[0], *keys[1:2] * 2]),
     )
+
+
+def test_ticks_are_lifted_above_those_of_all_that_follow() -> None:
+    rng = np.random.default_rng(3)
+    for count in (1, 2, 50, 400):
+        slots = np.sort(rng.choice(10 * count, count, replace=False)).astype(np.int32)
+        parents = np.array([rng.integers(-1, row) if row else -1 for row in range(count)])
+        rows = rng.permutation(count)  # where in the list each block of the tree is
+        before = np.full(count, -1, dtype=np.int32)
+        before[rows] = np.where(parents < 0, rng.choice([-1, 10 * count + 5]), slots[rows[parents]])
+        ticks = rng.integers(0, 100, count).astype(np.uint64) << np.uint64(16)
+        lifted = ticks.copy()
+        lift_ticks(slots, before.copy(), lifted)
+        expected = ticks.tolist()
+        for child in range(count - 1, 0, -1):  # a parent's number is lower than its children's
+            if parents[child] >= 0:
+                above, below = rows[parents[child]], rows[child]
+                expected[above] = max(expected[above], expected[below] + 1)
+        assert lifted.tolist() == expected
+    circle = np.array([7, 8], dtype=np.int32)
+    lift_ticks(circle, circle[::-1].copy(), np.zeros(2, dtype=np.uint64))  # cannot be, and must end
+    with pytest.raises(ValueError, match="2 slots with 1 before them and 2 ticks"):
+        lift_ticks(circle, circle[:1].copy(), np.zeros(2, dtype=np.uint64))
 
 
 def test_a_block_that_is_being_written_is_not_among_the_hottest(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Turns of a shard's loop: quick ones first, nobody starves, and slow turns are counted by what they did."""
+"""Turns of a shard's loop: cheap ones first, nobody starves, and slow turns are counted by what they did."""
 
 from __future__ import annotations
 
@@ -7,45 +7,65 @@ import time
 import pytest
 
 from kvstore.shard import turns
-from kvstore.shard.turns import SLOW_TURN_S, Line, Turns
+from kvstore.shard.turns import SLOW_TURN_S, Cost, Line, Pace, Turns
 
 
-def test_quick_ones_go_first_and_in_the_order_in_which_they_came() -> None:
+def test_cheap_ones_go_first_and_in_the_order_in_which_they_came() -> None:
     line: Line[str] = Line()
-    for name, slow in (("a", True), ("b", False), ("c", True), ("d", False), ("b", True)):
-        line.add(name, slow)
-    assert len(line) == 4 and list(line.turn()) == ["b", "d", "a", "c"] and not len(line)
-
-
-def test_preferred_ones_go_before_all_others() -> None:
-    line: Line[str] = Line()
-    line.add("a")
-    line.add("b", slow=True, preferred=True)
-    line.add("b")
-    assert len(line) == 2 and list(line.turn()) == ["b", "a"] and not len(line)
+    for name, pace in (
+        ("a", Pace.SLOW),
+        ("b", Pace.QUICK),
+        ("c", Pace.SLOW),
+        ("d", Pace.QUICK),
+        ("e", Pace.CHEAP),
+        ("b", Pace.SLOW),
+        ("f", Pace.PREFERRED),
+        ("c", Pace.CHEAP),
+    ):
+        line.add(name, pace)
+    assert len(line) == 6 and list(line.turn()) == ["f", "e", "b", "d", "a", "c"] and not len(line)
 
 
 def test_who_is_added_during_a_turn_waits_for_the_next() -> None:
     line: Line[str] = Line()
-    line.add("a")
+    line.add("a", Pace.QUICK)
     for name in line.turn():
-        line.add(name)
-        line.add("b", slow=True)
+        line.add(name, Pace.QUICK)
+        line.add("b", Pace.QUICK)
     assert list(line.turn()) == ["a", "b"]
 
 
 def test_a_turn_ends_when_its_time_is_over_and_each_line_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "QUICK_LINE_S", 0.0)
-    monkeypatch.setattr(turns, "SLOW_LINE_S", 0.0)
+    monkeypatch.setattr(turns, "LIMITS_S", dict.fromkeys(Pace, 0.0))
     line: Line[int] = Line()
     for number in range(6):
-        line.add(number, slow=number % 2 == 1)
+        line.add(number, Pace.SLOW if number % 2 else Pace.QUICK)
     taken = []
     while len(line):
         for number in line.turn():
             taken.append(number)
             time.sleep(0.0001)
     assert taken == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_connection_is_slow_until_its_slices_were_cheap_for_a_while() -> None:
+    cost = Cost()
+    assert cost.pace == Pace.SLOW
+    paces = []
+    for _ in range(12):
+        cost.add(0.00001)
+        paces.append(cost.pace)
+    assert paces == sorted(paces, reverse=True) and paces[0] == Pace.SLOW and paces[-1] == Pace.CHEAP
+    cost.add(0.1)
+    assert cost.pace == Pace.QUICK, "one slice that cost much does not make it slow"
+    for _ in range(5):
+        cost.add(0.002)
+        cost.add(0.0001)  # one message of several slices, of which only one costs much
+        cost.add(0.0001)
+        assert cost.pace == Pace.QUICK
+    for _ in range(10):
+        cost.add(0.0015)
+    assert cost.pace == Pace.SLOW
 
 
 def test_a_slow_turn_counts_for_the_stage_that_took_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
