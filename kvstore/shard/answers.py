@@ -255,8 +255,8 @@ class Answers:
         store, now = self._store, self._state.now
         parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)  # what it asked for may be no chain
         before: bytes | None = b""
-        if request.chained:
-            before = store.chains.find(namespace, request.parent)
+        if request.chained:  # it ends here, as far as is known, unless its last key went to another shard
+            before, ends_chain = store.chains.find(namespace, request.parent), not request.end
         if before is None and not request.force and store.is_full(namespace, request.count):
             # Blocks behind others that were refused are of no use, so they take nobody's place.
             return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
