@@ -5,9 +5,10 @@
 # one list for each class (how often they were used, what they follow, whether they end their chain), priority and age
 # bin. The lists are ranked by their worth, which worth.pxi computes from what reuse.pxi learns about their class and
 # bin. Eviction takes the lists in that order, the oldest block of each first; those of bin 0, about a sixteenth of a
-# cache of references, come last: another engine may be about to read a block that one engine has just set. On the Mooncake trace of a chat service, with room for 1, 2, 5 and 10 %
-# of its blocks, the hit rate is 5, 7, 3 and 2 points higher than with LRU, and the same with room for 25 and 50 %. A
-# flood of blocks that are not used again does not empty the cache once the policy has seen that other blocks are.
+# cache of references, come last: another engine may be about to read a block that one engine has just set. On the
+# Mooncake trace of a chat service, with room for 1, 2, 5 and 10 % of its blocks, the hit rate is 5, 7, 3 and 2 points
+# higher than with LRU, and the same with room for 25 and 50 %. A flood of blocks that are not used again does not empty
+# the cache once the policy has seen that other blocks are.
 #
 # Classes: 1 to 14 by uses (1, 2, 3, 4, 5-6, 7-11, 12-23, 24-47 ...). Blocks with one use may also be of class 0: the
 # end of the chain; 15, 16, 17: behind a block with 2 or 3, 4 to 23, more uses. Blocks that are new, too, may be between
@@ -21,7 +22,8 @@
 # number of slots.
 #
 # Cost: a use moves a block to a list's head, and as the block ages it is moved up to 25 times; each batch does a part
-# of these moves. Memory: for each slot 8 bytes here, 8 for seen uses, and at most 14 for samples if it has 8192 slots.
+# of these moves. Memory: for each slot 8 bytes here, 8 for seen uses and 14 for samples; less
+# in large caches, up to 224 for samples in those of a few hundred slots.
 
 
 cdef enum:

@@ -3,10 +3,10 @@
 # The worth of a block is its Gittins index: the most hits a reference that it can bring from its age on, over all times
 # for which it might be kept (Gittins, 1979; for caches Beckmann, Chen, Cidon: LHD, NSDI 2018, with one fixed horizon).
 #     worth(class, a) = max over b >= a of  expected hits from bin a to b / expected references spent in them
-# Bins with few samples borrow from others: a bin of all classes from the bin before it; a bin of one class from the class
-# with fewer uses, or else from all classes, times the factor by which the class was used more or less than these so far
-# (proportional hazards). Few samples also make a class be worth as much as one with fewer uses; many show what it is
-# worth. So blocks may be worth less the more they were used, such as documents that are asked about some ten times.
+# Bins with few samples borrow from others: a bin of all classes from the bin before it; a bin of one class from the
+# class with fewer uses, or else from all classes, times the factor by which the class was used more or less than these
+# so far (proportional hazards). Few samples also make a class be worth as much as one with fewer uses; many show what
+# it is worth. So blocks may be worth less the more they were used, as documents that are asked about some ten times.
 
 
 cdef enum:
