@@ -151,8 +151,8 @@ class KVStoreClient:
         same shard, and a block that would take the place of its own chain is refused. `deferred`: return when one copy
         of each block is stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a
         block is evicted only when no block of a lower priority can be. `ttl_s`: the blocks that this call stores expire
-        after so many seconds, whatever the server's rule for the namespace says; None: by that rule.
-        Copies that a server hands on to another one or that a client repairs have what is left of it. Raises `BlockSizeMismatch`,
+        after so many seconds, whatever the server's rule for the namespace says; None: by that rule. Copies that a
+        server hands on to another one or that a client repairs have what is left of it. Raises `BlockSizeMismatch`,
         `ValueError`, and the errors that the class names.
         """
         packed = pack_keys(keys)

@@ -1,13 +1,15 @@
 """Hit rate against capacity: the server's eviction policies beside textbook ones and the clairvoyant optimum.
 
-A trace is a file in Mooncake's format (--trace) or one that is made (--synthetic). A reference to a block is a hit
-when it and every block before it in its request were there. Capacities are shares of a trace's different blocks. With
---endpoint the trace is replayed against a running server too, and both hit rates must agree within a point.
+A trace is a file in Mooncake's format (--trace), a part of one (--parts), or one that is made (--synthetic). A
+reference to a block is a hit when it and every block before it in its request were there. Capacities are shares of a
+trace's different blocks. At the end stands how far `default` is from the best of LRU, S3-FIFO and ARC on each trace.
+With --endpoint the trace is replayed against a running server too, and both hit rates must agree within a point.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 from benchmarks.eviction.baselines import Arc, Optimum, S3Fifo, Sieve
 from benchmarks.eviction.cost import BLOCKS, CHAIN, QUICK_BLOCKS, FullIndex
 from benchmarks.eviction.live import AGREEMENT, LiveError, replay_live
+from benchmarks.eviction.parts import parts_of
 from benchmarks.eviction.simulator import POLICIES, Cache, ServerCache, replay
 from benchmarks.eviction.synthetic import SYNTHETIC, make_trace
 from benchmarks.eviction.tables import (
@@ -29,6 +32,7 @@ from benchmarks.eviction.tables import (
     TRACE_GROUP,
     console_table,
     cost_lines,
+    distances_table,
     live_line,
 )
 from benchmarks.eviction.traces import Trace, TraceError, read_trace
@@ -41,6 +45,7 @@ CAPACITIES = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 ROUNDS = 5
 QUICK_REQUESTS = 2000
 ALL = "all"
+WHOLE = "whole"
 BASELINES = (*TEXTBOOK, OPTIMUM)
 
 
@@ -52,6 +57,10 @@ def _percents(text: str) -> list[float]:
     if not all(0 < value <= 100 for value in values):
         raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0, at most 100 percent each")
     return values
+
+
+def _ways(text: str) -> list[int | None]:
+    return [None if part == WHOLE else _count(part) for part in text.split(",")]
 
 
 def _count(text: str) -> int:
@@ -66,6 +75,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     names = f"{ALL}, {', '.join(SYNTHETIC)}"
     parser.add_argument(
         "--synthetic", choices=[ALL, *SYNTHETIC], action="append", default=[], metavar="NAME", help=names
+    )
+    parser.add_argument("--seed", type=_count, default=0, metavar="N", help="other traces of the same kinds")
+    parser.add_argument("--parts", action="store_true", help="also parts and mixtures of each --trace")
+    parser.add_argument(
+        "--calls",
+        type=_ways,
+        default=[None],
+        metavar="N,…",
+        help=f"how the server is called: {WHOLE}: look-up, get and set of all of a request's blocks on one connection; "
+        f"a number: as the vLLM connector does, in calls of so many blocks; default: {WHOLE}",
     )
     parser.add_argument(
         "--capacities",
@@ -95,6 +114,8 @@ def main() -> int:
     except (TraceError, LiveError, KVStoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if len(traced := _results(benchmark, TRACE_GROUP)) > 1 and (table := distances_table(traced)):
+        console().print(table)
     if options.million:
         _time_policies(benchmark)
     if options.chart and (cases := _results(benchmark, TRACE_GROUP)):
@@ -110,9 +131,12 @@ def _traces(benchmark: Benchmark) -> Iterator[Trace]:
     options = benchmark.options
     requests = options.requests or (QUICK_REQUESTS if benchmark.quick else None)
     for path in options.trace:
-        yield read_trace(path).first(requests)
+        trace = read_trace(path).first(requests)
+        yield trace
+        if options.parts:
+            yield from parts_of(trace, options.seed)
     for name in SYNTHETIC if ALL in options.synthetic else options.synthetic:
-        yield make_trace(name).first(requests)
+        yield make_trace(name, options.seed).first(requests)
 
 
 def _capacity(trace: Trace, share: float) -> int:
@@ -121,36 +145,43 @@ def _capacity(trace: Trace, share: float) -> int:
 
 
 def _simulate(benchmark: Benchmark, trace: Trace) -> None:
-    names: list[str] = benchmark.options.policy or [*POLICIES, *BASELINES]
-    capacities: list[float] = benchmark.options.capacities
-    rates: dict[str, list[float]] = {name: [] for name in names}
+    options = benchmark.options
+    names: list[str] = options.policy or [*POLICIES, *BASELINES]
+    capacities: list[float] = options.capacities
+    rates: dict[tuple[str, int | None], list[float]] = {
+        (name, way): [] for way in options.calls for name in names if name in POLICIES
+    }
+    rates |= {(name, None): [] for name in names if name not in POLICIES}  # they see the request, however it is called
     with benchmark.progress() as bar:
-        task = bar.add_task(trace.name, total=len(names) * len(capacities) * len(trace.chains))
+        task = bar.add_task(trace.name, total=len(rates) * len(capacities) * len(trace.chains))
 
         def progress(done: int) -> None:
             bar.update(task, advance=done, refresh=True)
 
-        for name in names:
+        for (name, way), found in rates.items():
             for share in capacities:
                 bar.update(task, description=f"{trace.name}: {name} at {share:g} %", refresh=True)
-                rates[name].append(_hit_rate(name, trace, _capacity(trace, share), progress))
-    _keep(
-        benchmark,
-        trace.name,
-        group=TRACE_GROUP,
-        requests=len(trace.chains),
-        references=trace.references,
-        distinct=trace.distinct,
-        capacities=capacities,
-        blocks=[_capacity(trace, share) for share in capacities],
-        hit_rate={name: [round(rate, 6) for rate in each] for name, each in rates.items()},
-    )
-    console().print(console_table(benchmark.cases[-1]))
+                found.append(_hit_rate(name, trace, _capacity(trace, share), way, progress))
+    for way in options.calls:
+        mine = {name: rates[name, way if name in POLICIES else None] for name in names}
+        _keep(
+            benchmark,
+            trace.name,
+            group=TRACE_GROUP,
+            call_blocks=way,
+            requests=len(trace.chains),
+            references=trace.references,
+            distinct=trace.distinct,
+            capacities=capacities,
+            blocks=[_capacity(trace, share) for share in capacities],
+            hit_rate={name: [round(rate, 6) for rate in each] for name, each in mine.items()},
+        )
+        console().print(console_table(benchmark.cases[-1]))
 
 
-def _hit_rate(name: str, trace: Trace, capacity: int, progress: Any) -> float:
+def _hit_rate(name: str, trace: Trace, capacity: int, call_blocks: int | None, progress: Any) -> float:
     if name in POLICIES:
-        with ServerCache(name, trace.keys, capacity) as server:
+        with ServerCache.of(name, trace.keys, capacity, call_blocks) as server:
             return replay(trace, server, progress)
     caches: dict[str, Cache] = {
         S3FIFO: S3Fifo(capacity),
@@ -162,13 +193,15 @@ def _hit_rate(name: str, trace: Trace, capacity: int, progress: Any) -> float:
 
 
 def _replay_live(benchmark: Benchmark, trace: Trace) -> None:
-    for share in benchmark.options.capacities:
+    options = benchmark.options
+    for way, share in itertools.product(options.calls, options.capacities):
         with benchmark.progress() as bar:
             task = bar.add_task(f"{trace.name}: live at {share:g} %", total=len(trace.chains))
             result = replay_live(
                 trace,
-                benchmark.options.endpoint,
+                options.endpoint,
                 _capacity(trace, share),
+                way,
                 lambda done, bar=bar, task=task: bar.update(task, advance=done, refresh=True),  # type: ignore[misc]
             )
         _keep(
@@ -176,6 +209,7 @@ def _replay_live(benchmark: Benchmark, trace: Trace) -> None:
             f"{trace.name} at {share:g} %",
             group=LIVE_GROUP,
             policy=result.policy,
+            call_blocks=way,
             blocks=result.capacity,
             block_bytes=result.block_bytes,
             live=round(result.live, 6),

@@ -13,6 +13,7 @@ from benchmarks.eviction.tables import BENCHMARK, DEFAULT, OPTIMUM, TEXTBOOK, TR
 from benchmarks.results_reader import CaseResult, Results
 
 _COLUMNS: Final = 3
+_OTHERS: Final = 12  # panels
 
 
 def draw(path: Path, cases: Sequence[CaseResult]) -> None:
@@ -57,9 +58,9 @@ def eviction(results: Results, path: Path) -> None:
 
 
 def eviction_others(results: Results, path: Path) -> None:
-    """The chart of the other traces, or of the first if it is the only one."""
+    """The chart of the next traces, or of the first if it is the only one."""
     cases = results[BENCHMARK].group(TRACE_GROUP)
-    draw(path, cases[1:] or cases)
+    draw(path, cases[1 : 1 + _OTHERS] or cases)
 
 
 # File: the benchmark it needs, and the chart.

@@ -18,6 +18,7 @@ from benchmarks.eviction.simulator import ServerCache, replay
 from benchmarks.eviction.traces import Chain, Trace
 from kvstore.sizes import format_size
 from kvstore.wire import NamespaceInfo, ShardInfo
+from kvstore.wire.status import segment_slots
 from kvstore_client import KVStoreClient, Namespace
 
 AGREEMENT: Final = 0.01  # between live and simulated hit rate
@@ -40,45 +41,61 @@ class LiveResult:
 
 
 class LiveCache:
-    """A server's namespace, used as an engine uses it: look up the chain, get the blocks found, set the rest."""
+    """A server's namespace, used as an engine uses it: look up the chain, get the blocks found, set the rest.
 
-    def __init__(self, client: KVStoreClient, trace: Trace) -> None:
-        self._client = client
+    `call_blocks`: as for `ServerCache`, whose calls these are; `asking` makes the look-ups, `moving` everything else.
+    """
+
+    def __init__(self, asking: KVStoreClient, moving: KVStoreClient, trace: Trace, call_blocks: int | None) -> None:
+        self._asking, self._moving = asking, moving
         self._keys = trace.keys
+        self._call_blocks = call_blocks
         longest = max(len(chain) for chain in trace.chains)
-        self._blocks = np.zeros((longest, client.namespace.block_bytes), dtype=np.uint8)
+        self._blocks = np.zeros((longest, asking.namespace.block_bytes), dtype=np.uint8)
         self._out = np.empty_like(self._blocks)
 
     def request(self, chain: Chain) -> int:
         """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
-        keys = self._keys[chain]
-        run = self._client.match_prefix(keys)
-        if run:
-            present = self._client.get_into(keys[:run], self._out[:run])
-            run = run if present.all() else int(np.argmin(present))
-        if run < len(chain):
-            parent = keys[run - 1] if run else None
-            self._client.set(keys[run:], self._blocks[: len(chain) - run], deferred=False, parent=parent, position=run)
+        keys, as_connector, most = self._keys[chain], self._call_blocks is not None, self._call_blocks or len(chain)
+        found = self._asking.match_prefix(keys, refresh=as_connector)
+        run = 0
+        while run < found:
+            part = keys[run : min(found, run + most)]
+            present = self._moving.get_into(part, self._out[: len(part)])
+            run += len(part) if present.all() else int(np.argmin(present))
+            if not present.all():
+                break
+        for start in range(run, len(chain), most):
+            part = keys[start : start + most]
+            if as_connector:
+                self._moving.contains(part)
+            parent = keys[start - 1] if start else None
+            self._moving.set(part, self._blocks[: len(part)], deferred=False, parent=parent, position=start)
         return run
 
 
 def replay_live(
-    trace: Trace, endpoint: str, wanted: int, progress: Callable[[int], object] = lambda done: None
+    trace: Trace,
+    endpoint: str,
+    wanted: int,
+    call_blocks: int | None = None,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> LiveResult:
     """Replay with room for about `wanted` blocks. Raises `LiveError`, and `KVStoreError` as the client does."""
     shard = _only_shard(endpoint)
     block_bytes = _block_bytes(shard, wanted)
     namespace = _namespace(block_bytes)
-    with KVStoreClient(endpoint, namespace) as client:
+    with KVStoreClient(endpoint, namespace) as client, KVStoreClient(endpoint, namespace) as other:
         try:
-            live = replay(trace, LiveCache(client, trace), progress)
+            moving = client if call_blocks is None else other
+            live = replay(trace, LiveCache(client, moving, trace, call_blocks), progress)
             mine = _namespace_info(client)
         finally:
             client.delete(trace.keys)
     # It grows as it fills: one that evicted nothing is not full.
     segments = mine.segments if mine.evicted else shard.memory_limit_bytes // shard.segment_bytes
-    slots = shard.segment_bytes // block_bytes
-    with ServerCache(shard.policy, trace.keys, slots, segments) as cache:
+    slots = segment_slots(shard.segment_bytes, block_bytes)
+    with ServerCache(shard.policy, trace.keys, slots, segments, call_blocks) as cache:
         simulated = replay(trace, cache)
     return LiveResult(shard.policy, block_bytes, segments * slots, live, simulated)
 

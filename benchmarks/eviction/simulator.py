@@ -3,7 +3,11 @@
 `ServerCache` is a shard without its loop. A request of the trace does what an engine does: MATCH_PREFIX of the whole
 chain, GET of the run that is there, SET of the rest. Each goes to the method that the shard's connections call with a
 decoded request. So every decision between the wire and the policy is the server's: which blocks a GET touches and when,
-how room is made, in which order blocks become readable. Blocks have no content, since no policy looks at it.
+how room is made, how the parts of a chain are joined, in which order blocks become readable. Blocks have no content,
+since no policy looks at it.
+
+With `call_blocks` it calls as the vLLM connector does: the look-up counts as a use and has a connection of its own;
+blocks are read and set in calls of so many, and before each SET its blocks are looked up again.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
 from kvstore.shard.turns import Line
 from kvstore.store.namespaces import Store
+from kvstore.wire.status import MAX_SEGMENT_SLOTS, segment_slots
 from kvstore_client import Namespace
 
 BLOCK_BYTES: Final = 64  # nothing is written to them
@@ -59,11 +64,16 @@ class _Connection(Peer):
 class ServerCache:
     """A shard with room for exactly `segments * slots_per_segment` blocks, all of one namespace.
 
-    `keys`: by block number. It must be closed, since it has a memory mapping and a thread.
+    `keys`: by block number. `call_blocks`: blocks a call, of the connector's way of calling; None: all of a request's
+    blocks in one call, on one connection. It must be closed, since it has a memory mapping and a thread.
     """
 
-    def __init__(self, policy: str, keys: Keys, slots_per_segment: int, segments: int = 1) -> None:
+    def __init__(
+        self, policy: str, keys: Keys, slots_per_segment: int, segments: int = 1, call_blocks: int | None = None
+    ) -> None:
         segment_bytes = slots_per_segment * BLOCK_BYTES
+        if segment_slots(segment_bytes, BLOCK_BYTES) != slots_per_segment:
+            raise ValueError(f"slots_per_segment={slots_per_segment}: expected at most {MAX_SEGMENT_SLOTS}")
         config = ShardConfig(
             node="simulated",
             shard=0,
@@ -84,11 +94,24 @@ class ServerCache:
             config, self._store, None, self._state, Places(self._state.account, "", lambda share: False)
         )
         namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
-        self._peer = _Connection(
-            self._state, socket.socket(), Share(self._state.account, "simulated"), 0, Line(), lambda peer: None
+        self._asking, self._moving = (
+            _Connection(
+                self._state, socket.socket(), Share(self._state.account, "simulated"), port, Line(), lambda peer: None
+            )
+            for port in (0, 1)
         )
-        self._peer.namespace = namespace.canonical()
+        if call_blocks is None:
+            self._moving.sock.close()
+            self._moving = self._asking
+        self._asking.namespace = self._moving.namespace = namespace.canonical()
         self._keys = keys
+        self._call_blocks = call_blocks
+
+    @classmethod
+    def of(cls, policy: str, keys: Keys, capacity: int, call_blocks: int | None = None) -> ServerCache:
+        """A shard with room for `capacity` blocks, or a few less if they do not fit one segment."""
+        segments = -(-capacity // MAX_SEGMENT_SLOTS)
+        return cls(policy, keys, capacity // segments, segments, call_blocks)
 
     def __enter__(self) -> ServerCache:
         return self
@@ -97,15 +120,20 @@ class ServerCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._store.arena.close()
-        self._peer.sock.close()
+        self._asking.sock.close()
+        self._moving.sock.close()
 
     def request(self, chain: Chain) -> int:
         """Ask for a chain, head first, and set the missing blocks. -> how many leading blocks were there."""
-        run = self._match(self._keys[chain].tobytes())
-        if run:
-            self._get(self._keys[chain[:run]].tobytes())
-        if run < len(chain):
-            self._set(self._keys[chain[run:]].tobytes(), self._keys[chain[run - 1]].tobytes() if run else b"", run)
+        as_connector, most = self._call_blocks is not None, self._call_blocks or len(chain)
+        run = self._match(self._keys[chain].tobytes(), as_connector)
+        for start in range(0, run, most):
+            self._get(self._keys[chain[start : min(run, start + most)]].tobytes())
+        for start in range(run, len(chain), most):
+            keys = self._keys[chain[start : start + most]].tobytes()
+            if as_connector:
+                self._contains(keys)
+            self._set(keys, self._keys[chain[start - 1]].tobytes() if start else b"", start)
         return run
 
     @property
@@ -113,17 +141,17 @@ class ServerCache:
         """How many blocks it holds now."""
         return sum(namespace.memory.index.ready for namespace in self._store)
 
-    def _match(self, keys: bytes) -> int:
-        request = wire.MatchPrefix(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
-        self._answers.handle_keyed(self._peer, request, keys)
-        answer = self._peer.answer
+    def _match(self, keys: bytes, refresh: bool) -> int:
+        request = wire.MatchPrefix(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES, refresh)
+        self._answers.handle_keyed(self._asking, request, keys)
+        answer = self._asking.answer
         assert isinstance(answer, wire.MatchReply)
         return answer.length
 
     def _get(self, keys: bytes) -> None:
         request = wire.Get(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
-        self._answers.handle_keyed(self._peer, request, keys)
-        stream = self._peer.stream
+        self._answers.handle_keyed(self._moving, request, keys)
+        stream = self._moving.stream
         while not stream.done:
             outgoing = stream.next_part(self._state.now)
             assert outgoing is not None
@@ -131,11 +159,15 @@ class ServerCache:
                 outgoing.release()
         stream.close()
 
+    def _contains(self, keys: bytes) -> None:
+        request = wire.Contains(1, _DEADLINE_MS, len(keys) // KEY_BYTES, KEY_BYTES)
+        self._answers.handle_keyed(self._moving, request, keys)
+
     def _set(self, keys: bytes, parent: bytes, position: int) -> None:
         count = len(keys) // KEY_BYTES
         request = wire.Set(1, _DEADLINE_MS, count, KEY_BYTES, chained=True, parent=parent, position=position)
-        write = self._answers.begin_write(self._peer, request, keys)
-        self._answers.commit(self._peer, write, bytes(count * wire.CHECKSUM_BYTES))
+        write = self._answers.begin_write(self._moving, request, keys)
+        self._answers.commit(self._moving, write, bytes(count * wire.CHECKSUM_BYTES))
 
 
 def replay(trace: Trace, cache: Cache, progress: Callable[[int], object] = lambda done: None) -> float:

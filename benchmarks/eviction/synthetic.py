@@ -1,7 +1,7 @@
 """Synthetic traces, one for each kind of traffic, so that a policy is not judged by a single recording.
 
-The same name gives the same trace on every machine: all randomness comes from `random.Random` with the trace's own
-seed. Lengths are in blocks. A chain whose last block occurs only once is a prompt whose last block is not full: its
+The same name and seed give the same trace on every machine: all randomness comes from `random.Random` with the trace's
+own seed. Lengths are in blocks. A chain whose last block occurs only once is a prompt whose last block is not full: its
 continuation does not contain that block.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -155,30 +156,146 @@ def _apart(parts: Sequence[Iterator[Request]]) -> list[list[Request]]:
     ]
 
 
-SYNTHETIC: Final[dict[str, Callable[[], Iterator[Request]]]] = {
-    "conversations": lambda: conversations(1, 8000, pause=60, turns=6, first=8, growth=4),
-    "slow-conversations": lambda: conversations(2, 10_000, pause=800, turns=4, first=12, growth=6),
-    "long-conversations": lambda: conversations(3, 8000, pause=300, turns=15, first=10, growth=3, system=(3, 20, 1)),
-    "single-turns": lambda: conversations(4, 12_000, pause=400, turns=1.6, first=15, growth=8),
-    "agents": lambda: agents(5, 10_000),
-    "shifting-agents": lambda: agents(6, 10_000, prompts=40, skew=0.9, shift_every=1500),
-    "tool-loops": lambda: tool_loops(7, 10_000),
-    "scan": lambda: scan(8, 4000),
-    "jobs": lambda: jobs(9, 6000),
-    "documents": lambda: documents(10, 15_000),
-    "new-only": lambda: new_only(11, 5000),
-    "conversations-and-scan": lambda: mixed(
-        12, conversations(13, 6000, pause=200, turns=5, first=8, growth=4), scan(14, 2500, 500, 30)
+def popular(seed: int, count: int, prompts: int, skew: float, length: tuple[int, int]) -> Iterator[Request]:
+    """Whole prompts chosen by Zipf's law with exponent `skew`, independently each time: nothing is new but the rare."""
+    source = _Source(seed)
+    chance = source.random
+    texts = [source.new(chance.randint(*length)) for _ in range(prompts)]
+    totals = list(itertools.accumulate(1 / rank**skew for rank in range(1, prompts + 1)))
+    yield from chance.choices(texts, cum_weights=totals, k=count)
+
+
+def retrieval(seed: int, count: int, library: int = 300, most: int = 4) -> Iterator[Request]:
+    """Some documents of a library behind a system prompt, by Zipf's law and in random order, and a question.
+
+    A document's blocks depend on what is before them, so only prompts that begin with the same documents share them.
+    """
+    source = _Source(seed)
+    chance = source.random
+    system = source.new(6)
+    lengths = [chance.randint(3, 25) for _ in range(library)]
+    totals = list(itertools.accumulate(1 / rank for rank in range(1, library + 1)))
+    placed: dict[tuple[int, ...], Request] = {}
+    for _ in range(count):
+        chosen: tuple[int, ...] = ()
+        prompt = list(system)
+        for number in dict.fromkeys(chance.choices(range(library), cum_weights=totals, k=chance.randint(1, most))):
+            chosen = (*chosen, number)
+            if chosen not in placed:
+                placed[chosen] = source.new(lengths[number])
+            prompt += placed[chosen]
+        yield prompt + source.new(chance.randint(1, 4))
+
+
+def bursts(seed: int, count: int) -> Iterator[Request]:
+    """Few-shot jobs, one after the other: 20 to 300 short items behind examples of 4 to 60 blocks. Between the items
+    come chats of one turn behind a common prompt. A third of the jobs use the examples of an earlier one."""
+    source = _Source(seed)
+    chance = source.random
+    system = source.new(4)
+    known: list[Request] = []
+    made = 0
+    while made < count:
+        if not known or chance.random() > 1 / 3:
+            known.append(source.new(chance.randint(4, 60)))
+            examples = known[-1]
+        else:
+            examples = chance.choice(known)
+        for _ in range(min(count - made, chance.randint(20, 300))):
+            made += 1
+            if chance.random() < 0.3:
+                yield system + source.new(source.length(10))
+            else:
+                yield examples + source.new(chance.randint(1, 3))
+
+
+def daily(seed: int, count: int, day: int = 3000) -> Iterator[Request]:
+    """Two services with prompts of their own; traffic goes from one to the other and back once a day."""
+    source = _Source(seed)
+    chance = source.random
+    services = [[source.new(chance.randint(4, 50)) for _ in range(60)] for _ in range(2)]
+    weights = [1 / rank for rank in range(1, 61)]
+    for now in range(count):
+        share = 0.5 + 0.48 * math.sin(2 * math.pi * now / day)
+        prompts = services[chance.random() < share]
+        yield chance.choices(prompts, weights)[0] + source.new(source.length(6))
+
+
+def books(seed: int, count: int, at_once: int = 25) -> Iterator[Request]:
+    """Short questions of 1 to 3 blocks, most of them often asked, beside sessions on very long documents: 100 to 500
+    blocks that are asked about 1 to 10 times."""
+    source = _Source(seed)
+    chance = source.random
+    common = [source.new(chance.randint(1, 3)) for _ in range(400)]
+    totals = list(itertools.accumulate(1 / rank for rank in range(1, 401)))
+    sessions: list[tuple[Request, int]] = []
+    for _ in range(count):
+        if chance.random() < 0.8:
+            yield chance.choices(common, cum_weights=totals)[0]
+            continue
+        if len(sessions) < at_once:
+            sessions.append((source.new(chance.randint(100, 500)), chance.randint(1, 10)))
+        at = chance.randrange(len(sessions))
+        text, left = sessions.pop(at)
+        text = text + source.new(chance.randint(1, 6))
+        yield text
+        if left > 1:
+            sessions.insert(at, (text, left - 1))
+
+
+def retries(seed: int, count: int) -> Iterator[Request]:
+    """Prompts asked once, or again a few requests later, and then never: only what is recent is of use."""
+    source = _Source(seed)
+    chance = source.random
+    system = source.new(3)
+    recent: list[Request] = []
+    for _ in range(count):
+        if recent and chance.random() < 0.4:
+            yield chance.choice(recent[-20:])
+            continue
+        recent.append(system + source.new(source.length(15)))
+        yield recent[-1]
+
+
+# Each makes its trace from a number that is added to its seeds: other numbers give other traces of the same kind.
+SYNTHETIC: Final[dict[str, Callable[[int], Iterator[Request]]]] = {
+    "conversations": lambda n: conversations(n + 1, 8000, pause=60, turns=6, first=8, growth=4),
+    "slow-conversations": lambda n: conversations(n + 2, 10_000, pause=800, turns=4, first=12, growth=6),
+    "long-conversations": lambda n: conversations(
+        n + 3, 8000, pause=300, turns=15, first=10, growth=3, system=(3, 20, 1)
     ),
-    "agents-and-conversations": lambda: mixed(
-        15, agents(16, 5000), conversations(17, 5000, pause=150, turns=4, first=10, growth=5)
+    "single-turns": lambda n: conversations(n + 4, 12_000, pause=400, turns=1.6, first=15, growth=8),
+    "agents": lambda n: agents(n + 5, 10_000),
+    "shifting-agents": lambda n: agents(n + 6, 10_000, prompts=40, skew=0.9, shift_every=1500),
+    "tool-loops": lambda n: tool_loops(n + 7, 10_000),
+    "scan": lambda n: scan(n + 8, 4000),
+    "jobs": lambda n: jobs(n + 9, 6000),
+    "documents": lambda n: documents(n + 10, 15_000),
+    "new-only": lambda n: new_only(n + 11, 5000),
+    "conversations-and-scan": lambda n: mixed(
+        n + 12, conversations(n + 13, 6000, pause=200, turns=5, first=8, growth=4), scan(n + 14, 2500, 500, 30)
     ),
-    "conversations-then-jobs": lambda: in_turn(
-        conversations(18, 5000, pause=150, turns=5, first=8, growth=4), jobs(19, 3000)
+    "agents-and-conversations": lambda n: mixed(
+        n + 15, agents(n + 16, 5000), conversations(n + 17, 5000, pause=150, turns=4, first=10, growth=5)
+    ),
+    "conversations-then-jobs": lambda n: in_turn(
+        conversations(n + 18, 5000, pause=150, turns=5, first=8, growth=4), jobs(n + 19, 3000)
+    ),
+    "zipf-0.7": lambda n: popular(n + 20, 10_000, 3000, 0.7, (1, 40)),
+    "zipf-1.0": lambda n: popular(n + 21, 10_000, 3000, 1.0, (1, 40)),
+    "zipf-1.3": lambda n: popular(n + 22, 10_000, 3000, 1.3, (1, 40)),
+    "retrieval": lambda n: retrieval(n + 23, 8000),
+    "bursts": lambda n: bursts(n + 24, 12_000),
+    "daily": lambda n: daily(n + 25, 12_000),
+    "books": lambda n: books(n + 26, 8000),
+    "retries": lambda n: retries(n + 27, 10_000),
+    "agents-and-new": lambda n: mixed(n + 28, agents(n + 29, 6000, prompts=80, skew=0.8), new_only(n + 30, 6000)),
+    "tool-loops-and-documents": lambda n: mixed(
+        n + 31, tool_loops(n + 32, 5000, at_once=150), documents(n + 33, 6000, library=1500)
     ),
 }
 
 
-def make_trace(name: str) -> Trace:
-    """The trace of this name in `SYNTHETIC`."""
-    return Trace.of(name, SYNTHETIC[name]())
+def make_trace(name: str, seed: int = 0) -> Trace:
+    """The trace of this name in `SYNTHETIC`; `seed` 0: the one that the documents show."""
+    return Trace.of(f"{name}, seed {seed}" if seed else name, SYNTHETIC[name](seed))

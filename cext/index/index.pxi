@@ -165,12 +165,12 @@ cdef class BlockIndex:
 
         ``parent``, ``ends_chain`` and ``behind`` are hints for the policy. ``parent``: the key of the block before the
         first slot (empty: none, or unknown; the block need not be there). ``ends_chain``: the chain ends with the last
-        slot. ``behind``: the chain does not begin with the first slot, even if the parent is not there. A slot that is
+        slot, until a later call names it as ``parent``. ``behind``: the chain does not begin with the first slot, even if the parent is not there. A slot that is
         skipped because its block existed does not interrupt the chain: the next block counts as the successor of the
         previous one, until a refresh of the whole chain shows its place.
 
-        The blocks expire at the time ``expires``, one for all or one for each slot; 0: never. A block that is replaced is retired: its slot becomes free
-        when no reader holds it, and its pin goes over to the new block. Returns the number of committed slots. Raises
+        The blocks expire at the time ``expires``, one for all or one for each slot; 0: never. A block that is
+        replaced is retired: its slot becomes free when no reader holds it, and its pin goes over to the new block. Returns the number of committed slots. Raises
         ValueError, and commits nothing, when a slot is not WRITING.
         """
         return commit_slots(self.blocks, slots, sums, tick, expires, parent, ends_chain, behind)

@@ -3,22 +3,27 @@
 # For KV blocks it matters more whether they are used again than when they were last used: the last block of a prompt is
 # hardly ever requested again, while the tenth use of a system prompt is followed by an eleventh. So blocks are kept in
 # one list for each class (how often they were used, what they follow, whether they end their chain), priority and age
-# bin. The lists are ranked by the Gittins index that reuse.pxi learns for their class and bin. Eviction takes the lists
-# in that order, the oldest block of each first. On the Mooncake trace of a chat service, with room for 1, 2, 5 and 10 %
-# of its blocks, the hit rate is 5, 7, 3 and 2 points higher than with LRU, and the same with room for 25 and 50 %. A
-# flood of blocks that are not used again does not empty the cache once the policy has seen that other blocks are.
+# bin. The lists are ranked by their worth, which worth.pxi computes from what reuse.pxi learns about their class and
+# bin. Eviction takes the lists in that order, the oldest block of each first; those of bin 0, about a sixteenth of a
+# cache of references, come last: another engine may be about to read a block that one engine has just set. On the
+# Mooncake trace of a chat service, with room for 1, 2, 5 and 10 % of its blocks, the hit rate is 5, 7, 3 and 2 points
+# higher than with LRU, and the same with room for 25 and 50 %. A flood of blocks that are not used again does not empty
+# the cache once the policy has seen that other blocks are.
 #
 # Classes: 1 to 14 by uses (1, 2, 3, 4, 5-6, 7-11, 12-23, 24-47 ...). Blocks with one use may also be of class 0: the
-# end of the chain; 15, 16, 17: behind a block with 1 to 3, 4 to 23, more uses. The count of uses survives eviction
-# (seen.pxi), and a block has at least as many uses as the blocks behind it in its chain. Worth rises with uses, so a
-# chain is evicted from its tail. New blocks of a chain are put right behind their parent, on the older side, if they
-# belong to the same list.
+# end of the chain; 15, 16, 17: behind a block with 2 or 3, 4 to 23, more uses. Blocks that are new, too, may be between
+# them and that block: what counts is the nearest one before them that was used more often, the context. A chain may be
+# set in several calls. So a block that ends one keeps its context, and gets the class of its context when another call
+# continues the chain. The count of uses survives eviction (seen.pxi), and a block has at least as many uses as the
+# blocks behind it in its chain. New blocks of a chain are put right behind their parent, on the older side, if they
+# belong to the same list; links.pxi makes sure that a chain is evicted from its tail.
 #
 # Nothing depends on a clock: time is the number of blocks used so far (lists.pxi), and everything scales with the
 # number of slots.
 #
 # Cost: a use moves a block to a list's head, and as the block ages it is moved up to 25 times; each batch does a part
-# of these moves. Memory: for each slot 8 bytes here, 8 for seen uses and 14 for samples.
+# of these moves. Memory: for each slot 8 bytes here, 8 for seen uses and 14 for samples; less
+# in large caches, up to 224 for samples in those of a few hundred slots.
 
 
 cdef enum:
@@ -26,10 +31,6 @@ cdef enum:
     # "A cache of references" is as many uses of blocks as the cache has slots.
     WINDOWS = 64            # uses of a block within 1/64 of a cache of references count once: a request's look-up, read
                             # and write, and those of other ranks; 1/16 to 1/256 work as well
-    GRACE = 16              # blocks used within 1/16 of a cache of references go last: another engine may be about to
-                            # read a block that one engine has just set, whatever such blocks are worth on average
-    GRACE_REQUESTS = 2      # blocks used within so many requests go last, too: they are about to be extended
-    MOST_GRACE = 4          # but at most a quarter of the cache goes last
     REQUESTS = 256          # the size of requests is averaged over so many
     AGINGS = 128            # rounds of aging in a cache of references; a round moves blocks to the lists of their age
     AGED_PER_USE = 16       # blocks that may be moved by aging at each batch: so many for each block used, plus
@@ -69,14 +70,13 @@ cdef class Adaptive(Policy):
     cdef uint64_t next_ranking, next_aging
     cdef double mean_request
     cdef Py_ssize_t request                     # blocks used so far by the present request
-    cdef bint read_before                       # these uses were reads: an insert that follows belongs to the request
     # The walk: priority, position in the order, the next block (NONE: the next list's oldest); whether this is the
-    # second pass over the lists, for the blocks spared by the first one, and whether this list may have spared blocks.
+    # second pass over the lists, for the blocks of bin 0.
     cdef int priority
     cdef int position
     cdef int32_t at
-    cdef bint again, sparing
-    cdef uint32_t grace, now
+    cdef bint again
+    cdef uint32_t now
 
     def __cinit__(self):
         self.slot_bytes = sizeof(Life)
@@ -86,17 +86,19 @@ cdef class Adaptive(Policy):
         self.seen = Seen()
         self.mean_request = 8
         self.resized(0)
-        self.reuse.solve(self.mean_request)
+        rank_lists(self.reuse, self.mean_request)
 
     # -- time ------------------------------------------------------------------------------------------------
 
-    cdef void advance(self, Py_ssize_t count, bint inserting) noexcept nogil:
-        """Moves time on by ``count`` used blocks, and does the housekeeping that is due."""
-        if not (inserting and self.read_before) and self.request != 0:
+    cdef void advance(self, Py_ssize_t count, bint continues) noexcept nogil:
+        """Moves time on by ``count`` used blocks, and does the housekeeping that is due.
+
+        ``continues``: the blocks belong to the same request as others that were used before.
+        """
+        if not continues and self.request != 0:
             self.mean_request += (self.request - self.mean_request) / REQUESTS
             self.request = 0
         self.request += count
-        self.read_before = not inserting
         self.lists.references += count
         if self.lists.aging == 0 and self.lists.references >= self.next_aging:
             self.next_aging = self.lists.references + max(<Py_ssize_t>1, self.capacity // AGINGS)
@@ -105,7 +107,7 @@ cdef class Adaptive(Policy):
             lists_age(self.space, &self.lists, self.reuse, AGED_AT_LEAST + AGED_PER_USE * count)
         if self.lists.references >= self.next_ranking:
             self.next_ranking = self.lists.references + max(LEAST_BETWEEN_RANKINGS, self.capacity // RANKINGS)
-            self.reuse.solve(self.mean_request)
+            rank_lists(self.reuse, self.mean_request)
 
     # -- events ----------------------------------------------------------------------------------------------
 
@@ -118,14 +120,44 @@ cdef class Adaptive(Policy):
         if not known or life.kind & MONITORED:
             self.reuse.used_again(record.hash, now)
         life.kind = <uint8_t>kind
-        if self.reuse.take(record.hash, kind, now):
+        if self.reuse.take(record.hash, kind & CLASS, now):
             life.kind |= MONITORED
+
+    cdef inline int context_behind(self, Life *life) noexcept nogil:
+        """Returns the context of the blocks behind a block: 1 to 3 by its uses; its own if it was used once."""
+        if life.uses > 1:
+            return 1 if life.uses < 4 else 2 if life.uses < 24 else 3
+        if (life.kind & CLASS) == 0:
+            return (life.kind & ~MONITORED) // CONTEXT
+        return max(0, (life.kind & CLASS) - 14)
+
+    cdef void extend(self, int32_t slot) noexcept nogil:
+        """Blocks are put behind this one: if it ended its chain, it does not any more."""
+        cdef Record *record
+        cdef Life *life = life_at(self.space, slot)
+        cdef int context, kind
+        cdef int32_t above = NONE
+        if (life.kind & CLASS) != 0:
+            return
+        record = record_at(self.space, slot)
+        context = (life.kind & ~MONITORED) // CONTEXT
+        kind = context + 14 if context else 1
+        if life.kind & MONITORED:
+            self.reuse.reclass(record.hash, kind)
+        lists_unlink(self.space, &self.lists, record, life)
+        life.kind = (life.kind & MONITORED) | <uint8_t>kind
+        if record.linked & FOLLOWS:
+            above = link_at(self.space, slot).before
+        if not lists_push_behind(self.space, &self.lists, above, slot, record, life):
+            life.stamp = <uint32_t>self.lists.references
+            lists_push(self.space, &self.lists, slot, record, life, 0)
 
     cdef void inserted(
         self, const int32_t *slots, Py_ssize_t n, int32_t parent, bint ends_chain, bint behind
     ) noexcept nogil:
         cdef Py_ssize_t i, count = 0
-        cdef int most = 0, kind, uses_above
+        cdef int most = 0, kind, context = behind
+        cdef bint continues = behind or parent != NONE
         cdef Record *record
         cdef Life *life
         for i in range(n):
@@ -140,7 +172,9 @@ cdef class Adaptive(Policy):
                 record = record_at(self.space, slots[i])
                 most = max(most, 1 + least_uses(self.seen.take(record.hash)))
                 life_at(self.space, slots[i]).uses = <uint16_t>most
-        uses_above = behind if parent == NONE else life_at(self.space, parent).uses
+        if parent != NONE and count != 0:
+            self.extend(parent)
+            context = self.context_behind(life_at(self.space, parent))
         for i in range(n):
             if slots[i] < 0:
                 continue
@@ -149,19 +183,22 @@ cdef class Adaptive(Policy):
             kind = kind_of_uses(life.uses)
             if life.uses == 1:
                 if ends_chain and i == n - 1:
-                    kind = 0
-                elif uses_above > 0:
-                    kind = 15 if uses_above < 4 else 16 if uses_above < 24 else 17
+                    kind = context * CONTEXT
+                elif context != 0:
+                    kind = 14 + context
             self.count_use(record, life, kind, False)
             if not lists_push_behind(self.space, &self.lists, parent, slots[i], record, life):
                 life.stamp = <uint32_t>self.lists.references
                 lists_push(self.space, &self.lists, slots[i], record, life, 0)
+            context = self.context_behind(life)
             parent = slots[i]
-        self.advance(count, True)  # only now, so that inserted blocks have the same stamp as blocks that were read
+        self.advance(count, continues)  # only now, so that inserted blocks have the same stamp as blocks that were read
 
     cdef void touched(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i, count = 0
         cdef int most = 0
+        cdef uint32_t age
+        cdef bint continues = True
         cdef int32_t parent = NONE
         cdef Record *record
         cdef Life *life
@@ -170,9 +207,12 @@ cdef class Adaptive(Policy):
                 kv_prefetch(life_at(self.space, slots[i]))
         for i in range(n):
             if slots[i] >= 0:
-                count += life_at(self.space, slots[i]).stamp != <uint32_t>self.lists.references
+                age = <uint32_t>self.lists.references - life_at(self.space, slots[i]).stamp
+                count += age != 0
+                if age >= self.window:
+                    continues = False
         if count != 0:
-            self.advance(count, False)
+            self.advance(count, continues)
         for i in range(n - 1, -1, -1):
             if slots[i] < 0:
                 continue
@@ -269,15 +309,8 @@ cdef class Adaptive(Policy):
         self.position = -1
         self.at = NONE
         self.again = False
-        self.grace = <uint32_t>min(
-            max(GRACE_REQUESTS * self.mean_request, <double>(self.capacity // GRACE)),
-            <double>(self.capacity // MOST_GRACE),
-        )
         if self.parked_until <= now:
             self.unpark()
-
-    cdef inline bint spared(self, int32_t slot) noexcept nogil:
-        return <uint32_t>self.lists.references - life_at(self.space, slot).stamp < self.grace
 
     cdef bint next_list(self) noexcept nogil:
         """Goes to the next list with blocks. False: there is none left."""
@@ -295,19 +328,12 @@ cdef class Adaptive(Policy):
                 self.position = -1
                 continue
             number = self.reuse.order[self.position]
-            self.at = self.lists.lines[self.priority][number].oldest
-            if self.at == NONE:
+            # The first pass over the lists leaves out those of bin 0, the second one returns only them.
+            if (number % BINS == 0) != self.again:
                 continue
-            # Blocks of bin 0 that were used within the grace are spared: the first pass over the lists skips them, the
-            # second pass returns only them.
-            self.sparing = number % BINS == 0
-            if not self.again:
+            self.at = self.lists.lines[self.priority][number].oldest
+            if self.at != NONE:
                 return True
-            if self.sparing:
-                while self.at != NONE and not self.spared(self.at):
-                    self.at = record_at(self.space, self.at).newer
-                if self.at != NONE:
-                    return True
 
     cdef int32_t next(self) noexcept nogil:
         cdef int32_t slot
@@ -317,9 +343,6 @@ cdef class Adaptive(Policy):
             if self.at == NONE and not self.next_list():
                 return NONE
             slot = self.at
-            if self.sparing and not self.again and self.spared(slot):
-                self.at = NONE
-                continue
             record = record_at(self.space, slot)
             self.at = record.newer
             if not is_held(self.space, record, self.now):

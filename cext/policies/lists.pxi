@@ -14,6 +14,8 @@
 cdef enum:
     PARKED = 26             # = BINS: the bin of parked blocks
     KEPT_BIN = 27           # of blocks that others follow
+    CLASS = 0x1F            # of `kind`: the class
+    CONTEXT = 0x20          # of `kind`: the lowest of two bits with the context of a block of class 0 (see default.pxi)
     MONITORED = 0x80        # a flag beside the class: the block's last use is a sample
 
 cdef uint64_t FIRST_REFERENCE = 0xFFFF0000
@@ -23,7 +25,7 @@ cdef struct Life:
     # The policy's data of a block, beside the records of its segment.
     uint32_t stamp
     uint16_t uses
-    uint8_t kind        # the class, and MONITORED
+    uint8_t kind        # the class, the context, and MONITORED
     uint8_t bin
 
 
@@ -62,7 +64,7 @@ cdef inline Line *line_of(Lists *lists, Record *record, Life *life) noexcept nog
         return &lists.parked[record.priority]
     if life.bin == KEPT_BIN:
         return &lists.kept[record.priority]
-    return &lists.lines[record.priority][(life.kind & ~MONITORED) * BINS + life.bin]
+    return &lists.lines[record.priority][(life.kind & CLASS) * BINS + life.bin]
 
 
 cdef inline void lists_unlink(Space *space, Lists *lists, Record *record, Life *life) noexcept nogil:
@@ -77,7 +79,7 @@ cdef inline void lists_unlink(Space *space, Lists *lists, Record *record, Life *
     else:
         record_at(space, record.older).newer = record.newer
     if line.newest == NONE and life.bin < BINS:
-        lists.occupied[record.priority][life.bin] &= ~(<uint32_t>1 << (life.kind & ~MONITORED))
+        lists.occupied[record.priority][life.bin] &= ~(<uint32_t>1 << (life.kind & CLASS))
 
 
 cdef inline void lists_push(
@@ -92,7 +94,7 @@ cdef inline void lists_push(
     if line.newest == NONE:
         line.oldest = slot
         if bin < BINS:
-            lists.occupied[record.priority][bin] |= <uint32_t>1 << (life.kind & ~MONITORED)
+            lists.occupied[record.priority][bin] |= <uint32_t>1 << (life.kind & CLASS)
     else:
         record_at(space, line.newest).newer = slot
     line.newest = slot
@@ -109,7 +111,7 @@ cdef inline void lists_push_oldest(
     record.newer = line.oldest
     if line.oldest == NONE:
         line.newest = slot
-        lists.occupied[record.priority][bin] |= <uint32_t>1 << (life.kind & ~MONITORED)
+        lists.occupied[record.priority][bin] |= <uint32_t>1 << (life.kind & CLASS)
     else:
         record_at(space, line.oldest).older = slot
     line.oldest = slot
@@ -129,7 +131,7 @@ cdef inline bint lists_push_behind(
     above = record_at(space, parent)
     life_above = life_at(space, parent)
     if (
-        life_above.bin != 0 or ((life_above.kind ^ life.kind) & ~MONITORED) != 0
+        life_above.bin != 0 or ((life_above.kind ^ life.kind) & CLASS) != 0
         or above.priority != record.priority
     ):
         return False
@@ -151,7 +153,7 @@ cdef void lists_settle(Space *space, Lists *lists, int32_t parent, int32_t slot,
     cdef Record *record = record_at(space, slot)
     if (
         life.stamp - above.stamp < MAX_AGE and above.bin == 0 and parent != slot
-        and ((above.kind ^ life.kind) & ~MONITORED) == 0
+        and ((above.kind ^ life.kind) & CLASS) == 0
         and record_at(space, parent).priority == record.priority
     ):
         lists_unlink(space, lists, record, life)

@@ -20,7 +20,8 @@ cdef class Policy:
         """Blocks of one request became READY: a chain, head first; negative slots are to be skipped.
 
         Their tick, rank and priority are set; their links are not. ``parent``: the READY block before the first one in
-        its chain, NONE if there is none or it is not known. ``ends_chain``: the last of ``slots`` ends its chain.
+        its chain, NONE if there is none or it is not known. ``ends_chain``: the last of ``slots`` ends its chain, as
+        far as is known: a later call may name it as ``parent``.
         ``behind``: the first of ``slots`` does not begin it, even if ``parent`` is not known.
         """
 
@@ -74,6 +75,7 @@ cdef inline uint32_t pinned_until(Record *record) noexcept nogil:
 include "lru.pxi"
 include "seen.pxi"
 include "reuse.pxi"
+include "worth.pxi"
 include "lists.pxi"
 include "default.pxi"
 

@@ -1,16 +1,11 @@
-# Learns from a sample of uses how blocks are used again, and computes what blocks are worth.
+# Learns from a sample of uses how blocks are used again.
 #
 # A block has a class and an age: block references since its last use. Ages fall into bins whose edges grow by the
 # square root of 2 from a sixteenth of the cache. A sample is one use of one block, followed until the block's next use,
 # even while the block is not in the cache: a policy that learns only from blocks that it keeps would learn that it was
 # right to keep them. For each (class, bin) we count the samples that reached the bin and those that were used again in
-# it. Their ratio is the hazard: the chance that a block that reaches the bin is used again in it.
-#
-# The worth of a block is its Gittins index: the most hits a reference that it can bring from its age on, over all times
-# for which it might be kept (Gittins, 1979; for caches Beckmann, Chen, Cidon: LHD, NSDI 2018, with one fixed horizon).
-#     worth(class, a) = max over b >= a of  expected hits from bin a to b / expected references spent in them
-# Bins with few samples borrow from others: a bin of all classes from the bin before it, a bin of one class from the bin
-# of all classes, times the factor by which the class was used more or less than all so far (proportional hazards).
+# it. Their ratio is the hazard: the chance that a block that reaches the bin is used again in it. worth.pxi ranks the
+# lists by these counts.
 #
 # All uses are sampled as long as there is room. When the room is full and the oldest sample is younger than HORIZON
 # caches of references, only every second use is sampled from then on, and so forth; every second old sample is dropped,
@@ -23,19 +18,14 @@ cdef enum:
     LISTS = 468             # CLASSES * BINS
     VACANT = 0xFF           # the class of an entry without a sample
     HORIZON = 64            # a sample is followed for at least so many caches of references; 32 to 128 work as well
-    SAMPLES_PER_BLOCK = 2   # one sample for so many blocks of the cache; 1 to 4 work as well
-    MIN_SAMPLES = 64
+    BLOCKS_PER_SAMPLE = 2   # one sample for so many blocks of the cache; 1 to 4 work as well
+    MIN_SAMPLES = 4096      # but at least so many: what can be learned depends on their number, not on their share
+    MOST_PER_BLOCK = 8      # and at most so many for a block
+    MOST_SAMPLES = 32768    # and at most so many in all: 8192 taught as much, and each sample costs time and memory
     THINNED_AT_ONCE = 4     # entries checked for each new sample during a thinning, which drops every second sample
-    TAKEN_BEFORE_HALVING = 0x40000  # after so many samples, all counts are halved
     MAX_AGE = 0x80000000    # ages are differences of 32-bit counts; older blocks are in the last bin, and not compared
 
 cdef double FIRST_EDGE = 1.0 / 16.0     # of the cache; 1/8 to 1/32 work as well, 1/2 does not
-cdef double STRENGTH = 2.0              # an assumption counts as this many observed reuses
-cdef double FIRST_HAZARD = 0.02         # assumed for the first bin
-cdef double SECOND_HAZARD = 0.33        # assumed for the second bin, relative to the first: the second is 0.41 as wide,
-                                        # so the newest blocks are worth most
-cdef double MOST_HAZARD = 0.98
-cdef double MOST_ASSUMED = 0.95
 cdef double FINER = 0.70710678118654752 # the factor from an edge to the one before it
 
 
@@ -50,17 +40,10 @@ cdef struct Sample:
     uint8_t epoch       # of the last thinning that has checked it
 
 
-cdef struct Ranked:
-    double worth
-    int32_t list
-
-
-cdef int compare_ranked(const void *a, const void *b) noexcept nogil:
-    cdef const Ranked *x = <const Ranked *>a
-    cdef const Ranked *y = <const Ranked *>b
-    if x.worth != y.worth:
-        return -1 if x.worth < y.worth else 1
-    return x.list - y.list
+cdef inline Py_ssize_t samples_for(Py_ssize_t capacity) noexcept nogil:
+    """Returns how many samples a cache of so many blocks has."""
+    cdef Py_ssize_t least = min(<Py_ssize_t>MIN_SAMPLES, MOST_PER_BLOCK * capacity)
+    return min(max(capacity // BLOCKS_PER_SAMPLE, least), <Py_ssize_t>MOST_SAMPLES)
 
 
 @cython.final
@@ -190,14 +173,9 @@ cdef class Reuse:
 
     cdef bint used_again(self, uint32_t hash, uint32_t now) noexcept nogil:
         """A block was used: ends the sample of its last use. Returns whether there was one."""
-        cdef int32_t i
+        cdef int32_t i = self.find(hash)
         cdef int bin
         cdef Sample *sample
-        if not self.capacity:
-            return False
-        i = self.bucket(hash)[0] - 1
-        while i != NONE and self.samples[i].hash != hash:
-            i = self.samples[i].next
         if i == NONE:
             return False
         sample = &self.samples[i]
@@ -208,6 +186,26 @@ cdef class Reuse:
         self.reused[sample.kind][bin] += 1
         self.drop(i)
         return True
+
+    cdef inline int32_t find(self, uint32_t hash) noexcept nogil:
+        """Returns the sample of a hash, or NONE."""
+        cdef int32_t i = NONE
+        if self.capacity:
+            i = self.bucket(hash)[0] - 1
+        while i != NONE and self.samples[i].hash != hash:
+            i = self.samples[i].next
+        return i
+
+    cdef void reclass(self, uint32_t hash, int kind) noexcept nogil:
+        """A block that was put into a class by mistake belongs to another one: so does its sample, if it has one."""
+        cdef int32_t i = self.find(hash)
+        cdef int bin
+        if i == NONE:
+            return
+        for bin in range(self.samples[i].bin + 1):
+            self.entered[self.samples[i].kind][bin] = max(0.0, self.entered[self.samples[i].kind][bin] - 1)
+            self.entered[kind][bin] += 1
+        self.samples[i].kind = <uint8_t>kind
 
     cdef bint take(self, uint32_t hash, int kind, uint32_t now) noexcept nogil:
         """A block was used and has class ``kind`` from now on. Returns whether this use becomes a sample."""
@@ -266,7 +264,7 @@ cdef class Reuse:
             self.edges[bin] = unit * FIRST_EDGE if bin == 1 else self.edges[bin - 1] * coarser
             self.ages[bin] = <uint32_t>min(self.edges[bin], <double>MAX_AGE)
             self.ages[bin] += self.ages[bin] < min(self.edges[bin], <double>MAX_AGE)
-        self.rebuild(<uint32_t>max(<Py_ssize_t>MIN_SAMPLES, capacity // SAMPLES_PER_BLOCK), now)
+        self.rebuild(<uint32_t>samples_for(capacity), now)
         return True
 
     cdef void shift_down(self) noexcept nogil:
@@ -331,69 +329,6 @@ cdef class Reuse:
                     self.push(made, self.bin_of(now - old[i].stamp))
                 i = old[i].newer
         free(old)
-
-    # -- worth -----------------------------------------------------------------------------------------------
-
-    cdef void solve(self, double mean_request) noexcept nogil:
-        """Ranks the lists by the worth of their blocks. Takes 25 us.
-
-        The blocks of one request are used together, so all of them count as one observation.
-        """
-        cdef double strength = STRENGTH * max(1.0, mean_request / self.rate)
-        cdef double[BINS] pool
-        cdef double[BINS] hazard
-        cdef Ranked[LISTS] ranked
-        cdef double before = FIRST_HAZARD, entered, reused, assumed, alive, hits, cost, best, factor
-        cdef int kind, bin, first, step
-        if self.taken >= TAKEN_BEFORE_HALVING:
-            self.taken = 1
-            for kind in range(CLASSES):
-                for bin in range(BINS):
-                    self.entered[kind][bin] /= 2
-                    self.reused[kind][bin] /= 2
-        for bin in range(BINS):
-            entered = reused = strength / 4
-            entered /= max(before, 0.001)
-            for kind in range(CLASSES):
-                entered += self.entered[kind][bin]
-                reused += self.reused[kind][bin]
-            pool[bin] = min(MOST_ASSUMED, reused / entered)
-            before = pool[bin] * SECOND_HAZARD if bin == 0 else pool[bin]
-        for step in range(CLASSES):
-            kind = 0 if step == 0 else step + 14 if step <= 3 else step - 3  # 0, 15, 16, 17, 1 to 14
-            reused = entered = strength
-            for bin in range(BINS):
-                reused += self.reused[kind][bin]
-                entered += self.entered[kind][bin] * pool[bin]
-            factor = reused / entered
-            for bin in range(BINS):
-                assumed = min(MOST_ASSUMED, pool[bin] * factor)
-                hazard[bin] = min(
-                    MOST_HAZARD,
-                    (self.reused[kind][bin] + strength) / (self.entered[kind][bin] + strength / assumed),
-                )
-            for first in range(BINS):
-                alive = 1.0
-                hits = cost = best = 0.0
-                for bin in range(first, BINS):
-                    cost += (self.edges[bin + 1] - self.edges[bin]) * alive * (1 - 0.5 * hazard[bin])
-                    hits += alive * hazard[bin]
-                    alive *= 1 - hazard[bin]
-                    if hits > best * cost:
-                        best = hits / cost
-                # A block is worth at least as much as the blocks behind it in the chain at the same age: it has at
-                # least as many uses, and they are useless without it.
-                if 0 < kind < 15:
-                    best = max(best, ranked[(kind - 1) * BINS + first].worth)
-                elif kind >= 15:
-                    best = max(best, ranked[first].worth)
-                if kind == 2 or kind == 4 or kind == 8:
-                    best = max(best, ranked[(15 if kind == 2 else 16 if kind == 4 else 17) * BINS + first].worth)
-                ranked[kind * BINS + first].worth = best
-                ranked[kind * BINS + first].list = kind * BINS + first
-        qsort(ranked, LISTS, sizeof(Ranked), compare_ranked)
-        for bin in range(LISTS):
-            self.order[bin] = ranked[bin].list
 
     cdef Py_ssize_t nbytes(self) noexcept:
         return self.__sizeof__() + <Py_ssize_t>self.capacity * (sizeof(Sample) + sizeof(int32_t))

@@ -25,7 +25,7 @@ from kvstore.shard.places import Places
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
-from kvstore.store.chains import Part
+from kvstore.store.chains import part_of
 from kvstore.store.namespace import NamespaceStore, find_parent
 from kvstore.store.namespaces import Priorities, Store
 from kvstore.store.tier import Slots
@@ -269,8 +269,8 @@ class Answers:
         if request.attributes:
             attributes = attributes_of(request.attributes, request.key_bytes)
             priority = np.minimum(attributes["priority"], wire.MAX_PRIORITY)
-        elif request.chained:
-            before = store.chains.find(namespace, request.parent)
+        elif request.chained:  # it ends here, as far as is known, unless its last key went to another shard
+            before, ends_chain = store.chains.find(namespace, request.parent), not request.end
         cut = request.chained and attributes is None and store.chains.is_cut(namespace, request.parent, now)
         if not request.force and (cut or (before is None and store.is_full(namespace, request.count))):
             # Blocks behind others that were refused are of no use, so they take nobody's place.
@@ -305,12 +305,10 @@ class Answers:
         if attributes is not None:
             self._store.chains.place(namespace, write.keys, attributes["before"].tobytes(), slots)
         elif request.chained and request.count:
-            offsets = np.frombuffer(request.offsets, dtype="<u4") if request.offsets else np.arange(request.count)
-            end = request.end or write.keys[-request.key_bytes :]
-            part = Part(end, request.call, offsets.astype(np.uint32))
             told = slots
             if write.existed is not None:  # what was not replaced is there
                 told = np.where(write.existed & (slots == BlockIndex.NO_SPACE), BlockIndex.EXISTED, slots)
+            part = part_of(request, write.keys)
             self._store.chains.join(namespace, write.keys, told, write.before, part, self._state.now)
         replaced = None if write.existed is None else write.existed & (slots >= 0)
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from kvstore._cext import BlockIndex
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
+from kvstore.wire import Set
 
 MOST_ENDS: Final = 8192  # of each kind, for all namespaces together; about 12 MB in all
 # How long a cut keeps blocks behind it out: so long the next calls of the same prompt may be under way. Who has to
@@ -48,6 +49,12 @@ _Key = tuple[bytes, bytes]  # namespace id, key
 _Call = tuple[bytes, int]  # namespace id, number of a call
 _Name = TypeVar("_Name", _Key, _Call)
 _Value = TypeVar("_Value")
+
+
+def part_of(request: Set, keys: bytes) -> Part:
+    """-> what a SET of at least one key says."""
+    offsets = np.frombuffer(request.offsets, dtype="<u4") if request.offsets else np.arange(request.count)
+    return Part(request.end or keys[-request.key_bytes :], request.call, offsets.astype(np.uint32))
 
 
 class Cut(NamedTuple):

@@ -90,7 +90,7 @@ def lists_of_the_hottest(server: Server, stop: threading.Event) -> None:
 
 
 def lists_of_chains_used_backwards(server: Server, stop: threading.Event) -> None:
-    """Every block of a long chain was used after those before it; lists of them, and clients that do not wait for them."""
+    """Every block of a long chain was used after those before it: lists of them, for clients that do not wait."""
     namespace = make_namespace(16, "backwards")
     keys = np.random.Generator(np.random.SFC64(5)).integers(0, 256, (65_536, 16), dtype=np.uint8)
     with KVStoreClient(server.endpoint, namespace, timeout_s=30) as client:

@@ -19,12 +19,12 @@ NAMESPACE = Namespace(model="another", dtype="uint8", block_tokens=1, block_byte
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("memory", "wanted"), [("1MiB", 300), ("4MiB", 1500)])
+@pytest.mark.parametrize(("memory", "wanted", "call_blocks"), [("1MiB", 300, 16), ("4MiB", 1500, None)])
 def test_a_live_server_has_the_simulated_hit_rate(
-    policy: str, memory: str, wanted: int, start_server: StartServer
+    policy: str, memory: str, wanted: int, call_blocks: int | None, start_server: StartServer
 ) -> None:
     server = start_server("--policy", policy, memory=memory, segment="1MiB")
-    result = replay_live(TRACE, server.endpoint, wanted)
+    result = replay_live(TRACE, server.endpoint, wanted, call_blocks)
     assert result.policy == policy
     assert result.capacity == pytest.approx(wanted, rel=0.02)
     assert abs(result.live - result.simulated) <= (0.0 if policy == "lru" else AGREEMENT)  # others hash, with a new key

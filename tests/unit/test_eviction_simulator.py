@@ -171,6 +171,15 @@ def test_a_server_holds_as_many_blocks_as_it_is_said_to(policy: str) -> None:
         assert server.blocks == 3 * 97
 
 
+def test_a_server_of_more_blocks_than_fit_a_segment_holds_them() -> None:
+    trace = make_trace("new-only")
+    with ServerCache.of("lru", trace.keys, 70_000) as server:
+        replay(trace, server)
+        assert server.blocks == 70_000
+    with pytest.raises(ValueError, match="expected at most 65536"):
+        ServerCache("lru", trace.keys, 70_000)
+
+
 @pytest.mark.parametrize("name", [*POLICIES, *TEXTBOOK])
 def test_with_room_for_everything_only_first_references_miss(name: str) -> None:
     trace = make_trace("conversations").first(200)
