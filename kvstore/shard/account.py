@@ -4,8 +4,9 @@ Whatever the shard keeps for a client is drawn from one limit and given back whe
 (a connection that has replies queued is not read while the account is full) or is refused with an error that says so.
 So no number of connections and no mix of requests takes more memory than the limit.
 
-An address may hold as much as is still free, the rule of dynamic thresholds (Choudhury and Hahne, 1998): one that asks
-for all it can get has half, two have a third each, and something is always left for whoever comes next. Members of the
+An address may hold `FREE_TIMES` as much as is still free, the rule of dynamic thresholds (Choudhury and Hahne, 1998):
+one that asks for all it can get has three quarters, two have three sevenths each, and something is always left for whoever comes
+next. Members of the
 cluster have `RESERVED_BYTES` of their own.
 
 Used by the loop's thread only.
@@ -19,6 +20,7 @@ from kvstore.wire import ErrorCode, WireError
 
 MAX_HELD_BYTES: Final = 96 << 20
 RESERVED_BYTES: Final = 16 << 20  # of them, for the cluster's members
+FREE_TIMES: Final = 3  # a host with many engines, and one that floods, must not have less than it needs
 SMALL_BYTES: Final = 8 << 10  # always given: small requests, which may end the use of memory, must get through
 
 # What holds memory, and below it what one of them takes beside its bytes, rounded up generously. What counts is the
@@ -106,7 +108,7 @@ class Share:
         free_bytes = self._account.free_bytes
         if self._member:
             return RESERVED_BYTES - self.held_bytes + max(0, free_bytes)
-        return free_bytes - self.held_bytes
+        return min(free_bytes, FREE_TIMES * free_bytes - self.held_bytes)
 
     @property
     def full(self) -> bool:
@@ -129,8 +131,8 @@ class Share:
         raise LimitReached(
             MEMORY_OF_ADDRESS,
             f"the server holds {self.held_bytes} bytes for requests and replies of clients at {self.address}: with "
-            f"{size} more they would have more than the {account.free_bytes} that are left for all; send fewer "
-            "requests at once",
+            f"{size} more they would have more than {FREE_TIMES} times the {account.free_bytes} that are left for all; "
+            "send fewer requests at once",
             request_id,
         )
 
