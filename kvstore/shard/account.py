@@ -5,9 +5,8 @@ Whatever the shard keeps for a client is drawn from one limit and given back whe
 So no number of connections and no mix of requests takes more memory than the limit.
 
 An address may hold `FREE_TIMES` as much as is still free, the rule of dynamic thresholds (Choudhury and Hahne, 1998):
-one that asks for all it can get has three quarters, two have three sevenths each, and something is always left for whoever comes
-next. Members of the
-cluster have `RESERVED_BYTES` of their own.
+one that asks for all it can get has three quarters, two have three sevenths each, and something is always left for
+whoever comes next. Members of the cluster have `RESERVED_BYTES` of their own.
 
 Used by the loop's thread only.
 """
