@@ -262,7 +262,7 @@ class Shard:
     def _read_on(self, reader: MessageReader) -> None:
         """Poll does not tell of messages that wait in a paused reader: put it in the line again."""
         if reader.paused and self._may_read(reader):
-            self._to_read.add(reader, Pace.SLOW)
+            self._to_read.add(reader, reader.pace)
 
     def _flush_all(self, now: float) -> None:
         for peer in self._to_flush.turn():

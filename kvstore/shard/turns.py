@@ -32,7 +32,7 @@ class Pace(enum.IntEnum):
     SLOW = 3
 
 
-LIMITS_S: Final = {Pace.PREFERRED: 0.01, Pace.CHEAP: 0.01, Pace.QUICK: 0.004, Pace.SLOW: 0.002}  # of a turn
+LIMITS_S: Final = {Pace.PREFERRED: 0.005, Pace.CHEAP: 0.005, Pace.QUICK: 0.002, Pace.SLOW: 0.001}  # of a turn
 _CHEAP_S: Final = 0.0002  # the most that a slice of a cheap connection costs, and of a quick one
 _QUICK_S: Final = 0.001
 _MOST_S: Final = 0.002  # what one slice counts at most: it may have had to pay for a collection of garbage
