@@ -26,7 +26,7 @@ from kvstore.shard.places import Places
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
-from kvstore.shard.turns import Line, Pace
+from kvstore.shard.turns import Line
 from kvstore.store.namespaces import Store
 
 log = logging.getLogger("kvstore.shard")
