@@ -142,7 +142,8 @@ def assert_off_and_well(server: Server, namespace: Namespace, load: Load, pids: 
         info = disk_info(client)
         assert info.state == "off" and info.blocks == 0 and info.dirty_blocks == 0 and not info.behind
         keys = make_keys(50, first=90_000)
-        fill(client, keys, BLOCK)
+        # Of a priority that the load's blocks do not have, which go on to displace each other.
+        assert client.set(keys, blocks_of(keys, BLOCK), priority=3, deferred=False).created == 50
         assert all(read(client, keys, BLOCK))
         assert client.contains(keys).all() and client.match_prefix(keys) == 50
         assert client.delete(keys) == 50 and not client.contains(keys).any()
