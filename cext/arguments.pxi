@@ -177,8 +177,7 @@ cdef int check_priorities(object lowest, object highest) except -1:
 
 
 cdef const uint8_t *open_priorities(_Buffers held, object priorities, Py_ssize_t count, uint8_t *same) except? NULL:
-    """Returns the priority of each of ``count`` blocks; NULL when ``priorities`` is one for all, which is then in ``same``.
-    """
+    """Returns the priority of each of ``count`` blocks; NULL when ``priorities`` is one for all: it is in ``same``."""
     if isinstance(priorities, int):
         check_priorities(priorities, priorities)
         same[0] = priorities

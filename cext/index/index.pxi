@@ -153,8 +153,8 @@ cdef class BlockIndex:
 
         EXISTED: the key is READY, or WRITING by another writer. DUPLICATE: it occurs earlier in this batch. NO_SPACE:
         no slot is free. ``force`` gives READY keys a new slot too; the old one stays readable until the commit. READY
-        keys of the batch are touched. ``priority``, 0 to 3, is the priority of the new blocks, one for all or one for each
-        key: a block is evicted only when no evictable block of a lower priority is left.
+        keys of the batch are touched. ``priority``, 0 to 3, is the priority of the new blocks, one for all or one for
+        each key: a block is evicted only when no evictable block of a lower priority is left.
         """
         return reserve_keys(self.blocks, keys, force, tick, priority)
 
@@ -165,13 +165,13 @@ cdef class BlockIndex:
 
         ``parent``, ``ends_chain`` and ``behind`` are hints for the policy. ``parent``: the key of the block before the
         first slot (empty: none, or unknown; the block need not be there). ``ends_chain``: the chain ends with the last
-        slot, until a later call names it as ``parent``. ``behind``: the chain does not begin with the first slot, even if the parent is not there. A slot that is
-        skipped because its block existed does not interrupt the chain: the next block counts as the successor of the
-        previous one, until a refresh of the whole chain shows its place.
+        slot, until a later call names it as ``parent``. ``behind``: the chain does not begin with the first slot, even
+        if the parent is not there. A slot that is skipped because its block existed does not interrupt the chain: the
+        next block counts as the successor of the previous one, until a refresh of the whole chain shows its place.
 
         The blocks expire at the time ``expires``, one for all or one for each slot; 0: never. A block that is
-        replaced is retired: its slot becomes free when no reader holds it, and its pin goes over to the new block. Returns the number of committed slots. Raises
-        ValueError, and commits nothing, when a slot is not WRITING.
+        replaced is retired: its slot becomes free when no reader holds it, and its pin goes over to the new block.
+        Returns the number of committed slots. Raises ValueError, and commits nothing, when a slot is not WRITING.
         """
         return commit_slots(self.blocks, slots, sums, tick, expires, parent, ends_chain, behind)
 
@@ -299,9 +299,9 @@ cdef class BlockIndex:
 
         Blocks that are being read or pinned stay, and blocks of a higher priority stay while one of a lower priority
         can be evicted. A block stays while others are linked to it, unless all that could go before it are held. The
-        keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be among them. ``cuts`` gets
-        what is said by the blocks of known calls, as arguments of cut() on other shards: (call, offset, the key of the
-        block before, empty if there is none).
+        keys of the evicted blocks are appended to ``keys``, a bytearray. Expired blocks may be among them. Of blocks of
+        known calls, ``cuts`` gets (call, the least offset that went, the key of the block before it, empty if there is
+        none).
         """
         return evict_blocks(self.blocks, n, now, keys, cuts)
 

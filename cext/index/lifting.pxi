@@ -16,8 +16,8 @@ def lift_ticks(slots, before, ticks) -> None:
     """Raises ticks in place, so that a block's is higher than those of all blocks that follow it in their chain.
 
     ``slots``: int32, ascending. ``before``: int32, the slot of the block that each follows, -1: none; it is used as
-    scratch memory. ``ticks``: uint64, with room for a chain's length between any two. O(n log n), 8 bytes a block, without
-    the GIL.
+    scratch memory. ``ticks``: uint64, with room for a chain's length between any two. O(n log n), 8 bytes a block,
+    without the GIL.
     """
     cdef int32_t[::1] slot = slots, above = before
     cdef uint64_t[::1] tick = ticks

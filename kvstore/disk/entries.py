@@ -37,14 +37,6 @@ ORDINAL_BYTES: Final = 2
 _NAMESPACE_HEAD_BYTES: Final = 10
 
 
-def names_of(keys: bytes, key_bytes: int) -> npt.NDArray[np.uint64]:
-    """-> short names of block keys: their xxh3-64."""
-    rows = np.frombuffer(keys, np.uint8).reshape(-1, key_bytes)
-    names = np.empty(len(rows), np.uint64)
-    checksum_blocks(rows, key_bytes, names)
-    return names
-
-
 def pack_ordinal(ordinal: int) -> bytes:
     return ordinal.to_bytes(ORDINAL_BYTES, "big")
 

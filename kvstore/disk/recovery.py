@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.disk.entries import ENTRY, Entries, names_of
+from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.fetching import WAIT, Fetching
 from kvstore.disk.messages import NamespaceFound, Recovered
 from kvstore.disk.volume import Volume
@@ -24,6 +24,7 @@ from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire import WireError
+from kvstore.wire.attributes import names_of, rows_before
 
 log = logging.getLogger("kvstore.disk")
 
@@ -56,11 +57,7 @@ class _OldNamespace:
             self.keys = self.keys.reshape(-1, self.key_bytes)
             order = np.argsort(self.entries["tick"], kind="stable")
             self.entries, self.keys = self.entries[order], self.keys[order]
-            names = names_of(self.keys.tobytes(), self.key_bytes)
-            followed = np.ascontiguousarray(self.entries["before"])
-            order = np.argsort(names)
-            rows = order[np.minimum(np.searchsorted(names, followed, sorter=order), len(names) - 1)]
-            self.before = np.where((names[rows] == followed) & (followed != names), rows, -1)
+            self.before = rows_before(names_of(self.keys), np.ascontiguousarray(self.entries["before"]))
             self.pieces.clear()
 
 

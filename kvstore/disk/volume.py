@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvstore._cext import BlockIndex
 from kvstore.disk.config import DiskConfig
-from kvstore.disk.entries import ENTRY, Entries, names_of
+from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.format import INDEX, DiskFormatError, lock_shard
 from kvstore.disk.keeper import Keeper
 from kvstore.disk.segments import SegmentFiles, bypasses_page_cache
@@ -34,6 +34,7 @@ from kvstore.disk.threads import Completions, Pool
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespaces import Store
 from kvstore.store.tier import Slots, Tier, keys_before
+from kvstore.wire.attributes import names_of
 
 log = logging.getLogger("kvstore.disk")
 
@@ -285,7 +286,7 @@ class Volume:
         entries["tick"] = index.ticks_of(slots)
         entries["expires"] = self._wall_clock(index.expires_of(slots))
         entries["priority"] = index.priorities_of(slots)
-        entries["before"] = names_of(before.tobytes(), index.key_bytes)
+        entries["before"] = names_of(before)
         return entries
 
     def _record_removed(self, member: DiskBlocks, keys: bytes) -> None:

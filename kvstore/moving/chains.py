@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import checksum_blocks
 from kvstore.moving.planning import NOBODY, Targets
 from kvstore.wire.asking import KeyArray
+from kvstore.wire.attributes import names_of, rows_before
 
 MOST_STEPS: Final = 16384  # back in a chain, in search of a block that goes to the same shard
 
@@ -28,7 +28,7 @@ def places(keys: KeyArray, before: KeyArray, targets: Targets, rows: Rows) -> np
     shards gain each of them.
     """
     copies = targets.shape[1]
-    parents = _rows_before(keys, before)
+    parents = rows_before(names_of(keys), names_of(before))
     row, copy = np.nonzero(targets[rows] != NOBODY)
     wanted = targets[rows[row], copy]
     found = parents[rows[row]]
@@ -45,19 +45,3 @@ def places(keys: KeyArray, before: KeyArray, targets: Targets, rows: Rows) -> np
     there = found >= 0
     result[row[there], copy[there]] = keys[found[there]]
     return result
-
-
-def _rows_before(keys: KeyArray, before: KeyArray) -> Rows:
-    """-> the row of the block that each one follows; -1 if it follows none of them."""
-    if not len(keys):
-        return np.zeros(0, dtype=np.intp)
-    names, wanted = _hashes(keys), _hashes(before)
-    order = np.argsort(names)
-    at = order[np.minimum(np.searchsorted(names, wanted, sorter=order), len(names) - 1)]
-    return np.where((names[at] == wanted) & (wanted != names), at, -1)
-
-
-def _hashes(keys: KeyArray) -> npt.NDArray[np.uint64]:
-    hashes = np.empty(len(keys), dtype=np.uint64)
-    checksum_blocks(np.ascontiguousarray(keys), keys.shape[1], hashes)
-    return hashes

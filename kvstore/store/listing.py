@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,14 @@ SORT_AT_ONCE: Final = 8192  # blocks: in some milliseconds
 BLOCK_BYTES: Final = 32  # what making the list takes for a block: slot, tick, the block before it, and sorting
 CHAIN_BITS: Final = 16  # ticks are so far apart that a chain of 65536 blocks fits between two
 
-_SORTER: Final = "kvstore-sort-list"
-
 Ticks = npt.NDArray[np.uint64]
 KeyRows = npt.NDArray[np.uint8]  # (n, key_bytes)
 
 
 class Listing:
     """The blocks of one namespace by their last use. Use it once `steps` has come to its end."""
+
+    _sorting: ClassVar[threading.Thread | None] = None  # there is never more than one
 
     def __init__(self, namespace: NamespaceStore, now: float) -> None:
         memory, disk = namespace.memory, namespace.disk
@@ -105,9 +105,9 @@ class Listing:
         if len(ticks) <= SORT_AT_ONCE:
             sort()
             return
-        while _sorting():  # for a client that is gone: there is never more than one thread
+        while Listing._sorting is not None and Listing._sorting.is_alive():  # for a client that is gone
             yield False
-        thread = threading.Thread(target=sort, name=_SORTER, daemon=True)
+        thread = Listing._sorting = threading.Thread(target=sort, name="kvstore-sort", daemon=True)
         thread.start()
         while thread.is_alive():
             yield False
@@ -157,10 +157,6 @@ def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
             expires = index.expires_of(slots)
             slots = slots[(expires == 0) | (expires > now)]
             yield slots
-
-
-def _sorting() -> bool:
-    return any(thread.name == _SORTER for thread in threading.enumerate())
 
 
 def _among(slots: Slots, known: Slots) -> npt.NDArray[np.bool_]:

@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore._cext import checksum_blocks
+
 TTL_STEP_S: Final = 0.125
 
 Attributes = npt.NDArray[np.void]  # (n,) of dtype `attributes_dtype(key_bytes)`
@@ -25,3 +27,20 @@ def attributes_dtype(key_bytes: int) -> np.dtype[Any]:
 def attributes_of(data: bytes, key_bytes: int) -> Attributes:
     """-> the entries in a message. Their number was checked when the message was decoded."""
     return np.frombuffer(data, dtype=attributes_dtype(key_bytes))
+
+
+def names_of(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """-> short names of keys, (n, key_bytes): their xxh3-64."""
+    names = np.empty(len(keys), dtype=np.uint64)
+    checksum_blocks(np.ascontiguousarray(keys), keys.shape[1], names)
+    return names
+
+
+def rows_before(names: npt.NDArray[np.uint64], before: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
+    """-> the row of the block that each one follows; -1 if that is none of them. `before`: the names of those blocks,
+    for a block that follows none its own."""
+    if not len(names):
+        return np.zeros(0, dtype=np.intp)
+    order = np.argsort(names)
+    rows = order[np.minimum(np.searchsorted(names, before, sorter=order), len(names) - 1)]
+    return np.where((names[rows] == before) & (before != names), rows, -1)

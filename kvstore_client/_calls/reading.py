@@ -152,13 +152,14 @@ class Reader:
                 for position in positions.tolist():
                     lacking.setdefault(position, []).append((link, owned))
             calls = self._get_calls(packed, groups, target, options, credit, bool(lacking))
-            copied = Copied(packed, calls)
+            copied = Copied(packed, calls) if lacking else None
             try:
                 for position, block in self._arriving(calls, target, credit, rounds, options.timeout_s):
                     present[position] = True
-                    for link, owned in lacking.get(position, ()):
+                    if copied is not None:
                         one = np.array([position])
-                        self._repairs.put(link, packed[one], [block], copied.to(owned, one))
+                        for link, owned in lacking.get(position, ()):
+                            self._repairs.put(link, packed[one], [block], copied.to(owned, one))
                     yield position, block
                     del block
             finally:

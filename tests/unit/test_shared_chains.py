@@ -185,7 +185,6 @@ def test_the_least_offset_of_a_call_is_told_whatever_goes_first(shards: tuple[Sh
     keys = make_keys(6)
     index = one.namespace.memory.index
     set_on(shards, keys, 1)
-    index.pinned(one.now)
     cuts: list[tuple[int, int, bytes]] = []
     held = index.acquire(keys[4], one.now, 0, False)
     assert index.evict(1, one.now, cuts=cuts) == 1, "the last block that is not held"
