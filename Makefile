@@ -28,9 +28,10 @@ coverage: ## the lines of kvstore, kvstore_client and kvstore_cli that the tests
 soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=600 seconds each
 	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-600} scripts/run.sh full python -m pytest -m soak
 
-torture: ## kill -9 and damaged bytes, 100 rounds and 1000 bytes: KVSTORE_TORTURE_ROUNDS=, KVSTORE_FLIP_TRIALS=, KVSTORE_TORTURE_SEED=
+torture: ## kill -9 and damaged bytes: KVSTORE_TORTURE_ROUNDS=100, KVSTORE_FLIP_TRIALS=1000, KVSTORE_KILLS=10000, KVSTORE_TORTURE_SEED=
 	@KVSTORE_TORTURE_ROUNDS=$${KVSTORE_TORTURE_ROUNDS:-100} KVSTORE_FLIP_TRIALS=$${KVSTORE_FLIP_TRIALS:-1000} \
-		scripts/run.sh full python -m pytest -s tests/chaos/test_torture.py
+		KVSTORE_KILLS=$${KVSTORE_KILLS:-10000} \
+		scripts/run.sh full python -m pytest -s tests/chaos/test_torture.py tests/chaos/test_shared_memory_kills.py
 
 chaos: ## clusters while things go wrong (needs root): every scenario, then KVSTORE_CHAOS_ROUNDS=200 of KVSTORE_CHAOS_SEED=
 	@KVSTORE_CHAOS=full KVSTORE_CHAOS_ROUNDS=$${KVSTORE_CHAOS_ROUNDS:-200} scripts/run.sh full python -m pytest -s \

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
 import os
 import random
@@ -56,7 +57,9 @@ def _operations(endpoint: str) -> dict[str, Callable[[], float]]:
         source = draw.integers(0, 256, (count, size), dtype=np.uint8)
         out = np.zeros_like(source)
         namespace = Namespace(model=f"compare {name}", dtype="bfloat16", block_tokens=16, block_bytes=size)
-        client = KVStoreClient(endpoint, namespace, timeout_s=60.0)
+        # Over TCP on both sides. A checkout from before there was shared memory has no option for that.
+        options = {"shared_memory": False} if "shared_memory" in inspect.signature(KVStoreClient).parameters else {}
+        client = KVStoreClient(endpoint, namespace, timeout_s=60.0, **options)
         spans = [slice(at, min(at + per_call, count)) for at in range(0, count, per_call)]
 
         def write(client: Any = client, keys: Any = keys, source: Any = source, spans: Any = spans) -> float:

@@ -51,6 +51,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.baseline.test_memory_io", 3),
     Entry(f"{REMOTE}.baseline.test_zmq_transfer", 4),
     Entry(f"{REMOTE}.test_server", 9),
+    Entry(f"{REMOTE}.test_shared_memory", 6),
     Entry(f"{REMOTE}.test_small_blocks", 2),
     Entry(f"{REMOTE}.test_clients", 6),
     Entry(f"{REMOTE}.test_lookup", 1),

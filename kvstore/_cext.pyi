@@ -24,6 +24,25 @@ def _xxh3_128(buffer: _Buffer, seed: int, variant: str) -> bytes: ...
 def gather(views: Iterable[_Buffer], block_ids: _Buffer, out: _Buffer, slots: _Buffer | None = None) -> None: ...
 def scatter(src: _Buffer, views: Iterable[_Buffer], block_ids: _Buffer, slots: _Buffer | None = None) -> None: ...
 
+# blocks between processes of one host
+
+def copy_blocks(
+    sources: Iterable[_Buffer],
+    files: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    block_bytes: int,
+    out: _Buffer,
+    places: npt.NDArray[np.int64],
+    sums: npt.NDArray[np.uint64] | None = None,
+) -> npt.NDArray[np.uint64]: ...
+
+@final
+class LentBlock(Buffer):
+    def __init__(self, source: _Buffer, offset: int, nbytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    @property
+    def in_use(self) -> bool: ...
+
 # blocks to and from a segment file
 
 _Places: TypeAlias = npt.NDArray[np.int64]

@@ -29,7 +29,7 @@ def print_info(state: StoreState) -> None:
             console.print()
 
     if state.shards:
-        show(_shards(state.shards))
+        show(_shards(state.shards, state.paths))
     disks = [(_name(shard), shard.disk) for shard in state.shards if shard.disk is not None]
     if disks:
         show(_disks(disks))
@@ -65,11 +65,11 @@ def _name(shard: ShardInfo) -> str:
     return f"{shard.node}/{shard.shard}"
 
 
-def _shards(shards: Sequence[ShardInfo]) -> Iterable[Table]:
+def _shards(shards: Sequence[ShardInfo], paths: Sequence[str]) -> Iterable[Table]:
     yield _table(
         "Shards",
         "shard",
-        ("pid", "up", "policy", "clients", "errors"),
+        ("pid", "up", "policy", "clients", "errors", "blocks come by"),
         (
             (
                 _name(shard),
@@ -78,14 +78,15 @@ def _shards(shards: Sequence[ShardInfo]) -> Iterable[Table]:
                 shard.policy,
                 str(shard.connections),
                 str(shard.errors),
+                path,
             )
-            for shard in shards
+            for shard, path in zip(shards, paths, strict=True)
         ),
     )
     yield _table(
         "Memory",
         "shard",
-        ("used", "limit", "resident", "index"),
+        ("used", "limit", "resident", "index", "lent"),
         (
             (
                 _name(shard),
@@ -93,6 +94,7 @@ def _shards(shards: Sequence[ShardInfo]) -> Iterable[Table]:
                 format_size(shard.memory_limit_bytes),
                 format_size(shard.rss_bytes),
                 format_size(shard.index_bytes),
+                format_size(shard.lent_bytes),
             )
             for shard in shards
         ),

@@ -40,6 +40,7 @@ class StoreState(msgspec.Struct, frozen=True):
 
     shards: Sequence[ShardInfo]  # those that answered
     silent: Sequence[SilentShard]
+    paths: Sequence[str]  # how blocks come from `shards` to this command's host: "shared memory" or "tcp"
 
     @property
     def failure(self) -> CommandFailed | None:
@@ -61,4 +62,5 @@ def store_state(client: KVStoreClient) -> StoreState:
             for shard in shards
             if shard.info is None
         ],
+        [shard.path for shard in shards if shard.info is not None],
     )

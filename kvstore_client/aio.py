@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvstore_client import _arguments
 from kvstore_client._calls.chains import Parent
+from kvstore_client._links.link import SharedMemory
 from kvstore_client.client import DEFAULT_TIMEOUT_S, KVStoreClient
 from kvstore_client.errors import ConnectionLost, KVStoreError
 from kvstore_client.keys import Keys, Namespace
@@ -45,6 +46,7 @@ class AsyncKVStoreClient:
         checksum: bool = True,
         replicas: int = 1,
         min_copies: int = 1,
+        shared_memory: SharedMemory = "auto",
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -57,7 +59,9 @@ class AsyncKVStoreClient:
             checksum=checksum,
             replicas=replicas,
             min_copies=min_copies,
+            shared_memory=shared_memory,
         )
+        self._timeout_s = timeout_s
         self._client: KVStoreClient | None = None
         self._connecting = asyncio.Lock()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvstore-aio")
@@ -96,6 +100,11 @@ class AsyncKVStoreClient:
     def stats(self) -> ClientStats:
         """Counters since the client connected."""
         return self._client.stats if self._client is not None else ClientStats()
+
+    @property
+    def timeout_s(self) -> float:
+        """See `KVStoreClient.timeout_s`."""
+        return self._timeout_s
 
     @property
     def epoch(self) -> int:
@@ -169,6 +178,19 @@ class AsyncKVStoreClient:
         """See `KVStoreClient.get_into`."""
         client = await self._connected()
         return await self._run(client.get_into, keys, out, slots, timeout_s=timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def borrow(
+        self, keys: Keys, *, verify: bool = False, timeout_s: float | None = None
+    ) -> AsyncGenerator[list[memoryview | None], None]:
+        """See `KVStoreClient.borrow`."""
+        client = await self._connected()
+        borrowed = client.borrow(keys, verify=verify, timeout_s=timeout_s)
+        blocks = await self._run(borrowed.__enter__)  # cancelled: the end of `borrowed` gives them back
+        try:
+            yield blocks
+        finally:
+            await self._run(borrowed.__exit__, None, None, None)
 
     async def stream_get(
         self, keys: Keys, *, timeout_s: float | None = None

@@ -2,7 +2,11 @@
 
 A call splits its batch over the shards, sends everything, waits once, and puts the answers into the caller's order.
 Copies of the data path: set = source -> kernel -> slot; get_into = slot -> kernel -> destination. `get` and
-`stream_get` receive into the client's own memory instead, which the caller reads in place.
+`stream_get` receive into the client's own memory instead, which the caller reads in place. With a server on this host
+that lends its memory: get_into = slot -> destination, borrow = none at all, set = source -> slot for memory of
+`kvstore_client.memory`, else source -> ring -> slot.
+
+Over 400 lines because all public calls and their documentation are in one place.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.buffers import BlockSource, writable_rows
 from kvstore_client._links.core import Core
+from kvstore_client._links.link import SharedMemory
 from kvstore_client.endpoints import parse_endpoints
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
@@ -63,6 +68,8 @@ class KVStoreClient:
     case. `checksum`: verify the blocks that are read; a block that does not match its checksum is a miss and is
     deleted. `replicas`: how many nodes hold a copy of each block, 1 to 3, or as many as there are; it must be the same
     for all clients of a namespace. `min_copies`: a set with fewer copies of a block than this counts it as an error.
+    `shared_memory`: whether blocks of a server on this host are read in its memory instead of through a socket. "auto":
+    if the server allows it; True: raise `ConnectionLost` if it does not; False: never. `stats.path` tells what is used.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class KVStoreClient:
         checksum: bool = True,
         replicas: int = 1,
         min_copies: int = 1,
+        shared_memory: SharedMemory = "auto",
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
@@ -85,7 +93,11 @@ class KVStoreClient:
         self.namespace = namespace
         self.fail_open = fail_open
         self.replicas = replicas
-        self._core = Core(endpoints, namespace.canonical(), timeout_s, replicas)
+        if shared_memory not in ("auto", True, False) or isinstance(shared_memory, int | float) is not isinstance(
+            shared_memory, bool
+        ):
+            raise ValueError(f'shared_memory={shared_memory!r}: expected "auto", True or False')
+        self._core = Core(endpoints, namespace.canonical(), timeout_s, replicas, shared_memory)
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
@@ -105,12 +117,18 @@ class KVStoreClient:
     @property
     def stats(self) -> ClientStats:
         """Counters since this client was made."""
+        self._core.stats.path = self._core.path
         return self._core.stats
 
     def why_unanswered(self) -> KVStoreError:
         """The error of a shard that is out of reach now, else a `Timeout`; to log when `stats.unanswered` has risen."""
         broken = [link.broken for link in self._core.links if link.broken is not None]
         return broken[-1] if broken else Timeout("not all shards answered in time")
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of calls that set none of their own, in seconds."""
+        return self._core.timeout_s
 
     @property
     def epoch(self) -> int:
@@ -249,6 +267,36 @@ class KVStoreClient:
         present = self._place(packed, rows, places, None if slots is None else places, options)
         self._count(present)
         return present
+
+    @contextlib.contextmanager
+    def borrow(
+        self, keys: Keys, *, verify: bool = False, timeout_s: float | None = None
+    ) -> Generator[list[memoryview | None], None, None]:
+        """Read blocks where they are: `with client.borrow(keys) as blocks`, a read-only memoryview each, or None.
+
+        With shared memory (`stats.path`) the views are of the server's own memory: nothing is copied, whatever the size
+        of the blocks, and nothing is checked unless `verify` asks for it. Without it they are received as by `get`. The
+        server keeps the blocks until the end of the `with` block, when `blocks` is emptied. A view, or an array or
+        tensor made of one, that is still there by then keeps all blocks of the call until it is gone and this client
+        makes its next call. The server lends a quarter of its memory to one client, so give back soon. A child process
+        must not use views that its parent borrowed.
+        """
+        options = self._options(timeout_s)
+        packed = pack_keys(keys)
+        first, unique = first_occurrences(packed)
+        if not len(packed):
+            yield []
+            return
+        borrowed = self._reader.borrow(packed, unique, verify, options)
+        try:
+            blocks = [borrowed.blocks[origin] for origin in first.tolist()]
+            hits = sum(block is not None for block in blocks)
+            self.stats.hits += hits
+            self.stats.misses += len(packed) - hits
+            yield blocks
+        finally:
+            blocks[:] = [None] * len(blocks)
+            borrowed.end()
 
     def stream_get(
         self, keys: Keys, *, timeout_s: float | None = None

@@ -72,6 +72,7 @@ class ShardStatus:
     takes_sets: bool  # whether blocks are set on it: not while it drains
     info: ShardInfo | None  # None: the shard does not answer
     error: str  # why it does not answer; empty if it does
+    path: str = "tcp"  # how blocks come from it: "shared memory" or "tcp"
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,4 @@ class ClientStats:
     failovers: int = 0  # blocks looked for elsewhere because a shard failed
     repaired: int = 0  # blocks set on owners that lacked them
     repairs_dropped: int = 0  # blocks not repaired because too many were waiting
+    path: str = "tcp"  # how blocks come: "shared memory" if a shard on this host lends them, else "tcp"

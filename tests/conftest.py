@@ -57,10 +57,12 @@ def clock(tmp_path: Path) -> Clock:
     return Clock(tmp_path / "clock")
 
 
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for a module. Tests use `server`."""
-    server = Server(tmp_path_factory.mktemp("server") / "server.log", "--memory", "256MiB", "--segment", "8MiB")
+@pytest.fixture(scope="module", params=["off", "kv.sock"], ids=["tcp", "shared-memory"])
+def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for a module, without and with a Unix socket, where clients read its memory. Tests use `server`."""
+    folder = tmp_path_factory.mktemp("server")
+    where = "off" if request.param == "off" else str(folder / request.param)
+    server = Server(folder / "server.log", "--memory", "256MiB", "--segment", "8MiB", "--unix-socket", where)
     yield server
     server.kill()
 

@@ -166,8 +166,8 @@ class ServerCache:
     def _set(self, keys: bytes, parent: bytes, position: int) -> None:
         count = len(keys) // KEY_BYTES
         request = wire.Set(1, _DEADLINE_MS, count, KEY_BYTES, chained=True, parent=parent, position=position)
-        write = self._answers.begin_write(self._moving, request, keys)
-        self._answers.commit(self._moving, write, bytes(count * wire.CHECKSUM_BYTES))
+        write = self._answers.sets.begin_write(self._moving, request, keys)
+        self._answers.sets.commit(self._moving, write, bytes(count * wire.CHECKSUM_BYTES))
 
 
 def replay(trace: Trace, cache: Cache, progress: Callable[[int], object] = lambda done: None) -> float:

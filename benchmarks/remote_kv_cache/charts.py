@@ -70,6 +70,12 @@ def _to_limit(path: Path, title: str, cases: Sequence[CaseResult], limit: str) -
     )
 
 
+def shared_memory(results: Results, path: Path) -> None:
+    """What a client on the server's host does, against one memcpy."""
+    cases = [case for case in results["test_shared_memory"].cases if case.limits]
+    _to_limit(path, "512 blocks over shared memory", cases, "one memcpy")
+
+
 def small_blocks(results: Results, path: Path) -> None:
     """Rates by block size."""
     case = results["test_small_blocks"].cases[0]
@@ -161,6 +167,7 @@ REMOTE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "server_models": ("test_server", server_models),
     "memory_io": ("test_memory_io", memory_io),
     "zmq_transfer": ("test_zmq_transfer", zmq_transfer),
+    "shared_memory": ("test_shared_memory", shared_memory),
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
     "lookup": ("test_lookup", lookup),

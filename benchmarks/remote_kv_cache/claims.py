@@ -22,7 +22,9 @@ from benchmarks.remote_kv_cache.test_sharding import (
     SPLIT_512,
     TWO_SHARDS,
 )
+from benchmarks.remote_kv_cache.test_shared_memory import BORROW, CONTAINS, FROM_HOST, LOOKUP, SMALL_BYTES
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, PREFILL, STORED, TARGET
+from benchmarks.remote_kv_cache.transfers import MEMCPY
 from benchmarks.results_reader import CaseResult, Result
 
 _MODULE: Final = "benchmarks.remote_kv_cache"
@@ -38,6 +40,44 @@ def _of_the_socket(operation: str, at_most: float) -> Callable[[Result], Finding
             f"{ratio.median:.2f} x ({ratio.low:.2f} … {ratio.high:.2f}), {case.rate(operation).median:.2f} GB/s",
             f"{limit}: {case.rate(limit).median:.2f} GB/s",
             ratio.median <= at_most,
+        )
+
+    return find
+
+
+def _of_memcpy(operation: str, at_most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.case(HEADLINE.name)
+        ratio = case.to_limit(operation)
+        return Finding(
+            f"{ratio.median:.2f} x ({ratio.low:.2f} … {ratio.high:.2f}), {case.rate(operation).median:.1f} GB/s",
+            f"memcpy: {case.rate(MEMCPY).median:.1f} GB/s",
+            ratio.median <= at_most,
+        )
+
+    return find
+
+
+def _small_and_shared(at_least: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        large, small = result.case(HEADLINE.name), result.case(size_text(SMALL_BYTES))
+        shares = {name: small.rate(name).median / large.rate(name).median for name in ("get_into", FROM_HOST)}
+        return Finding(
+            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+            f"{_LARGE}: " + ", ".join(f"{name} {large.rate(name).median:.1f} GB/s" for name in shares),
+            min(shares.values()) >= at_least,
+        )
+
+    return find
+
+
+def _at_once(case_name: str, operation: str, at_most_s: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        seconds = result.case(case_name).seconds(operation)
+        return Finding(
+            f"{seconds.median * 1e3:.3f} ms ({seconds.low * 1e3:.3f} … {seconds.high * 1e3:.3f})",
+            "",
+            seconds.median <= at_most_s,
         )
 
     return find
@@ -205,6 +245,41 @@ REMOTE_CLAIMS: Final = (
         _of_the_socket("stream_get", 1.10),
     ),
     Claim(_MODULE, "`set` ≤ 1.15 x plain socket", "test_server", _HEADLINE_ONLY, _of_the_socket("set", 1.15)),
+    Claim(
+        _MODULE,
+        "shared memory: `get_into` ≤ 1.15 x memcpy",
+        "test_shared_memory",
+        _HEADLINE_ONLY,
+        _of_memcpy("get_into", 1.15),
+    ),
+    Claim(
+        _MODULE,
+        "shared memory: `set` from host memory ≤ 1.3 x memcpy",
+        "test_shared_memory",
+        _HEADLINE_ONLY,
+        _of_memcpy(FROM_HOST, 1.3),
+    ),
+    Claim(
+        _MODULE,
+        "shared memory: `borrow` of 64 blocks ≤ 0.2 ms",
+        "test_shared_memory",
+        _HEADLINE_ONLY,
+        _at_once(HEADLINE.name, BORROW, 0.2e-3),
+    ),
+    Claim(
+        _MODULE,
+        f"shared memory: 16 KiB blocks ≥ 60 % of the bytes/s of {_LARGE}",
+        "test_shared_memory",
+        _HEADLINE_ONLY,
+        _small_and_shared(0.6),
+    ),
+    Claim(
+        _MODULE,
+        "shared memory: `contains` of 512 keys ≤ 0.12 ms",
+        "test_shared_memory",
+        _HEADLINE_ONLY,
+        _at_once(LOOKUP, CONTAINS, 0.12e-3),
+    ),
     Claim(
         _MODULE,
         f"64 KiB blocks ≥ 70 % of the bytes/s of {_LARGE}",

@@ -10,6 +10,7 @@ from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTE
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_sharding import PLACEMENT, SPLIT, SPLIT_512, TWO_SHARDS
+from benchmarks.remote_kv_cache.test_shared_memory import BORROW, LOOKUP
 from benchmarks.remote_kv_cache.test_swap import CUDA_IN, CUDA_OUT, SWAP_IN, SWAP_OUT
 from benchmarks.remote_kv_cache.transfers import MEMCPY
 from benchmarks.results_reader import Results
@@ -69,6 +70,26 @@ def zmq_transfer(results: Results) -> str:
 
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.2f} - {max(values):.2f}" if values else ""
+
+
+def shared_memory(results: Results) -> str:
+    """Multiples of one memcpy, every model and small blocks; and what does not depend on the size."""
+    result = results["test_shared_memory"]
+    cases = [case for case in result.cases if case.limits]
+    names = [name for name in cases[0].operations if name in cases[0].limits]
+    rows = [
+        (
+            case.name,
+            f"{case.rate(MEMCPY).median:.1f}",
+            *(f"{case.to_limit(name).median:.2f}" for name in names),
+            f"{case.seconds(BORROW).median * 1e3:.3f}" if BORROW in case.operations else "",
+        )
+        for case in cases
+    ]
+    case = result.case(LOOKUP)
+    times = ", ".join(f"{name} {case.seconds(name).median * 1e3:.3f} ms" for name in case.operations)
+    heads = ("x memcpy", "memcpy, GB/s", *names, f"{BORROW}, ms")
+    return markdown(heads, rows) + f"\n\nOver the Unix socket: {times}."
 
 
 def small_blocks(results: Results) -> str:
@@ -183,6 +204,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "server_models": ("test_server", server_models),
     "memory_io": ("test_memory_io", memory_io),
     "zmq_transfer": ("test_zmq_transfer", zmq_transfer),
+    "shared_memory": ("test_shared_memory", shared_memory),
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
     "lookup": ("test_lookup", lookup),

@@ -49,7 +49,7 @@ def _work(pipe: Connection, endpoint: str, plain_port: int, count: int, seed: in
             operation.name: operation
             for operation in (
                 *plain_operations(plain, blocks),
-                set_operation(client, blocks, True, "set", PLAIN_SET),
+                set_operation(client, blocks, "set", PLAIN_SET),
                 get_into_operation(client, blocks, "get_into", PLAIN_GET),
             )
         }

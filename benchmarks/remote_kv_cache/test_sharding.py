@@ -124,7 +124,7 @@ def measure_two_shards(benchmark: Benchmark) -> None:
             client = stack.enter_context(connect(endpoint, "shards", HEADLINE.block_bytes))
             name = f"{count} shard{'s' * (count > 1)}"
             operations += [
-                set_operation(client, blocks, True, f"set {name}", ""),
+                set_operation(client, blocks, f"set {name}", ""),
                 get_into_operation(client, blocks, f"get_into {name}", ""),
                 stream_get_operation(client, blocks, f"stream_get {name}", ""),
             ]

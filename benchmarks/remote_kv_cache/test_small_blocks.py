@@ -52,7 +52,7 @@ def main() -> None:
             client = stack.enter_context(connect(endpoint, "small blocks", size))
             name = size_text(size)
             per_call[name] = blocks.batch.per_call
-            sets.append(set_operation(client, blocks, True, f"set {name}", PLAIN_SET))
+            sets.append(set_operation(client, blocks, f"set {name}", PLAIN_SET))
             gets.append(get_into_operation(client, blocks, f"get_into {name}", PLAIN_GET))
         plain = stack.enter_context(plain_socket(blocks.batch.blocks, LARGE))
         benchmark.measure(

@@ -103,9 +103,10 @@ def namespace(model: str, block_bytes: int) -> Namespace:
     return Namespace(model=model, dtype="bfloat16", block_tokens=BLOCK_TOKENS, block_bytes=block_bytes)
 
 
-def connect(endpoint: str, model: str, block_bytes: int) -> KVStoreClient:
-    """A client with the library's defaults, except for a longer deadline, which a slow machine meets."""
-    return KVStoreClient(endpoint, namespace(model, block_bytes), timeout_s=TIMEOUT_S)
+def connect(endpoint: str, model: str, block_bytes: int, shared_memory: bool = False) -> KVStoreClient:
+    """A client over TCP, or over shared memory, with the library's other defaults, except for a longer deadline, which
+    a slow machine meets."""
+    return KVStoreClient(endpoint, namespace(model, block_bytes), timeout_s=TIMEOUT_S, shared_memory=shared_memory)
 
 
 def memcpy_operation(blocks: Blocks) -> Operation:

@@ -90,9 +90,19 @@ class Child:
     Its `pid_fd` and, until it is ready, its `ready_fd` are registered with `selector`, with this object as data.
     """
 
-    def __init__(self, number: int, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self,
+        number: int,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        unix: socket.socket | None,
+        path: str,
+    ) -> None:
+        """unix, path: the Unix socket for clients on this host and where it is."""
         self.number = number
         self.listener = listener
+        self.unix = unix
+        self.unix_path = path
         self.process: subprocess.Popen[bytes] | None = None
         self.pid_fd = -1
         self.ready_fd = -1  # the pipe on which the process reports that it is ready; -1: it has
@@ -135,7 +145,9 @@ class Child:
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN_SHARD, _CODE],
             stdin=subprocess.PIPE,
-            pass_fds=[fd for fd in (config.listen_fd, ready_fd, config.heard_fd, *config.told_fds) if fd >= 0],
+            pass_fds=[
+                fd for fd in (config.listen_fd, config.unix_fd, ready_fd, config.heard_fd, *config.told_fds) if fd >= 0
+            ],
             env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy else starts a thread for every core
         )
         assert process.stdin is not None

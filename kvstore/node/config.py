@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ DISK: Final = "Disk"
 CLUSTER: Final = "Cluster"
 LOG: Final = "Log"
 NAMESPACES: Final = "Namespaces"
+OFF: Final = "off"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +67,27 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             more="operations.md#http",
         ),
     ] = None
+
+    unix_socket: Annotated[
+        str,
+        Setting(
+            SERVER,
+            "Unix socket at which clients on this host find the server, to read blocks in shared memory. Shard i "
+            "listens at the path and .i. off: none.",
+            "PATH|off",
+            unset="in a private folder, named after the port",
+            more="deployment.md#engines-on-the-servers-host",
+        ),
+    ] = ""
+    unix_users: Annotated[
+        str,
+        Setting(
+            SERVER,
+            "Users, by name or id and separated by commas, who may connect to the Unix socket beside the server's own.",
+            "USER,...",
+            unset="nobody else",
+        ),
+    ] = ""
 
     memory: Annotated[Size, Setting(MEMORY, "Block memory of all shards together, split evenly.")] = Size(4 << 30)
     segment: Annotated[Size, Setting(MEMORY, "Unit in which memory goes to namespaces. No block can be larger.")] = (
@@ -281,6 +304,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
         if wrong or len(host) > MAX_HOST or host.count(":") == 1:
             raise Misfit(name, "expected a host name or an address, without a port")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host: an address, or a name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:

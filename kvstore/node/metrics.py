@@ -54,8 +54,10 @@ _SHARD: Final[dict[str, _Family]] = {
     "misses": _Family("kvstore_shard_missed_blocks", "Blocks asked for by GET and not there, of all namespaces.", True),
     "created": _Family("kvstore_shard_created_blocks", "Blocks stored, of all namespaces.", True),
     "evicted": _Family("kvstore_shard_evicted_blocks", "Blocks evicted from memory, of all namespaces.", True),
-    "bytes_in": _Family("kvstore_received_bytes", "Bytes received from clients.", True),
-    "bytes_out": _Family("kvstore_sent_bytes", "Bytes sent to clients.", True),
+    "bytes_in": _Family("kvstore_received_bytes", "Bytes received from clients, or copied from their memory.", True),
+    "bytes_out": _Family("kvstore_sent_bytes", "Bytes sent to clients, or lent to them.", True),
+    "lent_blocks": _Family("kvstore_lent_blocks", "Blocks that clients on this host read in shared memory."),
+    "lent_bytes": _Family("kvstore_lent_bytes", "The same in bytes; at most half of the shard's memory."),
     "longest_turn_s": _Family("kvstore_longest_turn_seconds", "The longest turn of the shard's loop since its start."),
     "errors": _Family("kvstore_errors", "Requests refused and connections closed for a fault of the client.", True),
 }

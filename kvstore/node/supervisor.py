@@ -8,7 +8,6 @@ withdraws it before the shards stop.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import resource
@@ -29,8 +28,9 @@ from kvstore.cluster.members import DirectoryError, Member
 from kvstore.disk.config import DiskConfig
 from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout
 from kvstore.logs import fields
+from kvstore.node import unix_sockets
 from kvstore.node.children import Child, StartError, bind
-from kvstore.node.config import WILDCARDS, ServerConfig
+from kvstore.node.config import WILDCARDS, ServerConfig, is_loopback
 from kvstore.node.settings import HostPort, changed, listed
 from kvstore.shard.setup import ShardConfig
 from kvstore.store.rules import NamespaceRule
@@ -61,17 +61,6 @@ def _open_disk(config: ServerConfig) -> Layout | None:
     return layout
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 class Supervisor:
     """One node: its shards, its HTTP server and its membership. The main thread runs it; `run` blocks."""
 
@@ -87,7 +76,12 @@ class Supervisor:
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._disk = _open_disk(config)
         listeners = bind(config.host, config.port, config.shards)
-        self._children = [Child(number, listener, self._selector) for number, listener in enumerate(listeners)]
+        self._unix_users = unix_sockets.users_of(config)
+        self._unix = unix_sockets.listen(config, config.host, listeners[0].getsockname()[1])
+        self._children = [
+            Child(number, listener, self._selector, *(self._unix[number] if self._unix else (None, "")))
+            for number, listener in enumerate(listeners)
+        ]
         # Each shard reads from a pipe of its own, to which the others write. They outlive the processes.
         pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in listeners] if config.shards > 1 else []
         self._heard_fds, self._told_fds = [heard for heard, _ in pipes], [told for _, told in pipes]
@@ -134,7 +128,7 @@ class Supervisor:
             self._stop()
             return 0 if self._asked_to_stop else 1
         print(
-            f"kvstore-server ready tcp://{_bracketed(self.config.host)}:{self.port} shards={self.config.shards} "
+            f"kvstore-server ready tcp://{HostPort.of(self.config.host, self.port)} shards={self.config.shards} "
             f"memory={int(self.config.memory)}",
             flush=True,
         )
@@ -152,7 +146,7 @@ class Supervisor:
 
     def _log_start(self) -> None:
         """Log one line: the version, the addresses, and the settings that are not the defaults."""
-        addresses = [f"{_bracketed(host)}:{port}" for host, port in (child.address for child in self._children)]
+        addresses = [str(HostPort.of(*child.address)) for child in self._children]
         http = ""
         if self._http is not None and self.config.http is not None:
             http = f"http://{HostPort.of(self.config.http.host, self._http.port)}/"
@@ -190,7 +184,7 @@ class Supervisor:
         from kvstore.node.registration import Registration
 
         host = config.advertised_host
-        if _is_loopback(host) and not all(_is_loopback(endpoint) for endpoint, _ in url.endpoints):
+        if is_loopback(host) and not all(is_loopback(endpoint) for endpoint, _ in url.endpoints):
             log.warning("node %s advertises %s, where only this machine reaches it: see --advertise", self.node, host)
         member = Member(
             self.node,
@@ -278,7 +272,7 @@ class Supervisor:
         host, others = self.config.http.host, self.config.advertised_host
         if host in WILDCARDS:
             host = others
-        elif _is_loopback(host) and not _is_loopback(others):
+        elif is_loopback(host) and not is_loopback(others):
             return ""
         return str(HostPort.of(host, self._http.port))
 
@@ -304,6 +298,9 @@ class Supervisor:
             node=self.node,
             shard=child.number,
             listen_fd=child.listener.fileno(),
+            unix_fd=child.unix.fileno() if child.unix is not None else -1,
+            unix_path=child.unix_path,
+            unix_users=self._unix_users,
             ready_fd=ready_fd,
             heard_fd=self._heard_fds[child.number] if self._heard_fds else -1,
             told_fds=[fd for number, fd in enumerate(self._told_fds) if number != child.number],
@@ -384,6 +381,7 @@ class Supervisor:
         running = [child.process for child in self._children if child.process is not None]
         for child in self._children:
             child.listener.close()
+        unix_sockets.remove(self._unix)
         for process in running:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + DRAIN_S + 5.0 + (DISK_STOP_S if self._disk else 0.0)

@@ -17,9 +17,12 @@ import socket
 import time
 from typing import Final
 
+from kvstore import wire
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
+from kvstore.shard.client_files import ClientFiles, Touched
+from kvstore.shard.leases import Holders, Leases
 from kvstore.shard.neighbours import Neighbours
 from kvstore.shard.peer import Peer, Place
 from kvstore.shard.places import Places
@@ -27,7 +30,9 @@ from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.turns import Line
+from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
+from kvstore.wire.shared import peer_credentials
 
 log = logging.getLogger("kvstore.shard")
 
@@ -46,18 +51,26 @@ DEAD_PEER_MS: Final = 30_000
 class Shard:
     """The event loop, and the connections, store and disk tier that it serves. One thread."""
 
-    def __init__(self, config: ShardConfig, listener: socket.socket) -> None:
+    def __init__(self, config: ShardConfig, listener: socket.socket, local: socket.socket | None = None) -> None:
+        """local: the Unix socket on which it listens for clients on this host."""
         self._config = config
         self._state = ShardState(time.monotonic())
         self._store = Store(
-            config.memory_bytes, config.segment_bytes, config.policy, config.rules, shared=len(config.shards) > 1
+            config.memory_bytes,
+            config.segment_bytes,
+            config.policy,
+            config.rules,
+            shared=len(config.shards) > 1,
+            lends=local is not None,
         )
         log.info("%d bytes of block memory in %s", config.memory_bytes, self._store.arena.pages)
         self._readers: dict[int, MessageReader] = {}  # by descriptor
         self._to_read: Line[MessageReader] = Line()  # connections that may have sent bytes
         self._to_flush: Line[Peer] = Line()  # connections that may have bytes to send
-        self._listener = listener
+        self._listeners = {each.fileno(): each for each in (listener, local) if each is not None}
         self._poll = select.epoll()
+        self._touched = Touched()
+        self._holders = Holders(self._poll)
         self._accepts_again = float("inf")  # when to poll the listener again, after a pause
         self._places = Places(self._state.account, config.cookie, self._close_idle)
         self._drain_until: float | None = None
@@ -74,9 +87,10 @@ class Shard:
 
     def run(self) -> None:
         """Serve until drained. Blocks; at the end closes connections, disk tier and arena."""
-        listener, poll, state, disk = self._listener, self._poll, self._state, self._disk
+        listeners, poll, state, disk = self._listeners, self._poll, self._state, self._disk
         turns = state.turns
-        poll.register(listener.fileno(), select.EPOLLIN)
+        for listener in listeners:
+            poll.register(listener, select.EPOLLIN)
         if self._neighbours.fd >= 0:
             poll.register(self._neighbours.fd, select.EPOLLIN)
         housekeeping = 0.0
@@ -85,8 +99,8 @@ class Shard:
             state.now = now = time.monotonic()
             turns.begin(now)
             for fd, event in events:
-                if fd == listener.fileno():
-                    self._accept(now)
+                if fd in listeners:
+                    self._accept(listeners[fd], now)
                     continue
                 if fd == self._neighbours.fd:
                     self._neighbours.hear()
@@ -95,6 +109,7 @@ class Shard:
                     continue
                 reader = self._readers.get(fd)
                 if reader is None:
+                    self._holders.on_event(fd)
                     continue
                 gone = event & (select.EPOLLHUP | select.EPOLLERR)
                 if gone and not self._may_read(reader):  # poll reports it whether we read or not
@@ -114,6 +129,8 @@ class Shard:
             if disk is not None:
                 self._pump_disk(disk, now)
                 turns.done("disk")
+            if self._store.arena.retired:
+                self._tell_retired(self._store.arena)
             self._flush_all(now)
             turns.done("replies")
             if now >= housekeeping:
@@ -122,7 +139,8 @@ class Shard:
                 self._store.expire(now)
                 if now >= self._accepts_again:
                     self._accepts_again = float("inf")
-                    poll.register(listener.fileno(), select.EPOLLIN)
+                    for listener in listeners:
+                        poll.register(listener, select.EPOLLIN)
                 turns.done("housekeeping")
             turns.end()
         self._close_all()
@@ -149,7 +167,7 @@ class Shard:
             return True
 
     def _pump_disk(self, disk: DiskTier, now: float) -> None:
-        payload = self._state.bytes_in + self._state.bytes_out
+        payload = self._state.bytes_in + self._state.bytes_out + self._answers.lending.total_bytes
         if payload - self._traffic[0] > QUIET_BYTES:
             self._traffic = (payload, now)
         try:
@@ -186,32 +204,74 @@ class Shard:
         for reader in list(self._readers.values()):
             reader.peer.close("the server is shutting down")
 
-    def _accept(self, now: float) -> None:
+    def _accept(self, listener: socket.socket, now: float) -> None:
         for _ in range(ACCEPTS):
             try:
-                sock, address = self._listener.accept()
+                sock, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # the client left already, or no descriptor is free; other connections go on
                 log.warning("accept failed: %s", error)
                 if error.errno in NOTHING_LEFT:  # poll would report the listener for ever
-                    self._poll.unregister(self._listener.fileno())
+                    for each in self._listeners:
+                        self._poll.unregister(each)
                     self._accepts_again = now + ACCEPT_PAUSE_S
                 return
             if self._drain_until is not None:
                 sock.close()
                 continue
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
-            peer = Peer(self._state, sock, self._places.share(address[0]), address[1], self._to_flush, self._forget)
+            peer = (
+                self._remote_peer(sock, address) if address else self._local_peer(sock)
+            )  # a Unix client has no address
+            if peer is None:
+                sock.close()
+                continue
             self._places.add(peer, now)
             reader = self._readers[sock.fileno()] = MessageReader(peer, self._answers, self._state)
             self._state.connections += 1
             reader.events = select.EPOLLIN
             self._poll.register(sock.fileno(), reader.events)
             self._to_flush.add(peer, peer.pace)
+
+    def _remote_peer(self, sock: socket.socket, address: tuple[str, int]) -> Peer:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
+        return Peer(self._state, sock, self._places.share(address[0]), address[1], self._to_flush, self._forget)
+
+    def _local_peer(self, sock: socket.socket) -> Peer | None:
+        """-> the peer at a Unix socket; None if its user is not one of those who may connect there."""
+        process, user = peer_credentials(sock)
+        if user not in self._config.unix_users:
+            log.warning(
+                "process %d of user %d connected to the Unix socket and was refused: only users %s may",
+                process,
+                user,
+                ", ".join(map(str, self._config.unix_users)),
+            )
+            return None
+        self._store.arena.lending = True
+        share = self._places.share(f"user {user} of this host")
+        return Peer(
+            self._state,
+            sock,
+            share,
+            process,
+            self._to_flush,
+            self._forget,
+            Leases(self._answers.lending, share),
+            ClientFiles(self._touched),
+        )
+
+    def _tell_retired(self, arena: Arena) -> None:
+        """Tell clients on this host which files have no memory any more, so that they unmap them."""
+        retired, arena.retired = arena.retired, []
+        for reader in list(self._readers.values()):
+            leases = reader.peer.leases
+            numbers = leases.retire(retired) if leases is not None else b""
+            if numbers:
+                reader.peer.reply(wire.Retired(0, numbers))
 
     def _close_idle(self, share: Share | None) -> bool:
         """Close the connection in a place of a client, at one address or any, that was idle for longest, if that is
@@ -234,9 +294,13 @@ class Shard:
         """Drop a connection whose socket is about to be closed."""
         self._readers.pop(peer.sock.fileno()).abandon()
         self._state.connections -= 1
-        self._places.remove(peer)
         with contextlib.suppress(OSError):
             self._poll.unregister(peer.sock.fileno())
+        if peer.leases is not None and peer.leases.held_bytes:  # its process may still read what it was lent
+            sock = socket.socket(fileno=peer.sock.detach())
+            self._holders.keep(sock, peer.leases, lambda: self._places.remove(peer))
+        else:
+            self._places.remove(peer)
 
     @staticmethod
     def _grace_s(reader: MessageReader) -> float:
@@ -307,6 +371,8 @@ class Shard:
                     break
                 if now > stream.deadline:
                     stream.give_up_waiting()
+                    peer.resume(stream)
+                elif stream.impatient(now):
                     peer.resume(stream)
         self._flush_all(now)
 

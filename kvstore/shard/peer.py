@@ -25,10 +25,13 @@ from kvstore.shard.account import (
     LimitReached,
     Share,
 )
+from kvstore.shard.client_files import ClientFiles
+from kvstore.shard.leases import Leases
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Outgoing, Stream
 from kvstore.shard.turns import Line, Pace
 from kvstore.wire import ErrorCode, WireError, zmtp
+from kvstore.wire.shared import send_with_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +69,14 @@ class Peer:
         port: int,
         to_flush: Line[Peer],
         on_close: Callable[[Peer], None],
+        leases: Leases | None = None,
+        files: ClientFiles | None = None,
     ) -> None:
+        """leases, files: of a client on this host, what it was lent and what it shares; None: it is not at the Unix
+        socket."""
         self.sock = sock
+        self.leases = leases
+        self.files = files
         self.share = share
         self.place = Place.DOOR  # until it is given another one
         self.address = f"{share.address}:{port}"
@@ -185,7 +194,8 @@ class Peer:
     @property
     def idle(self) -> bool:
         """There is nothing to send, now or later."""
-        return not (self._sending or self._replies or self.streams or self._promised or self.jobs)
+        lent = self.leases is not None and self.leases.held_bytes > 0
+        return not (self._sending or self._replies or self.streams or self._promised or self.jobs or lent)
 
     def stalled(self, now: float) -> bool:
         """Bytes wait to be sent, and the client has taken none for `STALL_S`."""
@@ -207,7 +217,12 @@ class Peer:
                     if self.closing:
                         self.close("closed after an error")
                     return False
-                sent = self.sock.sendmsg(self._sending[:_IOV])
+                outgoing = self._sent
+                if outgoing is not None and outgoing.descriptors and outgoing.release is not None:
+                    sent = send_with_descriptors(self.sock, self._sending[:_IOV], outgoing.descriptors)
+                    outgoing.release()  # they have gone with the first byte
+                else:
+                    sent = self.sock.sendmsg(self._sending[:_IOV])
                 self._state.bytes_out += sent
                 self._progress = now
                 budget -= sent
@@ -267,6 +282,8 @@ class Peer:
         account.give_back(CONNECTIONS, CONNECTION_BYTES)
         for stream in list(self.streams.values()):
             self.end_stream(stream)
+        if self.files is not None:
+            self.files.close()
         self._on_close(self)
         self.sock.close()
 

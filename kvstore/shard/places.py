@@ -52,14 +52,14 @@ class Places:
         self._cookie = cookie.encode()
         self._close_idle = close_idle
         self._shares: dict[str, Share] = {}  # by address
-        self._gone: list[Share] = []  # of addresses without a connection that still hold something
+        self._gone: set[Share] = set()  # of addresses without a connection that still hold something
         self._clients = 0
         self._door: dict[Peer, None] = {}  # the oldest first
         self._search_again: dict[Share | None, float] = {}
 
     def share(self, address: str) -> Share:
         """-> the share of an address, for a connection that is about to be added."""
-        gone, self._gone = self._gone, []
+        gone, self._gone = self._gone, set()
         for share in gone:
             self._forget(share)
         return self._shares.setdefault(address, Share(self._account, address))
@@ -83,11 +83,12 @@ class Places:
 
     def _forget(self, share: Share) -> None:
         """Forget an address that has nothing any more."""
-        if share.connections or share is self._account.members:
+        if share.connections or share is self._account.members or self._shares.get(share.address) is not share:
             return
         if share.held_bytes:  # a removal waits for the disk: who comes back must still answer for it
-            self._gone.append(share)
+            self._gone.add(share)
             return
+        self._gone.discard(share)
         del self._shares[share.address]
         self._search_again.pop(share, None)
 

@@ -40,13 +40,17 @@ def main() -> None:
     configure_logs(config.log_level, f"shard={config.shard}", config.log_format)
     listener = socket.socket(fileno=config.listen_fd)
     listener.setblocking(False)
+    local = None
+    if config.unix_fd >= 0:
+        local = socket.socket(fileno=config.unix_fd)
+        local.setblocking(False)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a descriptor for each connection, segment and segment file
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        shard = Shard(config, listener)
+        shard = Shard(config, listener, local)
     except (OSError, OverflowError) as error:
         log.error("%d bytes of memory cannot be reserved for blocks: %s; lower --memory", config.memory_bytes, error)
         sys.exit(1)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection and segment file needs a descriptor
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     signal.signal(signal.SIGTERM, lambda *_: shard.drain())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when its shards end
     os.write(config.ready_fd, b"1")

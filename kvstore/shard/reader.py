@@ -14,11 +14,13 @@ from typing import Final
 
 from kvstore import wire
 from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES, LimitReached
-from kvstore.shard.answers import Answers, Write
+from kvstore.shard.answers import Answers
 from kvstore.shard.peer import Peer, Place
+from kvstore.shard.sets import Write
 from kvstore.shard.state import ShardState
 from kvstore.shard.turns import NEW_SLICE_S, SLICE_S, Cost, Pace
 from kvstore.wire import ErrorCode, WireError, zmtp
+from kvstore.wire.shared import STAGED, staged_blocks
 from kvstore.wire.zmtp import ZMTPError
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,9 @@ class MessageReader:
         self._write_bytes = 0  # what it holds
         self._answers = answers
         self._state = state
-        self._receiver = zmtp.Receiver(peer.sock, self)
+        self._receiver = zmtp.Receiver(
+            peer.sock, self, peer.files.receive_from(peer.sock) if peer.files is not None else None
+        )
         self._greeting = b""
         self._ready = False
         self._speaks_ping = False
@@ -194,6 +198,14 @@ class MessageReader:
 
     def _place_payload(self, write: Write, size: int) -> list[memoryview] | None:
         left = write.request.count - write.arrived
+        if write.request.references:
+            most = min(left, staged_blocks(write.namespace.block_bytes))
+            if size % STAGED.itemsize or size > most * STAGED.itemsize:
+                raise WireError(
+                    ErrorCode.PROTOCOL,
+                    f"a frame of {size} bytes of references: expected {STAGED.itemsize} a block, {most} blocks at most",
+                )
+            return None
         if not left:
             expected = write.request.count * wire.CHECKSUM_BYTES
             if size != expected:
@@ -225,7 +237,9 @@ class MessageReader:
 
     def bytes_after_frame(self) -> int:
         write = self.write
-        return (write.request.count - write.arrived) * write.namespace.block_bytes if write is not None else 0
+        if write is None or write.request.references:
+            return 0
+        return (write.request.count - write.arrived) * write.namespace.block_bytes
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         if self._collecting:
@@ -253,11 +267,19 @@ class MessageReader:
             assert data is not None and self._request is not None
             self._take_keys(self._request, bytes(data), more)
         elif self.write is not None:
-            if data is not None:
+            if self.write.request.references:
+                assert data is not None
+                self._answers.sets.copy_staged(self.peer, self.write, bytes(data), more)
+                if not more and self.write.arrived == self.write.request.count:
+                    write = self._end_write(self.write)
+                    self._answers.sets.commit(self.peer, write, write.sums)
+                    return
+            elif data is not None:
                 if more:
                     raise WireError(ErrorCode.PROTOCOL, "a frame after the checksums: expected the message's end")
-                self._answers.commit(self.peer, self._end_write(self.write), bytes(data))
-            elif not more:
+                self._answers.sets.commit(self.peer, self._end_write(self.write), bytes(data))
+                return
+            if not more:
                 raise WireError(
                     ErrorCode.PROTOCOL,
                     f"the message ends after {self.write.arrived} of {self.write.request.count} blocks: "
@@ -296,7 +318,7 @@ class MessageReader:
             size = WRITE_BYTES + len(keys) + request.count * WRITE_BLOCK_BYTES
             size += len(request.attributes) + len(request.offsets)
             self.peer.share.check(size)
-            self.write = self._answers.begin_write(self.peer, request, keys)
+            self.write = self._answers.sets.begin_write(self.peer, request, keys)
             self._write_bytes = size
             self.peer.share.take(WRITES, size)
         elif more:

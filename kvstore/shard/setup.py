@@ -27,5 +27,8 @@ class ShardConfig(msgspec.Struct, frozen=True):
     heard_fd: int = -1  # the pipe on which other shards of the node tell this one something; -1: there are no others
     told_fds: list[int] = msgspec.field(default_factory=list)  # theirs
     zone: str = ""
+    unix_fd: int = -1  # the Unix socket on which it listens for clients on this host; -1: there is none
+    unix_path: str = ""
+    unix_users: list[int] = msgspec.field(default_factory=list)  # ids of the users who may connect there
     log_format: str = "text"
     cookie: str = ""  # what members of the cluster show in HELLO; empty: nobody is one

@@ -5,6 +5,8 @@ The loop creates it and sets the time; connections and answers update the counte
 
 from __future__ import annotations
 
+import secrets
+
 from kvstore.shard.account import LIMITS, Account
 from kvstore.shard.turns import Turns
 
@@ -14,6 +16,7 @@ class ShardState:
 
     def __init__(self, now: float) -> None:
         self.started = now
+        self.instance = secrets.token_hex(16)  # of this process: who finds it at a Unix socket is on the same host
         self.now = now  # monotonic seconds, read once a turn of the loop
         self.draining = False  # new SETs are refused
         self.turns = Turns()

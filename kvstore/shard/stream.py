@@ -9,13 +9,17 @@ up, or the deadline passes. A block that is not there when its turn comes is a m
 Credit: a client that uses credit is sent no more payload than it granted, so that other replies on its connection never
 queue behind blocks that the client does not read. The deadline of such a stream starts anew with every grant: a slow
 client does not fail, a client that vanished does.
+
+References: on a Unix socket a client may ask where in shared memory the blocks are, see `kvstore.shard.leases`. What a
+part lends keeps its slots until the client gives it back, and what may be lent has a limit: the stream waits a moment
+for the client to read what it was lent before. If it gives nothing back, or others hold all, it is sent the blocks.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,12 +28,14 @@ import numpy.typing as npt
 
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import STREAM_BYTES
+from kvstore.shard.leases import Leases, References
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
 from kvstore.store.tier import Slots
 from kvstore.wire import GROUP_BYTES, Get, Part, encode
 from kvstore.wire.zmtp import frame, frame_head
 
+PATIENCE_S: Final = 0.1  # for a client to give back what it was lent, before blocks are sent to it instead
 READ_AHEAD_BYTES: Final = 32 << 20  # how far ahead of its next part a GET has blocks read from disk
 
 Positions = npt.NDArray[np.uint32]
@@ -41,6 +47,7 @@ class Outgoing:
 
     views: list[bytes | memoryview]
     release: Callable[[], None] | None = None
+    descriptors: Sequence[int] = ()  # that go with the first byte
 
 
 class Stream:
@@ -56,9 +63,12 @@ class Stream:
         "_hit",
         "_key_bytes",
         "_keys",
+        "_leases",
+        "_lent_at",
         "_limit_s",
         "_miss",
         "_next",
+        "_places",
         "_resume",
         "_store",
         "_used",
@@ -80,7 +90,9 @@ class Stream:
         now: float,
         resume: Callable[[Stream], None],
         pin_until: float,
+        leases: Leases | None,
     ) -> None:
+        """leases: what the connection was lent; None: it takes no references."""
         self.id = request.id
         self.namespace = namespace
         self.credit = request.credit if request.credit > 0 else None
@@ -95,6 +107,9 @@ class Stream:
         self._ahead = 0  # blocks before this position were looked up on disk
         self._fetched = False  # at least one block was read from disk
         self._attributes = request.attributes
+        self._leases = leases if request.references else None
+        self._places: References | None = None  # of the blocks of the part that is ready, if it is lent
+        self._lent_at = 0.0  # when it was last lent something, or gave something back
         self._used = request.refresh  # whether this GET counts as a use of its blocks
         self._waiting = array("I")  # positions; an array, because many GETs of many keys may wait
         self._group: deque[tuple[Positions, Slots]] = deque()  # parts that are ready, not yet sent
@@ -129,6 +144,16 @@ class Stream:
             self.credit += credit
             self.deadline = now + self._limit_s
 
+    def released(self, now: float) -> None:
+        """The client gives back what it was lent: the deadline starts anew."""
+        if self._leases is not None:
+            self.deadline = now + self._limit_s
+            self._lent_at = now
+
+    def impatient(self, now: float) -> bool:
+        """Whether it has waited for long enough for its client to give back what it was lent."""
+        return self._leases is not None and self._leases.holds(self.id) and now - self._lent_at >= PATIENCE_S
+
     def wake(self) -> None:
         """A write of a block has ended, or was given up: look again."""
         self._resume(self)
@@ -151,12 +176,20 @@ class Stream:
     def _make_group(self, namespace: NamespaceStore, now: float) -> bool:
         """Make the next parts ready. -> False when no part can be sent now."""
         block_bytes, per_frame = namespace.block_bytes, namespace.frame_blocks
-        room = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
+        room = group = per_frame * max(1, GROUP_BYTES // (per_frame * block_bytes))
         if self.credit is not None:
             room = min(room, self.credit // block_bytes)
-            if room < 1 and (self._next < self._count or self._waiting):
+        leases, lends = self._leases, False
+        if leases is not None:
+            lent = leases.room(namespace)
+            if lent:
+                room, lends, self._lent_at = lent, True, now
+            elif leases.holds(self.id) and now - self._lent_at < PATIENCE_S:
                 self._read_ahead(namespace, now)
-                return False
+                return False  # its client reads what it was lent, and gives it back; one that borrows does not
+        if room < 1 and (self._next < self._count or self._waiting):
+            self._read_ahead(namespace, now)
+            return False
         while True:
             self._read_ahead(namespace, now)
             positions, slots = self._acquire(namespace, room, now)
@@ -170,6 +203,15 @@ class Stream:
             namespace.parked.discard(self.wake)
         if self.credit is not None:
             self.credit -= len(positions) * block_bytes
+        self._places = None
+        if lends and leases is not None and len(positions):
+            self._places = leases.references(namespace, slots)
+            if self._places is not None:
+                per_frame = len(positions)
+            elif len(positions) > group:  # as payload, fewer blocks are made ready at a time
+                namespace.memory.index.release(slots[group:])
+                self._waiting.extend(positions[group:].tolist())
+                positions, slots = positions[:group], slots[:group]
         for at in range(0, max(1, len(positions)), per_frame):
             self._group.append((positions[at : at + per_frame], slots[at : at + per_frame]))
         return True
@@ -252,8 +294,22 @@ class Stream:
         sums = namespace.memory.index.checksums(slots).tobytes()
         following = sum(len(later) for later, _ in self._group) * block_bytes
         attributes = namespace.attributes_of(slots, now) if self._attributes else b""
+        lent = None
+        if self._places is not None and self._leases is not None:
+            lent = self._leases.lend(self.id, namespace, slots, self._places)
+        references = lent.references if lent is not None else b""
         header = encode(
-            Part(self.id, positions.astype("<u4").tobytes(), sums, last, self._hit, self._miss, following, attributes)
+            Part(
+                self.id,
+                positions.astype("<u4").tobytes(),
+                sums,
+                last,
+                self._hit,
+                self._miss,
+                following,
+                attributes,
+                references,
+            )
         )
         if last and self._used:
             namespace.hits += self._hit
@@ -267,6 +323,8 @@ class Stream:
             return Outgoing([frame(header, False)])
         if self._disk is not None and self._used:
             self._disk.writing.was_read(namespace, slots, now)
+        if lent is not None:
+            return Outgoing([b"".join(lent.extents) + frame(header, False)], lent.close, lent.descriptors)
         head = frame(header, True) + frame_head(len(positions) * block_bytes, False)
         views: list[bytes | memoryview] = [head, *namespace.views(slots)]
         return Outgoing(views, lambda: self._release(namespace, slots))

@@ -1,38 +1,59 @@
 """The arena: one shard's block memory.
 
-The arena is one mapping of the shard's whole limit, cut into segments of equal size. A segment is free or belongs to
-one namespace, which cuts it into slots of its block size. Address space is reserved at once. A thread touches memory
-ahead of need, so that a transfer never waits for page faults, and a server that is half empty uses half its memory.
+The arena is one range of addresses of the shard's whole limit, cut into segments of equal size. A segment is free or
+belongs to one namespace, which cuts it into slots of its block size. Address space is reserved at once. A thread
+touches memory ahead of need, so that a transfer never waits for page faults, and a server that is half empty uses half
+its memory.
 
-The mapping is a memfd, in huge pages where the system has reserved enough of them or allows them for shared memory.
-Where the system allows them for private memory only (the usual setting), the mapping is private: huge pages make reads
-through the server about 5 % faster, and no other process maps the memfd anyway.
+A *shared* arena can hand its segments to clients on its host: each segment is a memfd of its own, mapped at its place,
+so that a client maps the segments of its own namespace and nothing else. A client is given a descriptor that only
+reads, of memory that is sealed: nobody can map it to write to it from then on. When a segment that a client was given
+leaves its namespace, its file is cut to nothing and the segment gets a new one. So its memory is free at once, whoever
+still maps the old file. What must hold: no client reads a segment that may be given back, see `kvstore.shard.leases`.
 
-Invariant: the mapping never grows, so the blocks of a shard can never take more than its limit.
-Threads: only the shard's loop calls `take`, `give_back` and `allow`. The pre-faulting thread only touches pages
-of free segments; populating a page of a segment that was taken meanwhile does not change its content.
+A segment that had blocks of another namespace is never given to a client, because their bytes are still there: it
+gets a new file first. As long as no client on this host has come (`lending`), nothing is given to anybody, and segments
+change their namespace without that.
+
+Where the kernel cannot give a segment a memfd, or there is no descriptor for it, the segment stays memory of this
+process, and its blocks are sent through the socket.
+
+Pages: huge pages make reads through the server about 5 % faster. Shared memory gets them from the system's reserve if
+that is large enough, by the system's setting for shared memory, or else by MADV_COLLAPSE, which needs no setting
+(Linux 6.1). Private memory gets them where the system allows them.
+
+Invariant: the range never grows, so the blocks of a shard can never take more than its limit.
+Threads: only the shard's loop calls `take`, `give_back`, `allow` and `export`. The pre-faulting thread only touches
+pages of free segments; populating a page of a segment that was taken meanwhile does not change its content.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
+import fcntl
+import itertools
 import logging
 import mmap
 import os
+import resource
 import threading
 from typing import Final
 
+import numpy as np
+
+from kvstore.pages import HUGE_PAGE_BYTES, Range, advise, collapse, map_at, populate
+
 log = logging.getLogger(__name__)
 
-HUGE_PAGE_BYTES: Final = 2 << 20
 _AHEAD_SEGMENTS: Final = 4
+_OTHER_FILES: Final = 2048 + 1024  # descriptors for connections, and for files of the disk tier and what else there is
 _POPULATE_STEP_BYTES: Final = 4 << 20
-_MADV_POPULATE_WRITE: Final = 23
 _MFD_HUGETLB: Final = 4
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# Nobody can map it to write from now on, make it longer, or add a seal; this process can cut it to nothing.
+_SEALS: Final = 0x10 | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # 0x10: F_SEAL_FUTURE_WRITE
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_READ_ONLY: Final = 0o400  # of the file: a client of another user cannot open it anew to write
 
 
 def _free_huge_pages_bytes() -> int:
@@ -56,46 +77,59 @@ def _transparent_huge_pages(setting: str) -> bool:
         return False
 
 
-def _map(size: int) -> tuple[mmap.mmap, str]:
-    """-> a mapping of `size` bytes, which takes no memory until it is touched, and the kind of its pages."""
-    if size % HUGE_PAGE_BYTES == 0 and _free_huge_pages_bytes() >= size:
-        return _map_memfd(size, _MFD_HUGETLB), "reserved huge pages"
-    if _transparent_huge_pages("shmem_enabled"):
-        kind, memory = "transparent huge pages", _map_memfd(size, 0)
-    elif _transparent_huge_pages("enabled"):
-        kind, memory = "private transparent huge pages", mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        return _map_memfd(size, 0), "small pages"
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, kind
-
-
-def _map_memfd(size: int, flags: int) -> mmap.mmap:
-    fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | flags)
-    try:
-        os.ftruncate(fd, size)
-        return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
-
-
 class Arena:
-    """`limit_bytes // segment_bytes` segments of shared memory."""
+    """`limit_bytes // segment_bytes` segments of memory. `shared`: clients may be given them."""
 
-    def __init__(self, limit_bytes: int, segment_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, segment_bytes: int, shared: bool = False) -> None:
         count = limit_bytes // segment_bytes
         if count < 1:
             raise ValueError(f"{limit_bytes} bytes hold no segment of {segment_bytes} bytes")
         self.segment_bytes = segment_bytes
         self.segments = count
+        self.retired: list[int] = []  # numbers of exported files that were cut to nothing, for the loop to tell clients
+        self._shared = shared
+        self.lending = False  # a client on this host has come
+        self._files: dict[int, int] = {}  # segment -> descriptor of its memfd
+        self._most_files = 0
+        if shared:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            self._most_files = max(0, limit - _OTHER_FILES)
+            if self._most_files < count:
+                log.warning(
+                    "%d of %d segments can be shared with clients on this host: each takes a descriptor, and %d of %d "
+                    "are kept for other use; raise the limit of open files (ulimit -n), or choose a larger --segment",
+                    self._most_files,
+                    count,
+                    min(limit, _OTHER_FILES),
+                    limit,
+                )
+        self._numbers = itertools.count(1)
         size = count * segment_bytes
-        self._map, self.pages = _map(size)
-        self._discard = mmap.MADV_DONTNEED if "private" in self.pages else mmap.MADV_REMOVE
-        self.memory = memoryview(self._map)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        reserved = size % HUGE_PAGE_BYTES == 0 and _free_huge_pages_bytes() >= size
+        self._file_flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._collapse = False
+        if reserved:
+            self.pages = "reserved huge pages"
+            self._file_flags |= _MFD_HUGETLB
+            flags |= 0 if shared else mmap.MAP_HUGETLB if hasattr(mmap, "MAP_HUGETLB") else 0x40000
+        elif shared and segment_bytes % HUGE_PAGE_BYTES == 0:
+            self._collapse = not _transparent_huge_pages("shmem_enabled")
+            self.pages = "collapsed huge pages" if self._collapse else "transparent huge pages"
+        elif not shared and _transparent_huge_pages("enabled"):
+            self.pages = "transparent huge pages"
+        else:
+            self.pages = "small pages"
+        self._range = Range(size, flags)
+        self._address, self.memory = self._range.address, self._range.memory
+        if "transparent" in self.pages and not shared:
+            advise(self._address, size, mmap.MADV_HUGEPAGE)
+        self.numbers = np.zeros(count, dtype=np.uint64)  # by segment: of its file, once a client was given it; else 0
         self._free = list(range(count - 1, -1, -1))  # a stack: the lowest segment first
         self._populated = bytearray(count)
+        self._left = bytearray(count)  # segments with bytes of a namespace that they have left
         self._allowed = count
+        self._share_ahead()
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._populate_ahead, name="kvstore-prefault", daemon=True)
@@ -112,12 +146,17 @@ class Arena:
         if not self._free:
             return None
         segment = self._free.pop()
+        if self._left[segment] and self.lending and not self._renew(segment):
+            return self.take()
+        self._share_ahead()
         self._wake.set()
         return segment
 
     def give_back(self, segment: int) -> None:
-        """Return a segment. No read or write of it may be in progress."""
-        self._free.append(segment)
+        """Return a segment. No read or write of it may be in progress, here or in a client."""
+        self._left[segment] = 1
+        if not self.numbers[segment] or self._renew(segment):
+            self._free.append(segment)
 
     def allow(self, segments: int) -> None:
         """Keep pages of so many segments at most, those of namespaces included, as far as these are not more already.
@@ -129,12 +168,86 @@ class Arena:
         for segment in self._free[: len(self._free) - spare]:
             if self._populated[segment]:
                 self._populated[segment] = 0
-                self._map.madvise(self._discard, segment * self.segment_bytes, self.segment_bytes)
+                advice = mmap.MADV_REMOVE if segment in self._files else mmap.MADV_DONTNEED
+                advise(self._address + segment * self.segment_bytes, self.segment_bytes, advice)
 
     def view(self, segment: int) -> memoryview:
         """The segment's bytes."""
         start = segment * self.segment_bytes
         return self.memory[start : start + self.segment_bytes]
+
+    # ---- sharing ---------------------------------------------------------------------------------------------------
+
+    def export(self, segment: int) -> int:
+        """Make a segment that belongs to a namespace ready to be given to that namespace's clients. -> the number of
+        its file, which no other file ever has; 0: it cannot be given."""
+        number = int(self.numbers[segment])
+        if number or segment not in self._files or self._left[segment]:
+            return number
+        file = self._files[segment]
+        try:
+            os.fchmod(file, _READ_ONLY)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:  # this kind of memory cannot be sealed
+            log.warning("segment %d cannot be shared with clients on this host: %s", segment, error)
+            return 0
+        number = next(self._numbers)
+        self.numbers[segment] = number
+        return number
+
+    def open_to_read(self, segment: int) -> int:
+        """-> a new descriptor of an exported segment's file, with which nobody can write. Raises `OSError`."""
+        return os.open(f"/proc/self/fd/{self._files[segment]}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def _share_ahead(self) -> None:
+        """Give the segments that are taken next a file each: `take` must not wait for it, and pages are touched only
+        then."""
+        if self._shared:
+            for segment in self._free[: -2 - _AHEAD_SEGMENTS : -1]:
+                if segment not in self._files and len(self._files) < self._most_files and not self._populated[segment]:
+                    self._share(segment)
+
+    def _renew(self, segment: int) -> bool:
+        """Give a segment new memory, and cut its old file to nothing: it is free at once, whoever still maps it.
+
+        -> False if the kernel has no new mapping for it: then nobody may use the segment again.
+        """
+        file = self._files.pop(segment, -1)
+        if file < 0:
+            return True
+        try:
+            self._share(segment)  # first: no address of the range may ever be without memory
+        except OSError as error:
+            log.error("segment %d is out of use until the server is restarted: %s", segment, error)
+            return False
+        os.ftruncate(file, 0)
+        os.close(file)
+        if self.numbers[segment]:
+            self.retired.append(int(self.numbers[segment]))
+            self.numbers[segment] = 0
+        self._populated[segment] = self._left[segment] = 0
+        return True
+
+    def _share(self, segment: int) -> None:
+        """Map a new memfd at a segment's place. If that fails, the segment is private memory. Raises `OSError` if there
+        is none either."""
+        place = self._address + segment * self.segment_bytes
+        file = -1
+        try:
+            file = os.memfd_create(f"kvstore-segment-{segment}", self._file_flags)
+            os.ftruncate(file, self.segment_bytes)
+            map_at(place, self.segment_bytes, _READ_WRITE, mmap.MAP_SHARED, file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.close(file)
+            log.warning("segment %d cannot be shared with clients on this host: %s", segment, error)
+            map_at(place, self.segment_bytes, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            return
+        self._files[segment] = file
+        if self.pages == "transparent huge pages":
+            advise(place, self.segment_bytes, mmap.MADV_HUGEPAGE)
+
+    # ---- touching pages ahead --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop the pre-faulting thread; blocks until it has ended. The mapping stays until the process ends."""
@@ -158,9 +271,21 @@ class Arena:
         start = self._address + segment * self.segment_bytes
         for offset in range(0, self.segment_bytes, _POPULATE_STEP_BYTES):
             step = min(_POPULATE_STEP_BYTES, self.segment_bytes - offset)
-            if _libc.madvise(start + offset, step, _MADV_POPULATE_WRITE) != 0:
-                code = ctypes.get_errno()
-                level = logging.INFO if code == errno.EINVAL else logging.WARNING
-                log.log(level, "arena is not pre-faulted: %s", os.strerror(code))
+            if self._collapse and segment in self._files:
+                self._populate_huge(start + offset, step)
+            try:
+                populate(start + offset, step)
+            except OSError as error:
+                level = logging.INFO if error.errno == errno.EINVAL else logging.WARNING
+                log.log(level, "arena is not pre-faulted: %s", error.strerror)
                 return False
         return True
+
+    def _populate_huge(self, start: int, size: int) -> None:
+        """Have huge pages behind `size` bytes; where there is none, small ones are populated next."""
+        try:
+            collapse(start, size)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                log.info("block memory is in small pages: this kernel has no MADV_COLLAPSE")
+                self._collapse = False

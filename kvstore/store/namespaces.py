@@ -58,9 +58,11 @@ class Store:
         policy: str = "lru",
         rules: Sequence[NamespaceRule] = (),
         shared: bool = False,
+        lends: bool = False,
     ) -> None:
-        """shared: the node has other shards, which get parts of the same chains."""
-        self.arena = Arena(limit_bytes, segment_bytes)
+        """shared: the node has other shards, which get parts of the same chains. lends: clients on this host may read
+        its memory."""
+        self.arena = Arena(limit_bytes, segment_bytes, lends)
         self.limit_bytes = limit_bytes
         self.policy = policy
         self._rules = rules

@@ -97,6 +97,11 @@ class NamespaceTier:
         offsets: Offsets = self._starts[ordinals] + places.astype(np.int64) * self.block_bytes
         return offsets
 
+    def places(self, slots: Slots) -> tuple[Offsets, Offsets]:
+        """-> the segment of each slot, and the offset in it, in bytes."""
+        segments, offsets = np.divmod(self.offsets(slots), self.space.segment_bytes)
+        return segments, offsets
+
 
 Member = TypeVar("Member", bound=NamespaceTier)
 

@@ -15,7 +15,9 @@ import math
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -29,9 +31,11 @@ from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Error,
     ErrorCode,
+    Extent,
     Hello,
     Part,
     Reply,
+    Retired,
     Welcome,
     WireError,
     decode_reply,
@@ -39,6 +43,7 @@ from kvstore.wire.messages import (
     frame_blocks,
 )
 from kvstore.wire.namespace import decode_namespace
+from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles, SharedMemoryError, receive_with_descriptors
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
 _HANDSHAKE_BYTES: Final = 1 << 16
@@ -52,10 +57,25 @@ class Refusal(Exception):
         self.code = code
 
 
+@dataclass
+class Lent:
+    """Blocks of a PART that are in shared memory: the keys' positions in the request, and the blocks' checksums."""
+
+    positions: npt.NDArray[np.uint32]
+    sums: npt.NDArray[np.uint64]
+    loan: Loan
+    files: SharedFiles  # to which the loan must be returned
+    read: int = 0  # so many of them were read
+
+    def give_back(self) -> None:
+        """Return the loan. Does nothing if it was returned before."""
+        self.files.returned(self.loan)
+
+
 class Answer:
     """Collects the reply to one request. A subclass that expects payload must implement `begin_payload`."""
 
-    __slots__ = ("complete", "done", "error", "following", "id", "payload_bytes", "reply", "sent_at")
+    __slots__ = ("complete", "done", "error", "following", "id", "kept", "lent", "payload_bytes", "reply", "sent_at")
 
     def __init__(self, request_id: int) -> None:
         self.id = request_id
@@ -66,6 +86,8 @@ class Answer:
         self.payload_bytes = 0  # size of the next frame if it is payload; 0: no payload frame is expected
         self.following = 0  # payload bytes that the shard has announced to follow this message
         self.sent_at = 0.0  # when the request was sent completely; 0 before that, and after the reply began
+        self.lent: deque[Lent] = deque()  # blocks in shared memory that the caller has to read and to return
+        self.kept = False  # blocks that were lent are read on: who reads them releases the GET
 
     def begin_message(self, reply: Reply) -> None:
         """Take the header of a message. Raises `WireError`."""
@@ -78,6 +100,12 @@ class Answer:
 
     def end_payload(self) -> None:
         """The payload is complete in the views of `begin_payload`."""
+
+    def return_loans(self) -> None:
+        """Return what was lent and not read."""
+        while self.lent:
+            self.lent[0].give_back()  # first: an interrupt may come in between
+            self.lent.popleft()
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error, unless it is done."""
@@ -122,8 +150,9 @@ class GetAnswer(Answer):
         count, rest = divmod(len(reply.positions), 4)
         if rest or len(reply.sums) != count * CHECKSUM_BYTES:
             raise _broken(f"a PART with {len(reply.positions)} bytes of positions and {len(reply.sums)} of checksums")
-        if count > self._most:
-            raise _broken(f"a PART of {count} blocks: expected at most {self._most} blocks of {self.block_bytes} bytes")
+        most = MAX_REFERENCES if reply.references else self._most
+        if count > most:
+            raise _broken(f"a PART of {count} blocks: expected at most {most} blocks of {self.block_bytes} bytes")
         if count:
             positions = np.frombuffer(reply.positions, dtype="<u4")
             try:
@@ -144,7 +173,7 @@ class GetAnswer(Answer):
                         f"expected {count * self._dtype.itemsize}"
                     )
                 self.part_attributes = np.frombuffer(reply.attributes, dtype=self._dtype)
-            self.payload_bytes = count * self.block_bytes
+            self.payload_bytes = 0 if reply.references else count * self.block_bytes
         self.following = reply.following
         self.complete = reply.last
 
@@ -156,7 +185,13 @@ class Dealer:
     """
 
     def __init__(self, sock: socket.socket, on_answer: Callable[[Answer], None]) -> None:
+        self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket
         self.receiver = zmtp.Receiver(sock, self)
+        if sock.family == socket.AF_UNIX:
+            self.files = files = SharedFiles(sock)
+            self.receiver = zmtp.Receiver(
+                sock, self, lambda views: receive_with_descriptors(sock, views, files.descriptors)
+            )
         self.pending: dict[int, Answer] = {}  # by request id
         self.pong = b""  # the PONG frame that the owner must send; empty: none
         self._sock = sock
@@ -257,6 +292,10 @@ class Dealer:
                     self._on_answer(answer)
                 answer.begin_message(reply)
                 self._following = answer.following
+                if isinstance(reply, Part) and reply.references:
+                    self._take_loan(answer, reply)
+            elif isinstance(reply, Extent | Retired):
+                self._take_files(reply)
             elif isinstance(reply, Error) and reply.id == 0:
                 raise _broken(f"it refuses a message: {reply.message}")
             elif reply.id > self._newest:
@@ -272,6 +311,26 @@ class Dealer:
                 if answer.complete:
                     self.pending.pop(answer.id, None)
                     answer.done = True
+
+    def _take_files(self, message: Extent | Retired) -> None:
+        if self.files is None:
+            raise _broken(f"{type(message).__name__.upper()} on a connection that is not local")
+        try:
+            if isinstance(message, Extent):
+                self.files.add(message.number, message.nbytes)
+            else:
+                self.files.retire(message.numbers)
+        except (SharedMemoryError, ValueError) as error:
+            raise _broken(str(error)) from None
+
+    def _take_loan(self, answer: Answer, part: Part) -> None:
+        if not isinstance(answer, GetAnswer) or self.files is None:
+            raise _broken("a PART with references that were not asked for")
+        try:
+            loan = self.files.lend(part.references, len(answer.part_positions), answer.block_bytes)
+        except SharedMemoryError as error:
+            raise _broken(str(error)) from None
+        answer.lent.append(Lent(answer.part_positions, answer.part_sums, loan, self.files))
 
     def bytes_after_frame(self) -> int:
         return self._following

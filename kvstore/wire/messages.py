@@ -119,6 +119,9 @@ class Set(_Header, tag=2, frozen=True):
 
     `attributes`: an entry of `attributes.py` for each of up to `MAX_FRAME_BLOCKS` blocks, which are copies of another
     shard's. Then `priority`, `ttl_s`, `chained` and the fields after it do not count.
+
+    `references`: the blocks are in memory that the client shares. Then frames of `shared.STAGED` entries follow the
+    keys, and neither payload nor checksums. The shard says with TAKEN how far it has read.
     """
 
     id: int
@@ -136,6 +139,7 @@ class Set(_Header, tag=2, frozen=True):
     attributes: bytes = b""
     call: int = 0
     offsets: bytes = b""
+    references: bool = False
 
 
 class Get(_Header, tag=3, frozen=True):
@@ -143,7 +147,8 @@ class Get(_Header, tag=3, frozen=True):
 
     `credit` > 0: the shard may send so many bytes of payload before it needs more CREDIT. `refresh`: the GET counts as
     a use of the blocks, and in hits and misses. `prefix`: the keys are a chain, and only its leading run of blocks that
-    are present is requested. `attributes`: have PARTs say what goes with each block.
+    are present is requested. `attributes`: have PARTs say what goes with each block. `references`: have PARTs say where
+    in shared memory the blocks are, as far as that is possible; only on a Unix socket.
     """
 
     id: int
@@ -154,6 +159,7 @@ class Get(_Header, tag=3, frozen=True):
     refresh: bool = True
     prefix: bool = False
     attributes: bool = False
+    references: bool = False
 
 
 class Contains(_Header, tag=4, frozen=True):
@@ -246,6 +252,22 @@ class Purge(_Header, tag=14, frozen=True):
     all: bool = False
 
 
+class Release(_Header, tag=15, frozen=True):
+    """The client reads the first `count` blocks that GET `id` has referenced no more; 0: none of them. No reply."""
+
+    id: int
+    count: int
+
+
+class Share(_Header, tag=16, frozen=True):
+    """A file of the client's memory, whose descriptor comes with this message's bytes, on a Unix socket. SETs refer to
+    it by `number`. It must be sealed against shrinking."""
+
+    id: int
+    number: int
+    nbytes: int
+
+
 # ---- shard -> client -------------------------------------------------------------------------------------------
 
 
@@ -267,6 +289,8 @@ class Welcome(_Header, tag=65, frozen=True):
     block_bytes: int
     shards: list[ShardAddress]
     zone: str = ""  # nodes of one zone fail together; replicas go to different zones
+    unix_socket: str = ""  # path of this shard's Unix socket on its host; empty: it has none
+    instance: str = ""  # random, made at the shard's start: who finds it at a Unix socket is on the shard's host
 
 
 class SetReply(_Header, tag=66, frozen=True):
@@ -285,7 +309,8 @@ class Part(_Header, tag=67, frozen=True):
     """Blocks of GET `id`. Frames: header and, unless it has no blocks, one payload frame.
 
     `positions`: u32le, indexes into the request's keys; `sums`: u64le checksums; `attributes`: entries of
-    `attributes.py`, if the GET asked for them; one of each a block.
+    `attributes.py`, if the GET asked for them; one of each a block. `references`: an entry of `shared.py` a block; then
+    no payload frame follows.
 
     The PART with `last` ends the reply; its counts of hits and misses are complete. The next `following` bytes of
     payload come in the PARTs right behind this one, so the client need not be woken for fewer.
@@ -299,6 +324,7 @@ class Part(_Header, tag=67, frozen=True):
     miss: int = 0
     following: int = 0
     attributes: bytes = b""
+    references: bytes = b""
 
 
 class ContainsReply(_Header, tag=68, frozen=True):
@@ -358,6 +384,34 @@ class PurgeReply(_Header, tag=76, frozen=True):
     purged: int  # blocks
 
 
+class Extent(_Header, tag=77, frozen=True):
+    """A file of shared memory, whose descriptor comes with this message's bytes. PARTs refer to it by `number`."""
+
+    id: int  # 0
+    number: int
+    nbytes: int
+
+
+class Retired(_Header, tag=78, frozen=True):
+    """These files have no memory any more; no PART refers to them. `numbers`: u64le."""
+
+    id: int  # 0
+    numbers: bytes
+
+
+class ShareReply(_Header, tag=79, frozen=True):
+    """SETs may refer to the file."""
+
+    id: int
+
+
+class Taken(_Header, tag=80, frozen=True):
+    """The shard has read the first `count` blocks of SET `id`: the client may use their memory for something else."""
+
+    id: int
+    count: int
+
+
 class Error(_Header, tag=127, frozen=True):
     """A request was refused. `id` 0: the message was so malformed that its request is not known."""
 
@@ -367,7 +421,9 @@ class Error(_Header, tag=127, frozen=True):
 
 
 KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete
-Request: TypeAlias = Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest | Purge
+Request: TypeAlias = (
+    Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest | Purge | Release | Share
+)
 Reply: TypeAlias = (
     Welcome
     | SetReply
@@ -381,6 +437,10 @@ Reply: TypeAlias = (
     | ScrubReply
     | HottestReply
     | PurgeReply
+    | Extent
+    | Retired
+    | ShareReply
+    | Taken
     | Error
 )
 
@@ -411,6 +471,14 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
         raise WireError(ErrorCode.LIMIT, f"{request.replicas} replicas: expected 1 to {MAX_REPLICAS}", request.id)
     elif isinstance(request, Purge):
         _check_deadline(request)
+    elif isinstance(request, Release) and not 0 <= request.count < 1 << 63:
+        raise WireError(ErrorCode.LIMIT, f"a RELEASE of {request.count} blocks: expected 0 or more, below 2**63")
+    elif isinstance(request, Share) and not (0 <= request.number < 1 << 63 and 0 < request.nbytes < 1 << 63):
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"SHARE of file {request.number} of {request.nbytes} bytes: expected numbers below 2**63, at least a byte",
+            request.id,
+        )
     elif isinstance(request, Hottest):
         _check_deadline(request)
         if not (0 <= request.skip < 1 << 63 and 0 <= request.limit < 1 << 63):
@@ -457,6 +525,12 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
         _check_chain(request)
     if isinstance(request, Get) and request.credit < 0:
         raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more", request.id)
+    if isinstance(request, Get) and request.credit and request.references:
+        raise WireError(
+            ErrorCode.PROTOCOL,
+            f"a GET by references with a credit of {request.credit} bytes: expected 0, because RELEASE grants more",
+            request.id,
+        )
 
 
 def _check_chain(request: Set) -> None:

@@ -103,6 +103,9 @@ class ShardInfo(msgspec.Struct, frozen=True):
     held_bytes: dict[str, int] = {}  # memory beside blocks and index that the shard holds for clients, by holder
     held_limit_bytes: int = 0  # of all holders together
     refused: dict[str, int] = {}  # requests, by the limit that was reached
+    unix_socket: str = ""  # where clients on its host find it; empty: they do not
+    lent_blocks: int = 0  # that clients on its host read in shared memory now
+    lent_bytes: int = 0
 
 
 # Decoders are made when modules are imported, because msgspec crashes the process when two threads are the first to

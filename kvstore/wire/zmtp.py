@@ -17,8 +17,8 @@ any byte of the frame is read. Not thread-safe: one thread at a time.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeAlias
 
 MORE: Final = 1
 LONG: Final = 2
@@ -116,6 +116,9 @@ def discard_views(size: int) -> list[memoryview]:
     return [_scratch] * whole + ([_scratch[:rest]] if rest else [])
 
 
+Receive: TypeAlias = Callable[[Sequence[memoryview]], int]  # reads bytes into views; -> how many came
+
+
 class FrameSink(Protocol):
     """The owner of a connection's frames. Called by the thread that is in `Receiver.receive`."""
 
@@ -154,6 +157,7 @@ class Receiver:
         "_left",
         "_low_water",
         "_more",
+        "_receive",
         "_sink",
         "_sock",
         "_start",
@@ -164,9 +168,16 @@ class Receiver:
         "received",
     )
 
-    def __init__(self, sock: socket.socket, sink: FrameSink) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        sink: FrameSink,
+        receive: Receive | None = None,
+    ) -> None:
+        """receive: reads bytes into views; by default from the socket alone."""
         self._sock = sock
         self._sink = sink
+        self._receive = receive or self._receive_from_socket
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -181,6 +192,9 @@ class Receiver:
         self.paused = False
         self.received = 0  # bytes read since the connection began
 
+    def _receive_from_socket(self, views: Sequence[memoryview]) -> int:
+        return self._sock.recv_into(views[0]) if len(views) == 1 else self._sock.recvmsg_into(views)[0]
+
     def discard_rest(self) -> None:
         """Discard the rest of the current frame."""
         if self._left:
@@ -191,7 +205,6 @@ class Receiver:
 
         Does not block. Raises `ZMTPError`, `OSError` of the socket, and what the sink raises.
         """
-        sock = self._sock
         if self.paused:
             self.paused = False
             self._parse()
@@ -201,14 +214,14 @@ class Receiver:
                 if direct:
                     ahead = self._view[:_READ_AHEAD_BYTES]
                     wanted = self._left
-                    got = sock.recvmsg_into([*self._views[self._views_at :], ahead])[0]
+                    got = self._receive([*self._views[self._views_at :], ahead])
                 else:
                     if self._start == self._end:
                         self._start = self._end = 0
                     elif self._end > _BUFFER_BYTES // 2:
                         self._compact()
                     wanted = 0
-                    got = sock.recv_into(self._view[self._end :])
+                    got = self._receive((self._view[self._end :],))
             except BlockingIOError:
                 break
             if got == 0:

@@ -9,7 +9,8 @@ from kvstore import wire
 from kvstore._cext import checksum_into
 from kvstore.wire.zmtp import frame, frame_head
 from kvstore_client._links.buffers import BlockSource
-from kvstore_client._links.call import Message
+from kvstore_client._links.call import Call, Message
+from kvstore_client._links.staging import SetAnswer, Staging
 from kvstore_client.keys import KeyArray
 
 
@@ -44,6 +45,32 @@ def first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDArr
 def keyed_message(request: wire.Request, keys: KeyArray) -> Message:
     data = keys.tobytes()
     yield [frame(wire.encode(request), True) + frame_head(len(data), False) + data]
+
+
+def staged_message(
+    request: wire.Set,
+    keys: KeyArray,
+    positions: npt.NDArray[np.intp],
+    source: BlockSource,
+    staging: Staging,
+    call: Call,
+) -> Message:
+    """The message of a SET by references: header and keys, then frames that tell where the blocks are."""
+    answer = call.answer
+    assert isinstance(answer, SetAnswer)
+    numbers = positions.tolist()
+    data = keys.tobytes()
+    head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
+    for start in range(0, len(numbers), staging.group):
+        some = numbers[start : start + staging.group]
+        end = start + len(some)
+        entries = staging.name(source, some)
+        if entries is None:
+            if not staging.has_room():
+                yield staging.has_room
+            entries = staging.stage(source, some, answer, end)
+        yield [head + frame(entries.tobytes(), end < len(numbers))]
+        head = b""
 
 
 def set_message(request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource) -> Message:

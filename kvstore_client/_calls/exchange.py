@@ -6,6 +6,7 @@ the next one, and a shard that stays silent fails only its own requests.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -14,18 +15,26 @@ import numpy as np
 
 from kvstore import wire
 from kvstore.wire.zmtp import frame
+from kvstore_client._calls.borrowed import Lingering
 from kvstore_client._calls.options import Options
-from kvstore_client._links.call import Call, Message
-from kvstore_client._links.core import Core, protocol_error
+from kvstore_client._links.buffers import BlockSource
+from kvstore_client._links.call import Call, Message, protocol_error
+from kvstore_client._links.core import Core
 from kvstore_client._links.link import Link
 from kvstore_client._links.sending import Sending, send_all
+from kvstore_client._links.sharing import share
+from kvstore_client._links.staging import Staging
 from kvstore_client.errors import TRANSPORT_ERRORS, Timeout
+from kvstore_client.memory import SharedRegion
+
+log = logging.getLogger("kvstore_client")
 
 _T = TypeVar("_T", bound=wire.Reply)
 
 # The share of a call's time that is kept for reading the answers of fast shards after a slow one took no more requests.
 ANSWER_SHARE: Final = 0.1
 MOST_ANSWER_S: Final = 0.2
+SHARE_S: Final = 1.0  # for a shard on this host to map memory
 _LOOK_S: Final = 0.05
 _READ_BYTES: Final = 64 << 20
 
@@ -35,6 +44,7 @@ class Exchange:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self.lingering = Lingering()  # what was borrowed and is still in use
 
     def run(
         self,
@@ -58,8 +68,9 @@ class Exchange:
         except BaseException:  # KeyboardInterrupt
             # Nobody waits for the answers any more, so no byte of them may be written to the caller's memory.
             for call in calls:
-                if not call.done:
+                if call.unfinished:
                     call.link.abandon(call.answer)
+                    call.answer.fail(Timeout(f"{call.link}: the call was interrupted"))  # what it staged is free
             raise
 
     def ask_all(self, request: Callable[[int, int], wire.Request], options: Options) -> list[Call]:
@@ -78,6 +89,48 @@ class Exchange:
         self.run(calls, time.monotonic() + options.timeout_s)
         return calls
 
+    def staging(self, link: Link, source: BlockSource, deadline: float) -> Staging | None:
+        """What a link to a shard on this host needs for SETs by references, shared with the shard as far as it is not
+        yet. -> None: blocks are sent through the socket."""
+        staging = link.staging
+        if staging is None:
+            return None
+        region = source.only_region()
+        if not staging.ready_for(region):
+            # Another thread may be about to share the same.
+            if not staging.sharing.acquire(timeout=max(0.0, min(SHARE_S, deadline - time.monotonic()))):
+                return None
+            try:
+                if region is not None and not (staging.ready_for(region) or staging.full):
+                    self._share(link, staging, region, deadline)
+                if not staging.ready_for(region):
+                    self._share_ring(link, staging, deadline)
+            finally:
+                staging.sharing.release()
+        return None if staging.refused else staging
+
+    def _share_ring(self, link: Link, staging: Staging, deadline: float) -> None:
+        try:
+            staging.ring = staging.make_ring()
+        except OSError as error:
+            log.warning("%s: blocks are sent through the socket: no memory to share: %s", link, error)
+            staging.refused = True
+        else:
+            self._share(link, staging, staging.ring, deadline)
+
+    def _share(self, link: Link, staging: Staging, region: SharedRegion, deadline: float) -> None:
+        answer = share(link, region, self.core.next_id(), min(deadline, time.monotonic() + SHARE_S))
+        if answer is not None:
+            self.core.wait(lambda: answer.done, min(deadline, time.monotonic() + SHARE_S))
+            if isinstance(answer.reply, wire.ShareReply):
+                staging.shared.add(region.number)
+                return
+            if not answer.done:
+                link.abandon(answer)
+        problem = answer.reply if answer is not None else "the connection was lost"
+        log.warning("%s: blocks are sent through the socket: it takes no shared memory: %s", link, problem)
+        staging.refused = True
+
     def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
         """Send calls again whose connection had died without notice."""
         for call in calls:
@@ -90,6 +143,9 @@ class Exchange:
         now = time.monotonic()
         if patience_s is not None:
             deadline = min(deadline, now + patience_s)
+        self.lingering.sweep()
+        for link in {call.link for call in calls}:
+            link.give_back()
         by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
@@ -111,7 +167,7 @@ class Exchange:
             for call in by_link[link]:
                 call.connection = link.connections
         sendings = [Sending(link, by_link[link]) for link in links]
-        for sending in send_all(sendings, deadline, self.core.look_after):
+        for sending in send_all(sendings, deadline, self.core.look_after, self.core.wait):
             self.core.break_link(sending.link, Timeout(f"{sending.link}: it takes no requests"))
 
     def wait(
@@ -125,30 +181,46 @@ class Exchange:
         answers = [call.answer for call in calls]
 
         def ready() -> bool:
+            done = True
             for answer in answers:
-                if not answer.done:
-                    return enough is not None and enough()
-            return True
+                if answer.lent:
+                    return True
+                done = done and answer.done
+            return done or (enough is not None and enough())
 
-        core, began = self.core, time.monotonic()
-        if patience_s is None:
-            core.wait(ready, deadline)
-        else:
-            while not core.wait(ready, min(deadline, time.monotonic() + min(_LOOK_S, patience_s / 2))):
-                now = time.monotonic()
-                if now >= deadline or core.closed:
-                    break
-                for call in calls:
-                    silent_s = min(now - began, call.link.silence_s(now))
-                    if not call.done and silent_s >= patience_s:
-                        core.lost(call.link, call.answer)
+        while True:
+            self._wait(calls, ready, deadline, patience_s)
+            if not any(call.read_lent() for call in calls):
+                break
+            if enough is not None and enough():
+                return
         if enough is not None and enough():
             return
         for call in calls:
             if not call.done:
                 call.link.receive(_READ_BYTES)  # its answer may have arrived since the last read
+            while call.read_lent():
+                pass
             if not call.done:
-                core.lost(call.link, call.answer)
+                self.core.lost(call.link, call.answer)
+            while call.read_lent():  # another thread may have read it meanwhile
+                pass
+
+    def _wait(
+        self, calls: Sequence[Call], ready: Callable[[], bool], deadline: float, patience_s: float | None
+    ) -> None:
+        core, began = self.core, time.monotonic()
+        if patience_s is None:
+            core.wait(ready, deadline)
+            return
+        while not core.wait(ready, min(deadline, time.monotonic() + min(_LOOK_S, patience_s / 2))):
+            now = time.monotonic()
+            if now >= deadline or core.closed:
+                return
+            for call in calls:
+                silent_s = min(now - began, call.link.silence_s(now))
+                if not call.done and silent_s >= patience_s:
+                    core.lost(call.link, call.answer)
 
 
 def outcome(call: Call, expected: type[_T], fail_open: bool) -> _T | None:

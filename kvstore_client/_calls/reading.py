@@ -18,15 +18,15 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, take
+from kvstore_client._calls.borrowed import Borrowed
 from kvstore_client._calls.copied import Copied
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.rounds import Rounds
-from kvstore_client._links.call import Call, Message
-from kvstore_client._links.core import protocol_error
+from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.link import Link
-from kvstore_client._links.targets import BlockTarget, IntoTarget, PlacedBlocks, QueueTarget
+from kvstore_client._links.targets import BlockTarget, BorrowTarget, IntoTarget, PlacedBlocks, QueueTarget
 from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.keys import KeyArray
@@ -137,6 +137,23 @@ class Reader:
         self._end(rounds, options)
         return target.present
 
+    def borrow(self, packed: KeyArray, unique: Numbers, verify: bool, options: Options) -> Borrowed:
+        """Read the blocks at positions `unique` where they are. -> what must be ended."""
+        target = BorrowTarget(self._block_bytes, len(packed), verify)
+        borrowed = Borrowed(target, self._exchange.lingering)
+        try:
+            rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
+            while groups := rounds.next():
+                calls = self._get_calls(packed, groups, target, options, 0, False)
+                borrowed.calls += calls
+                self._exchange.run(calls, rounds.deadline, rounds.patience_s)
+                self._settle(rounds, calls, target.present, packed, target)
+            self._end(rounds, options)
+        except BaseException:
+            borrowed.end()
+            raise
+        return borrowed
+
     def stream(
         self, packed: KeyArray, unique: Numbers, options: Options
     ) -> Generator[tuple[int, memoryview], None, None]:
@@ -164,9 +181,10 @@ class Reader:
                     del block
             finally:
                 for call in calls:
-                    if not call.done:
+                    if call.unfinished:
                         call.link.abandon(call.answer)
-                        call.link.post(wire.encode(wire.Cancel(call.id)), DISCARD_TIMEOUT_S)
+                        if not call.link.local:
+                            call.link.post(wire.encode(wire.Cancel(call.id)))
             self._settle(rounds, calls, present, packed, target)
         self._end(rounds, options)
 
@@ -201,9 +219,9 @@ class Reader:
             for number, call in enumerate(calls):
                 assert isinstance(call.answer, PlacedBlocks)
                 taken = call.answer.arrived * self._block_bytes
-                if not call.done and taken - granted[number] >= credit // 2:
+                if not call.done and not call.link.local and taken - granted[number] >= credit // 2:
                     grant = wire.Credit(call.id, taken - granted[number])
-                    call.link.post(wire.encode(grant), timeout_s)
+                    call.link.post(wire.encode(grant))
                     granted[number] = taken
 
     # ---- shared by reads -------------------------------------------------------------------------------------
@@ -222,8 +240,16 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
+            local = call.link.local  # what it lends it lends until it is given back: no credit is needed
             request = wire.Get(
-                call.id, deadline_ms, len(keys), key_bytes, credit, prefix=options.prefix, attributes=attributes
+                call.id,
+                deadline_ms,
+                len(keys),
+                key_bytes,
+                0 if local else credit,
+                prefix=options.prefix,
+                attributes=attributes,
+                references=local,
             )
             return keyed_message(request, keys)
 

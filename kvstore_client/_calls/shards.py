@@ -105,6 +105,7 @@ class Shards:
                     takes_sets=place.new,
                     info=info,
                     error="" if info is not None else str(error),
+                    path=call.link.path,
                 )
             )
         return statuses

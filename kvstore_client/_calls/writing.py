@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.wire import Outcome
-from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, set_message, take
+from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, set_message, staged_message, take
 from kvstore_client._calls.chains import Part, requests_of
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
@@ -26,6 +26,7 @@ from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message
+from kvstore_client._links.staging import SetAnswer, Staging
 from kvstore_client._links.view import NOBODY, Numbers, View
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError, Timeout
 from kvstore_client.keys import KeyArray
@@ -33,6 +34,7 @@ from kvstore_client.results import SetResult
 
 PENDING_PAUSE_S: Final = 0.02  # between two looks whether a block is there that another client was writing
 SET_BYTES: Final = 16 << 20  # most payload of one SET; a longer batch becomes several
+LOCAL_SET_BYTES: Final = 64 << 20  # the same for a shard on this host, which only gets references
 
 _UNKNOWN: Final = 255
 # The outcomes that a block's replicas report, by rising rank: the highest one counts. A rank above a refusal is a copy.
@@ -55,7 +57,7 @@ class Writer:
         self._repairs = repairs
         self._core = exchange.core
         self._replicas = replicas
-        self._per_request = max(1, min(wire.MAX_KEYS, SET_BYTES // block_bytes))
+        self._block_bytes = block_bytes
 
     def set(
         self,
@@ -128,8 +130,16 @@ class Writer:
         replicas = owners.shape[1]
         deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
 
+        by_link = view.split(owners.reshape(-1), positions.repeat(replicas))
+        staged = {
+            link: self._exchange.staging(link, source, deadline) for link, _ in by_link if link.local and source.count
+        }
+
         def message(part: Part, call: Call) -> Message:
             keys = take(packed, call.positions)
+            staging = staged.get(call.link)
+            if staging is not call.link.staging or not isinstance(call.answer, SetAnswer):
+                staging = None  # the call is sent again, on a connection that has nothing shared
             request = wire.Set(
                 id=call.id,
                 deadline_ms=deadline_ms,
@@ -145,20 +155,28 @@ class Writer:
                 position=part.position,
                 call=part.call,
                 offsets=part.offsets,
+                references=staging is not None,
             )
+            if staging is not None:
+                return staged_message(request, keys, call.positions, source, staging, call)
             return set_message(request, keys, call.positions, source)
 
         calls = [
-            Call(link, self._core.next_id(), some, functools.partial(message, part))
-            for link, mine in view.split(owners.reshape(-1), positions.repeat(replicas))
+            Call(link, self._core.next_id(), some, functools.partial(message, part), SetAnswer)
+            for link, mine in by_link
             for some, part in requests_of(
-                packed, positions, mine, options.chains, self._per_request, len(view.links) == 1
+                packed, positions, mine, options.chains, self._most(staged.get(link)), len(view.links) == 1
             )
         ]
         needed = max(1 if options.deferred else replicas, self._min_copies)
         tally = _Tally(calls, len(packed), needed, waits=not options.deferred or needed > 1)
         self._exchange.run(calls, deadline, enough=tally.enough if needed < replicas else None)
         return *tally.result(positions, outcomes, copies), tally.evicted
+
+    def _most(self, staging: Staging | None) -> int:
+        """-> the most keys of one SET."""
+        most_bytes = SET_BYTES if staging is None else LOCAL_SET_BYTES
+        return max(1, min(wire.MAX_KEYS, most_bytes // self._block_bytes))
 
     def delete(self, packed: KeyArray, options: Options) -> int:
         """Remove blocks from every shard that may have them. Keys must not repeat. -> how many blocks there were."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.errors import BlockSizeMismatch
+from kvstore_client.memory import SharedRegion, region_of
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 
@@ -85,6 +86,7 @@ class BlockSource:
 
     def __init__(self, blocks: Any, block_bytes: int) -> None:
         self._flat: memoryview | None = None
+        self._address: int | None = None  # of `_flat`
         self._views: Sequence[memoryview] = ()
         self.block_bytes = block_bytes
         if _is_tensor(blocks) or isinstance(blocks, np.ndarray):
@@ -112,6 +114,32 @@ class BlockSource:
                 f"block {number}: {len(view)} bytes: expected block_bytes={self.block_bytes} of the namespace"
             )
         return view
+
+    def region(self, number: int) -> tuple[SharedRegion, int] | None:
+        """The memory that a server on this host can read in which block `number` lies, and its offset there; None: it
+        lies in other memory."""
+        if self._flat is None:
+            address = np.frombuffer(self._views[number], dtype=np.uint8).ctypes.data
+        else:
+            if self._address is None:
+                self._address = np.frombuffer(self._flat, dtype=np.uint8).ctypes.data
+            address = self._address + number * self.block_bytes
+        region = region_of(address, self.block_bytes)
+        return None if region is None else (region, address - region.address)
+
+    def only_region(self) -> SharedRegion | None:
+        """The memory that a server on this host can read in which all blocks lie; None: not all are in one such."""
+        if not self.count:
+            return None
+        first = self.region(0)
+        if first is None:
+            return None
+        others = range(1, self.count) if self._flat is None else (self.count - 1,)
+        for number in others:
+            place = self.region(number)
+            if place is None or place[0] is not first[0]:
+                return None
+        return first[0]
 
     def view(self, number: int) -> memoryview:
         """One block."""

@@ -7,6 +7,7 @@ caller reads the answer once the call is `done`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,13 @@ import numpy.typing as npt
 from kvstore import wire
 from kvstore.wire.dealer import Answer
 from kvstore_client._links.link import Link
-from kvstore_client.errors import ConnectionLost, KVStoreError, from_wire
+from kvstore_client._links.targets import PlacedBlocks
+from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, from_wire
 
-Message = Iterable[list["memoryview | bytes"]]
+# Bytes to send next; or a condition: the next piece cannot be made before it holds, which an answer may bring about.
+Piece: TypeAlias = "list[memoryview | bytes] | Callable[[], bool]"
+Message: TypeAlias = Iterable[Piece]
+RELEASE_BYTES: Final = 4 << 20
 
 
 class Call:
@@ -54,6 +59,11 @@ class Call:
         return self.answer.done
 
     @property
+    def unfinished(self) -> bool:
+        """Whether more of the reply may come, or blocks were lent that have not been read."""
+        return not self.answer.done or bool(self.answer.lent)
+
+    @property
     def reply(self) -> wire.Reply | None:
         return self.answer.reply
 
@@ -79,6 +89,22 @@ class Call:
     def message(self) -> Message:
         return self._make_message(self)
 
+    def read_lent(self) -> bool:
+        """Read blocks that were lent in shared memory, and give back what was read. -> whether there were any."""
+        answer = self.answer
+        if not answer.lent:
+            return False
+        assert isinstance(answer, PlacedBlocks)
+        lent = answer.read_lent()
+        # A loan is released bit by bit, so that the shard sees that a slow reader reads.
+        count = answer.to_release(1 if lent is not None else RELEASE_BYTES)
+        if count:
+            self.link.post(wire.encode(wire.Release(answer.id, count)))
+        if lent is not None:
+            lent.give_back()
+            answer.lent.popleft()
+        return True
+
     def fail(self, error: KVStoreError) -> None:
         """End the call with an error: there is no reply, or not one of the expected type."""
         self.answer.error = error
@@ -88,3 +114,8 @@ class Call:
         """Make this call a new, unsent request."""
         self.renewed = True
         self.answer = self._make_answer(request_id)
+
+
+def protocol_error(link: Link, reply: object) -> ProtocolError:
+    """The error for a reply whose type does not answer the request."""
+    return ProtocolError(f"{link}: unexpected reply {type(reply).__name__}")

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore import __version__, wire
@@ -28,12 +27,12 @@ from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import Answer
 from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
-from kvstore_client._links.link import DEAD_AFTER_S, Link
+from kvstore_client._links.link import DEAD_AFTER_S, Link, SharedMemory
 from kvstore_client._links.probing import Prober
-from kvstore_client._links.view import Place, View
+from kvstore_client._links.view import Node, Place, View
 from kvstore_client._links.watching import Watch
 from kvstore_client.endpoints import Endpoints
-from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, ProtocolError, Timeout
+from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, Timeout
 from kvstore_client.results import ClientStats
 
 log = logging.getLogger("kvstore_client")
@@ -45,25 +44,23 @@ FAIL_OPEN_WAIT_S: Final = 1.0  # how long a `fail_open` client waits for the dir
 FIRST_NODES: Final = 3  # how many nodes of a cluster are tried at the start for a first connection
 
 
-@dataclass
-class Node:
-    """A server of a list, as the user named it. Its shards are learned from it."""
-
-    host: str
-    port: int
-    zone: str = ""
-    links: list[Link] = field(default_factory=list)
-
-
 class Core:
     """The links of one client. Thread-safe."""
 
-    def __init__(self, endpoints: Endpoints, namespace: bytes, timeout_s: float, replicas: int) -> None:
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        namespace: bytes,
+        timeout_s: float,
+        replicas: int,
+        shared_memory: SharedMemory = "auto",
+    ) -> None:
         self.stats = ClientStats()
         self.timeout_s = timeout_s
         self.closed = False
         self.view = View([])
         self._namespace = namespace
+        self._shared_memory = shared_memory
         self.replicas = replicas
         self._nodes = [Node(host, port) for host, port in endpoints.nodes]
         self._cluster = endpoints.cluster  # empty: the nodes are a list
@@ -89,7 +86,7 @@ class Core:
         self._leading.forget()
         for link in [*self.links, *self._retired]:
             link.reset_locks()
-            link.close()
+            link.close(forked=True)
             link.broken = None
         self._new_process_state()
         if self._members is not None:
@@ -134,6 +131,14 @@ class Core:
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
         return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
 
+    def _new_link(self, name: str, host: str, port: int) -> Link:
+        return Link(name, host, port, self.hello, self._wake, self._shared_memory)
+
+    @property
+    def path(self) -> str:
+        """How blocks come from the shards: "shared memory" if that is so for one that is on this host, else "tcp"."""
+        return "shared memory" if any(link.local for link in self.links) else "tcp"
+
     # ---- connections -----------------------------------------------------------------------------------------
 
     def connect(self, fail_open: bool) -> None:
@@ -155,7 +160,7 @@ class Core:
 
     def _connect_nodes(self, fail_open: bool) -> None:
         for node in self._nodes:
-            link = Link(f"{node.host}:{node.port}", node.host, node.port, self.hello, self._wake)
+            link = self._new_link(f"{node.host}:{node.port}", node.host, node.port)
             try:
                 self._adopt(node, link, link.connect(self.timeout_s))
                 self._leading.watch(link)
@@ -200,7 +205,7 @@ class Core:
             links = []
             for address in welcome.shards:
                 host = address.host or node.host
-                link = known.pop(address.name, None) or Link(address.name, host, address.port, self.hello, self._wake)
+                link = known.pop(address.name, None) or self._new_link(address.name, host, address.port)
                 link.host, link.port, link.weight = host, address.port, address.weight
                 links.append(link)
             node.links, node.zone = links, welcome.zone
@@ -235,7 +240,7 @@ class Core:
                         continue
                     link = known.pop((shard.name, shard.host, shard.port), None)
                     if link is None:
-                        link = Link(shard.name, shard.host, shard.port, self.hello, self._wake)
+                        link = self._new_link(shard.name, shard.host, shard.port)
                         link.fixed_name = True
                     link.weight = shard.weight
                     places[shard.name] = Place(
@@ -393,8 +398,3 @@ class Core:
                 link.drop(error)
         if self._retired:
             self._close_retired(now)
-
-
-def protocol_error(link: Link, reply: object) -> ProtocolError:
-    """The error for a reply whose type does not answer the request."""
-    return ProtocolError(f"{link}: unexpected reply {type(reply).__name__}")

@@ -89,7 +89,11 @@ class Leading:
                     os.eventfd_read(fd)
                     continue
                 link = by_fd.get(fd)
-                if link is not None and link.sock is not None:
+                if link is None or link.sock is None or link.sock.fileno() != fd:
+                    # A connection that has ended, whose socket stays open until what it was lent is given back.
+                    with contextlib.suppress(OSError, ValueError):
+                        epoll.unregister(fd)
+                else:
                     link.receive(READ_BUDGET_BYTES)
             self._look_after()
             self._lead.wake()

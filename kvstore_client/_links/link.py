@@ -18,31 +18,43 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from kvstore import wire
 from kvstore.wire import zmtp
-from kvstore.wire.dealer import Answer, Dealer, Refusal
+from kvstore.wire.dealer import Answer, Dealer, GetAnswer, Refusal
+from kvstore_client._links.going_local import go_local
 from kvstore_client._links.ownership import Ownership
 from kvstore_client._links.resolving import resolve
+from kvstore_client._links.staging import Staging
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout, from_wire
 
 PING_AFTER_S: Final = 1.0  # silence, while an answer is owed, after which a PING is sent
 DEAD_AFTER_S: Final = 2.5  # silence after which a shard is dead; one that vanishes is noticed within 3 s
+SharedMemory = Literal["auto"] | bool
 _PING: Final = zmtp.command(b"PING", bytes(2))  # a time to live of 0: the shard need not watch us in turn
 DELAY_WEIGHT: Final = 0.2  # weight of the newest answer in the mean delay
+GIVE_BACK_S: Final = 0.2  # for the rest of a small message, when the socket takes nothing more
 DELAY_HALF_LIFE_S: Final = 5.0  # the mean delay fades, so that a shard that was slow is tried again
 
 
 class Link:
     """One client's connection to a shard. Thread-safe, by the locks that the module's docstring names.
 
-    `hello()` makes the client's HELLO; `on_drop()` is called when a connection is lost.
+    `hello()` makes the client's HELLO; `on_drop()` is called when a connection is lost. `shared_memory`: connect to a
+    shard on this host over its Unix socket, where it lends blocks in shared memory; "auto": if that is possible.
     """
 
     def __init__(
-        self, name: str, host: str, port: int, hello: Callable[[], wire.Hello], on_drop: Callable[[], None]
+        self,
+        name: str,
+        host: str,
+        port: int,
+        hello: Callable[[], wire.Hello],
+        on_drop: Callable[[], None],
+        shared_memory: SharedMemory = "auto",
     ) -> None:
         self.name = name
         self.host = host
@@ -59,7 +71,12 @@ class Link:
         self.reset_locks()
         self._hello = hello
         self._on_drop = on_drop
+        self.shared_memory = shared_memory
+        # Ids of GETs that a finalizer found to be over: it must not send anything. The next call does.
+        self.unreleased: deque[int] = deque()
+        self._notices: deque[bytes] = deque()  # messages that were posted and not sent
         self._dealer: Dealer | None = None  # of the connection `sock`
+        self.staging: Staging | None = None  # of the connection `sock`, if it is local
         self._doubted = 0.0  # when the present silence was first noticed
         self._pinged = 0.0
         self._delay_s = 0.0  # moving mean of the time from a request's last byte to the first byte of its answer
@@ -81,6 +98,17 @@ class Link:
         dealer = self._dealer
         return dealer.pending if dealer is not None else {}
 
+    @property
+    def local(self) -> bool:
+        """Whether the present connection is over the shard's Unix socket."""
+        dealer = self._dealer
+        return dealer is not None and dealer.files is not None
+
+    @property
+    def path(self) -> str:
+        """How blocks come: "shared memory" or "tcp"."""
+        return "shared memory" if self.local else "tcp"
+
     # ---- connecting ------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> wire.Welcome:
@@ -93,7 +121,18 @@ class Link:
         except OSError as error:
             raise ConnectionLost(f"{self}: {error.strerror or error}") from None
         try:
-            return self._shake_hands(sock, deadline)
+            dealer, welcome = self.shake_hands(sock, deadline)
+            name = welcome.shards[welcome.shard].name
+            if self.fixed_name and name != self.name:
+                raise ConnectionLost(f"{self}: expected shard {self.name} there, but shard {name} answered")
+            if self.shared_memory is not False:
+                sock, dealer = go_local(
+                    sock, dealer, welcome, deadline, self.shake_hands, str(self) if self.shared_memory is True else ""
+                )
+            self._dealer = dealer
+            self.staging = Staging(welcome.block_bytes) if dealer.files is not None and welcome.block_bytes else None
+            self.sock = sock
+            return welcome
         except BaseException as error:
             sock.close()
             if isinstance(error, Refusal):
@@ -132,29 +171,30 @@ class Link:
                 return sock
         raise OSError(f"{self.host} has no address")
 
-    def _shake_hands(self, sock: socket.socket, deadline: float) -> wire.Welcome:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def shake_hands(self, sock: socket.socket, deadline: float) -> tuple[Dealer, wire.Welcome]:
+        """Greet and say HELLO on a connected socket. Raises `OSError`, `ZMTPError`, `WireError` and `Refusal`."""
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         os.set_inheritable(sock.fileno(), False)
         dealer = Dealer(sock, self._learn_delay)
         dealer.greet(deadline)
         welcome = dealer.say_hello(self._hello(), deadline)
-        name = welcome.shards[welcome.shard].name
-        if self.fixed_name and name != self.name:
-            raise ConnectionLost(f"{self}: expected shard {self.name} there, but shard {name} answered")
         self.last_received = self.last_moved = time.monotonic()
         self.unanswered = False
         self.broken = None
         self.connections += 1
-        self._dealer = dealer
-        self.sock = sock
-        return welcome
+        return dealer, welcome
 
-    def close(self) -> None:
-        """Close the connection. Calls that wait for answers are not failed."""
-        sock, self.sock, self._dealer = self.sock, None, None
-        if sock is not None:
+    def close(self, forked: bool = False) -> None:
+        """Close the connection. Calls that wait for answers are not failed. `forked`: it is the parent's."""
+        sock, dealer, self.sock, self._dealer, self.staging = self.sock, self._dealer, None, None, None
+        self._notices.clear()
+        self.unreleased.clear()
+        if dealer is not None and dealer.files is not None:
+            dealer.files.close(forked)
+        elif sock is not None:
             sock.close()
 
     def drop(self, error: KVStoreError) -> None:
@@ -165,7 +205,7 @@ class Link:
     def drop_locked(self, error: KVStoreError) -> None:
         """`drop` for a caller that holds `receive_lock`."""
         with contextlib.suppress(OSError):
-            if self.sock is not None:
+            if self.sock is not None and not self.local:  # a local shard would take it for the end of all loans
                 self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits to send
         owed = list(self.pending.values())
         self.close()
@@ -211,6 +251,7 @@ class Link:
                 if self.sending.owner is me:
                     self.sending.owner = None
                     self.sending.wake()
+                    self.send_notices()
         return True
 
     def owe(self, answer: Answer) -> int:
@@ -232,27 +273,56 @@ class Link:
 
     # ---- sending ---------------------------------------------------------------------------------------------
 
-    def post(self, header: bytes, timeout_s: float) -> None:
-        """Send a message that has no reply (CREDIT, CANCEL), best effort. Blocks for at most about `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        me = object()
+    def post(self, header: bytes) -> None:
+        """Send a message that has no reply (CREDIT, CANCEL, RELEASE). Never blocks: if another thread is sending, that
+        one sends it when its own message is sent in whole; if the socket is full, the next one does."""
+        self._notices.append(zmtp.frame(header, False))
+        self.send_notices()
+
+    def send_notices(self) -> None:
+        """Send what was posted, unless another thread is sending: it calls this when it is done."""
+        while self._notices:
+            me = object()
+            try:
+                if not self.sending.take(me, 0.0) or not self.flush_notices():
+                    return
+            finally:
+                if self.sending.owner is me:
+                    self.sending.owner = None
+                    self.sending.wake()
+
+    def flush_notices(self) -> bool:
+        """Send what was posted; for the owner of `sending`, between messages. -> False if the socket takes no more now,
+        or the connection is lost."""
+        sock, notices = self.sock, self._notices
         try:
-            if not self.sending.take(me, timeout_s):
-                return
-            sock = self.sock
-            if sock is not None:
-                self._send(sock, zmtp.frame(header, False), deadline)
+            while notices:
+                if sock is None:
+                    notices.clear()
+                    return False
+                data = notices.popleft()
+                try:
+                    sent = sock.send(data)
+                except BlockingIOError:
+                    notices.appendleft(data)
+                    return False
+                if sent < len(data):
+                    self.send(sock, data[sent:], time.monotonic() + GIVE_BACK_S)
         except (OSError, ValueError, Timeout) as error:  # ValueError: another thread has just closed the socket
             self.drop(ConnectionLost(f"{self}: {error}"))
-        except BaseException:  # KeyboardInterrupt: perhaps a part of the message was sent
+            return False
+        except BaseException:  # KeyboardInterrupt: perhaps a part of a message was sent
             self.drop(ConnectionLost(f"{self}: a call was interrupted"))
             raise
-        finally:
-            if self.sending.owner is me:
-                self.sending.owner = None
-                self.sending.wake()
+        return True
 
-    def _send(self, sock: socket.socket, data: bytes, deadline: float) -> None:
+    def give_back(self) -> None:
+        """Release the GETs in `unreleased`: what they borrowed is not in use any more."""
+        while self.unreleased:
+            self.post(wire.encode(wire.Release(self.unreleased.popleft(), 0)))
+
+    def send(self, sock: socket.socket, data: bytes, deadline: float) -> None:
+        """Send all of `data`; for the owner of `sending`. Raises `Timeout`, `OSError` and `ValueError`."""
         view = memoryview(data)
         while view:
             try:
@@ -289,13 +359,23 @@ class Link:
                 raise
 
     def abandon(self, answer: Answer) -> None:
-        """Give up an answer. After this call, no byte of the reply is written to the caller's memory."""
-        with self.receive_lock:
-            if answer.sent_at > self.last_received:
-                self.unanswered = True
-                self._delay_s = max(self._delay_s, time.monotonic() - answer.sent_at)
-                self._delay_known = time.monotonic()
-            dealer = self._dealer
-            if dealer is not None:
-                dealer.abandon(answer)
-                dealer.receiver.arm()
+        """Give up an answer. After this call, no byte of the reply is written to the caller's memory, and nothing that
+        was lent is kept."""
+        try:
+            with self.receive_lock:
+                if answer.sent_at > self.last_received:
+                    self.unanswered = True
+                    self._delay_s = max(self._delay_s, time.monotonic() - answer.sent_at)
+                    self._delay_known = time.monotonic()
+                answer.return_loans()
+                dealer = self._dealer
+                if dealer is not None:
+                    dealer.abandon(answer)
+                    dealer.receiver.arm()
+            if isinstance(answer, GetAnswer) and self.local:
+                self.post(wire.encode(wire.Cancel(answer.id)))
+                if not answer.kept:
+                    self.post(wire.encode(wire.Release(answer.id, 0)))
+        except BaseException:  # KeyboardInterrupt: perhaps the shard was not told, and would keep what it lent
+            self.drop(ConnectionLost(f"{self}: a call was interrupted"))
+            raise

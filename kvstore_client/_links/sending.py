@@ -7,13 +7,14 @@ the kernel copies them. No shard waits for another: if a socket is full, it is t
 
 from __future__ import annotations
 
+import functools
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvstore.wire import zmtp
-from kvstore_client._links.call import Call
+from kvstore_client._links.call import Call, Piece
 from kvstore_client._links.link import Link
 from kvstore_client.errors import ConnectionLost, KVStoreError, Timeout
 
@@ -32,9 +33,10 @@ class Sending:
         self._calls = iter(calls)
         self._current: Call | None = None
         self._connection = 0  # the number of the link's connection that the current message was begun on
-        self._pieces: Iterator[list[memoryview | bytes]] = iter(())
+        self._pieces: Iterator[Piece] = iter(())
         self._views: list[memoryview | bytes] = []
         self._blocked = False  # the socket was full at the last try
+        self.waits_for: Callable[[], bool] | None = None  # what must hold before the next piece can be made
 
     @property
     def began(self) -> bool:
@@ -61,6 +63,7 @@ class Sending:
         link = self.link
         if not link.sending.take(self, lock_wait_s):
             return False
+        link.flush_notices()
         call = next(self._calls, None)
         if call is None:
             self._give_up()
@@ -81,7 +84,13 @@ class Sending:
         """Send pieces until the message is whole (True) or the socket is full (False). Raises `OSError`."""
         while True:
             if not self._views:
+                if self.waits_for is not None and not self.waits_for():
+                    return False
+                self.waits_for = None
                 piece = next(self._pieces, None)
+                if callable(piece):
+                    self.waits_for = piece
+                    continue
                 if piece is None:
                     assert self._current is not None
                     self._current.answer.sent_at = time.monotonic()
@@ -124,12 +133,19 @@ class Sending:
         if sending.owner is self:
             sending.owner = None
             sending.wake()
+            self.link.send_notices()
 
 
-def send_all(sendings: Sequence[Sending], deadline: float, look_after: Callable[[], None]) -> list[Sending]:
+def send_all(
+    sendings: Sequence[Sending],
+    deadline: float,
+    look_after: Callable[[], None],
+    read: Callable[[Callable[[], bool], float], bool],
+) -> list[Sending]:
     """Send everything; calls that are not sent by the deadline fail with `Timeout`. -> the sendings that stopped in the
     middle of a message. The others only waited for their turn, which says nothing about their shard. `look_after()` is
-    called now and then while no socket takes bytes; it drops the links of shards that are silent for too long."""
+    called now and then while no socket takes bytes; it drops the links of shards that are silent for too long.
+    `read(ready, deadline)` reads replies until `ready()`, which may tell that a shard has read more."""
     active = list(sendings)
     try:
         while True:
@@ -145,12 +161,21 @@ def send_all(sendings: Sequence[Sending], deadline: float, look_after: Callable[
                     sending.abandon(Timeout(f"{sending.link}: it did not take the request by its deadline"))
                 return stuck
             if len(blocked) == len(active):
-                _await_room(blocked, min(left, _LOOK_AFTER_S))
+                conditions = [sending.waits_for for sending in blocked if sending.waits_for is not None]
+                if conditions:  # the others' sockets are looked at again soon
+                    wait_s = _LOOK_AFTER_S if len(conditions) == len(blocked) else _LOCK_WAIT_S
+                    read(functools.partial(_one_holds, conditions), min(deadline, time.monotonic() + wait_s))
+                else:
+                    _await_room(blocked, min(left, _LOOK_AFTER_S))
                 look_after()
     except BaseException:
         for sending in active:
             sending.abandon(ConnectionLost(f"{sending.link}: the call was broken off"))
         raise
+
+
+def _one_holds(conditions: Sequence[Callable[[], bool]]) -> bool:
+    return any(holds() for holds in conditions)
 
 
 def _await_room(blocked: Sequence[Sending], left: float) -> None:

@@ -5,6 +5,7 @@ The thread that reads a connection fills it, under that link's `receive_lock`.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -12,9 +13,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import checksum_into
+from kvstore._cext import LentBlock, checksum_into, copy_blocks
+from kvstore.wire import Part, Reply, frame_blocks
 from kvstore.wire.attributes import Attributes
-from kvstore.wire.dealer import FrameBuffers, GetAnswer
+from kvstore.wire.dealer import FrameBuffers, GetAnswer, Lent
+from kvstore.wire.shared import MAX_REFERENCES, Loan
 from kvstore_client._links.buffers import Rows
 
 _KEPT_BUFFERS: Final = 64  # buffers kept for a stream: more than its credit allows to be on the way
@@ -24,7 +27,7 @@ class PlacedBlocks(GetAnswer):
     """The answer to a GET, whose blocks go to `target`. `positions[i]` is the caller's position of the request's
     key i. `key_bytes`: of the keys, if the GET asks for attributes; then `attributes[i]` are those of key i."""
 
-    __slots__ = ("_placing", "arrived", "attributes", "hit", "positions", "target")
+    __slots__ = ("_placing", "arrived", "attributes", "hit", "positions", "read", "target")
 
     def __init__(
         self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget, key_bytes: int = 0
@@ -34,17 +37,48 @@ class PlacedBlocks(GetAnswer):
         self.positions = positions
         self.target = target
         self.arrived = self.hit = 0  # blocks that arrived, and how many of them have the right bytes
+        self.read = 0  # blocks that were lent and read, and are to be released
         self._placing: list[int] = []  # the caller's positions of the blocks in the part that is arriving
+
+    def begin_message(self, reply: Reply) -> None:
+        super().begin_message(reply)
+        if len(self.attributes) and isinstance(reply, Part):
+            self.attributes[self.part_positions] = self.part_attributes
 
     def begin_payload(self) -> list[memoryview]:
         self._placing = self.positions[self.part_positions].tolist()
-        if len(self.attributes):
-            self.attributes[self.part_positions] = self.part_attributes
         return self.target.views(self._placing)
 
     def end_payload(self) -> None:
         self.arrived += len(self._placing)
         self.hit += self.target.placed(self._placing, self.part_sums)
+
+    def read_lent(self) -> Lent | None:
+        """Read blocks of the first loan in `lent`. -> the loan, if it is to be given back now: then it stays in `lent`
+        until that is done. Called by the caller's own thread."""
+        lent = self.lent[0]
+        end = lent.read + self.target.at_once
+        some = slice(lent.read, end)
+        positions = self.positions[lent.positions[some]].tolist()
+        loan = Loan(lent.loan.maps, lent.loan.which[some], lent.loan.offsets[some])
+        self.hit += self.target.copy(positions, loan, lent.sums[some])
+        self.arrived += len(positions)
+        lent.read += len(positions)
+        self.read += len(positions)
+        if lent.read < len(lent.positions):
+            return None
+        if not self.target.keep(self, lent):
+            return lent
+        self.kept = True  # first: an interrupt may come in between
+        self.lent.popleft()
+        return None
+
+    def to_release(self, at_least: int) -> int:
+        """-> how many blocks that were read may be released now, if they are so many bytes; else 0."""
+        if self.kept or self.read * self.target.block_bytes < at_least:
+            return 0
+        count, self.read = self.read, 0
+        return count
 
 
 class BlockTarget:
@@ -54,6 +88,7 @@ class BlockTarget:
         self.block_bytes = block_bytes
         self.verify = verify
         self.bad: list[int] = []
+        self.at_once = MAX_REFERENCES  # blocks that are copied from shared memory at a time, at most
 
     def views(self, positions: list[int]) -> list[memoryview]:
         """Writable memory for these blocks, in this order."""
@@ -63,16 +98,29 @@ class BlockTarget:
         """Take in blocks whose bytes have arrived. -> how many of them have the right bytes."""
         raise NotImplementedError
 
-    def _check(self, views: Sequence[memoryview], positions: list[int], sums: npt.NDArray[np.uint64]) -> list[bool]:
+    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
+        """Copy blocks from shared memory. -> how many of them have the right bytes."""
+        raise NotImplementedError
+
+    def keep(self, answer: PlacedBlocks, lent: Lent) -> bool:
+        """Whether what was lent is read on after it was taken in: then this target returns it."""
+        return False
+
+    def _copied(self, found: npt.NDArray[np.uint64], positions: list[int], sums: npt.NDArray[np.uint64]) -> list[bool]:
+        """-> which blocks have the right bytes: those whose checksums `found` are as they should be."""
         if not self.verify:
             return [True] * len(positions)
-        found = np.empty(len(positions), dtype=np.uint64)
-        checksum_into(views, found)
         good = found == sums
         if not good.all():
             self.bad.extend(position for position, ok in zip(positions, good.tolist(), strict=True) if not ok)
         result: list[bool] = good.tolist()
         return result
+
+    def _check(self, views: Sequence[memoryview], positions: list[int], sums: npt.NDArray[np.uint64]) -> list[bool]:
+        found = np.empty(len(positions), dtype=np.uint64)
+        if self.verify:
+            checksum_into(views, found)
+        return self._copied(found, positions, sums)
 
 
 class IntoTarget(BlockTarget):
@@ -104,6 +152,15 @@ class IntoTarget(BlockTarget):
         self.present[positions] = good
         return sum(good)
 
+    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
+        self.present[positions] = False
+        slots = self._slots
+        places = np.array(positions if slots is None else [slots[position] for position in positions], dtype=np.int64)
+        found = copy_blocks(loan.maps, loan.which, loan.offsets, self.block_bytes, self._rows, places)
+        good = self._copied(found, positions, sums)
+        self.present[positions] = good
+        return sum(good)
+
 
 class QueueTarget(BlockTarget):
     """Buffers of the target's own, handed to the caller in order of arrival. A buffer is used again only when no view
@@ -113,19 +170,71 @@ class QueueTarget(BlockTarget):
         super().__init__(block_bytes, verify)
         self.ready: deque[tuple[int, memoryview | None]] = deque()  # None: the block's bytes were wrong
         self._buffers = FrameBuffers(block_bytes, _KEPT_BUFFERS)
+        self._taking = threading.Lock()
         self._filling: dict[int, memoryview] = {}  # by first position: several links may receive a frame at once
+        self.at_once = frame_blocks(block_bytes)
 
     def views(self, positions: list[int]) -> list[memoryview]:
-        filling = self._buffers.take(len(positions) * self.block_bytes)
+        filling = self._take(len(positions) * self.block_bytes)
         self._filling[positions[0]] = filling
         return [filling]
 
     def placed(self, positions: list[int], sums: npt.NDArray[np.uint64]) -> int:
-        filled = self._filling.pop(positions[0])
+        views = self._blocks(self._filling.pop(positions[0]))
+        return self._hand_out(positions, views, self._check(views, positions, sums))
+
+    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
+        filled = self._take(len(positions) * self.block_bytes)
+        places = np.arange(0, len(filled), self.block_bytes, dtype=np.int64)
+        found = copy_blocks(loan.maps, loan.which, loan.offsets, self.block_bytes, filled, places)
+        return self._hand_out(positions, self._blocks(filled), self._copied(found, positions, sums))
+
+    def _take(self, nbytes: int) -> memoryview:
+        with self._taking:  # the thread that reads a connection, and the one that copies from shared memory
+            return self._buffers.take(nbytes)
+
+    def _blocks(self, filled: memoryview) -> list[memoryview]:
         size = self.block_bytes
-        views = [filled[at : at + size].toreadonly() for at in range(0, len(positions) * size, size)]
-        good = self._check(views, positions, sums)
+        return [filled[at : at + size].toreadonly() for at in range(0, len(filled), size)]
+
+    def _hand_out(self, positions: list[int], views: list[memoryview], good: list[bool]) -> int:
         self.ready.extend(
             (position, view if ok else None) for position, view, ok in zip(positions, views, good, strict=True)
         )
+        return sum(good)
+
+
+class BorrowTarget(QueueTarget):
+    """Blocks that are read where they are: in the server's memory, as far as it lends them, else in buffers of the
+    target's own. `blocks[i]`: the block of position i, None until it is there."""
+
+    def __init__(self, block_bytes: int, count: int, verify: bool) -> None:
+        super().__init__(block_bytes, verify)
+        self.at_once = MAX_REFERENCES
+        self.blocks: list[memoryview | None] = [None] * count
+        self.lent: list[tuple[PlacedBlocks, Lent]] = []  # to be returned
+        self.exporters: list[LentBlock] = []  # of the blocks in the server's memory
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which blocks are there."""
+        return np.array([block is not None for block in self.blocks], dtype=np.bool_)
+
+    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
+        exporters = [
+            LentBlock(loan.maps[which], offset, self.block_bytes)
+            for which, offset in zip(loan.which.tolist(), loan.offsets.tolist(), strict=True)
+        ]
+        self.exporters += exporters
+        views = [memoryview(exporter) for exporter in exporters]
+        return self._hand_out(positions, views, self._check(views, positions, sums))
+
+    def keep(self, answer: PlacedBlocks, lent: Lent) -> bool:
+        self.lent.append((answer, lent))
+        return True
+
+    def _hand_out(self, positions: list[int], views: list[memoryview], good: list[bool]) -> int:
+        for position, view, ok in zip(positions, views, good, strict=True):
+            if ok:
+                self.blocks[position] = view
         return sum(good)

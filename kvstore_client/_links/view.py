@@ -9,6 +9,7 @@ or drains, the owners of a key are the shards that have it. Otherwise there are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -61,6 +62,16 @@ class _Ring:
             return self._numbers[self._placement.owners(keys)].reshape(-1, 1)
         found: Numbers = self._numbers[self._placement.replicas(keys, count)]
         return found
+
+
+@dataclass
+class Node:
+    """A server of a list, as the user named it. Its shards are learned from it."""
+
+    host: str
+    port: int
+    zone: str = ""
+    links: list[Link] = field(default_factory=list)
 
 
 class View:

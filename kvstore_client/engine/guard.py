@@ -12,13 +12,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore_client.client import KVStoreClient
+from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import Namespace
 
 T = TypeVar("T")
+Store: TypeAlias = KVStoreClient | LocalFirstStore
 
 LOG_INTERVAL_S: Final = 10.0
 # Pause before connecting again to a store that refused this client (another version, no rights).
@@ -73,17 +75,20 @@ class StoreGuard:
         timeout_s: float,
         counters: Counters,
         replicas: int = 1,
+        local: str = "",
         logger: logging.Logger | None = None,
     ) -> None:
         """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
-        invalid endpoint. timeout_s: the deadline of each call that sets none of its own."""
+        invalid endpoint. timeout_s: the deadline of each call that sets none of its own. local: the address of a server
+        on this host, in front of the store; empty: there is none."""
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
         self._replicas = replicas
+        self._local = local
         self._counters = counters
         self._logger = logger or logging.getLogger("kvstore_client")
-        self._client: KVStoreClient | None = None
+        self._client: Store | None = None
         self._closed = False
         self._refused_until = 0.0
         self._next_log = 0.0
@@ -100,7 +105,7 @@ class StoreGuard:
         self._lock = threading.Lock()
         self._log_lock = threading.Lock()
 
-    def call(self, operation: Callable[[KVStoreClient], T], miss: T) -> T:
+    def call(self, operation: Callable[[Store], T], miss: T) -> T:
         """Return ``operation(client)``, or ``miss`` when it fails. Never raises. If one shard fails, only its own
         blocks are misses in the result of ``operation``; the failure of the shard is counted and logged as well."""
         try:
@@ -125,7 +130,7 @@ class StoreGuard:
             except Exception as error:
                 self._logger.warning("kvstore: closing the client failed: %r", error)
 
-    def _connect(self) -> KVStoreClient:
+    def _connect(self) -> Store:
         with self._lock:
             if self._closed:
                 raise KVStoreError("this engine is shutting down")
@@ -135,10 +140,13 @@ class StoreGuard:
                         f"the store refused this client; it is asked again every {REFUSED_PAUSE_S:.0f} s"
                     )
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
-                self._client = KVStoreClient(
-                    self._endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, replicas=self._replicas
-                )
+                self._client = self._open(self._endpoint, self._replicas)
+                if self._local:
+                    self._client = LocalFirstStore(self._open(self._local, 1), self._client)
             return self._client
+
+    def _open(self, endpoint: str | Sequence[str], replicas: int) -> KVStoreClient:
+        return KVStoreClient(endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, replicas=replicas)
 
     def failed(self, error: Exception) -> None:
         """Count and log a failure of the store."""

@@ -20,8 +20,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
-from kvstore_client.client import KVStoreClient
-from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.guard import Counters, Store, StoreGuard
 
 # How long "found" is believed, both by a request that waits for room and by others with the same prefix.
 FOUND_VALID_S: Final = 1.0
@@ -168,7 +167,7 @@ class PrefixLookups:
             self._expiring.append((now + FOUND_VALID_S, question.keys[: question.length + 1]))
 
 
-def _match_prefix(keys: Sequence[bytes], timeout_s: float, client: KVStoreClient) -> tuple[int, bool]:
+def _match_prefix(keys: Sequence[bytes], timeout_s: float, client: Store) -> tuple[int, bool]:
     """The length of the stored prefix, and whether it is certain, because every shard that was asked answered."""
     before = client.stats.unanswered
     length = client.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)

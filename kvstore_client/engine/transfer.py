@@ -25,8 +25,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.client import KVStoreClient
-from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.guard import Counters, Store, StoreGuard
+from kvstore_client.engine.local_first import LocalFirstStore
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
@@ -132,7 +132,7 @@ class TransferOut:
 
     def _send(self, batch: list[_Waiting]) -> None:
         keys = [each.key for each in batch]
-        present = self._guard.call(lambda client: client.contains(keys), None)
+        present = self._guard.call(lambda store: _stored(store, keys), None)
         if present is None:
             return self._report(batch, SendOutcome.FAILED)
         missing = [each for each, there in zip(batch, present, strict=True) if not there]
@@ -142,7 +142,7 @@ class TransferOut:
         stored = np.ones(len(missing), dtype=np.bool_)
         if self._guard.call(lambda client: _set(client, missing), len(missing)):  # it does not tell which ones
             keys = [each.key for each in missing]
-            stored = self._guard.call(lambda client: client.contains(keys), np.zeros(len(missing), dtype=np.bool_))
+            stored = self._guard.call(lambda store: _stored(store, keys), np.zeros(len(missing), dtype=np.bool_))
         self._report([each for each, there in zip(missing, stored, strict=True) if there], SendOutcome.STORED)
         self._report([each for each, there in zip(missing, stored, strict=True) if not there], SendOutcome.FAILED)
 
@@ -164,7 +164,12 @@ _COUNTERS: Final = {
 }
 
 
-def _set(client: KVStoreClient, blocks: Sequence[_Waiting]) -> int:
+def _stored(store: Store, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+    """Which blocks need not be set."""
+    return store.in_remote(keys) if isinstance(store, LocalFirstStore) else store.contains(keys)
+
+
+def _set(client: Store, blocks: Sequence[_Waiting]) -> int:
     """Set blocks. -> how many the store could not take. A deferred set is acknowledged once the store owns the bytes;
     every lookup sees the blocks from then on."""
     keys, rows = [each.key for each in blocks], [each.block for each in blocks]
@@ -266,7 +271,7 @@ class TransferIn:
             self._counters.add("missed_blocks", len(keys))
             return nothing
 
-        def get(client: KVStoreClient) -> npt.NDArray[np.bool_]:
+        def get(client: Store) -> npt.NDArray[np.bool_]:
             hits = client.get_into(keys, out, slots, timeout_s=left)
             self._count_corrupt(client.stats.checksum_errors)
             return hits

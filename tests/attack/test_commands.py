@@ -12,6 +12,7 @@ from kvstore_client import KVStoreClient
 from tests.attack.scale import FULL
 from tests.support.harness import (
     CONTAINS,
+    SANITIZED,
     SET,
     Closed,
     MakeNamespace,
@@ -153,7 +154,7 @@ def test_no_command_between_frames_harms_the_server(start_server: StartServer, n
         held = shard_info(client).held_bytes
         assert not any(held[holder] for holder in ("frames", "writes", "streams", "replies")), held
         assert all(raw.closed() for raw in last)
-        assert rss_bytes(shard.pid) < at_half + (8 << 20)
+        assert rss_bytes(shard.pid) < at_half + (8 << 20) or SANITIZED
         keys = hostile.keys
         found = client.get(keys)
         assert all(block is None or block == block_of(key, 64) for key, block in zip(keys, found.blocks, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from kvstore_client import KVStoreClient, KVStoreError
 from tests.attack.scale import FULL
-from tests.support.harness import Server, block_of, make_keys, make_namespace
+from tests.support.harness import Server, block_of, make_keys, make_namespace, wait_until
 
 NAMESPACE = make_namespace(65_536, "interrupts")
 COUNT = 64
@@ -84,11 +85,17 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
             for position, block in client.stream_get(KEYS):
                 assert bytes(block) == BLOCKS[position].tobytes()
 
+        def borrow() -> None:
+            with client.borrow(KEYS) as blocks:
+                for block, row in zip(blocks, BLOCKS, strict=True):
+                    assert block is None or bytes(block) == row.tobytes()
+
         calls = [
             lambda: client.set(KEYS, BLOCKS, deferred=False),
             lambda: client.set(KEYS, BLOCKS),
             lambda: client.get_into(KEYS, out),
             stream,
+            borrow,
             lambda: client.contains(KEYS),
             lambda: client.delete(KEYS[:8]),
         ]
@@ -105,4 +112,7 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
             assert client.set(KEYS, BLOCKS, deferred=False).error == 0
             out[:] = 0
             assert client.get_into(KEYS, out).all() and np.array_equal(out, BLOCKS)
+        gc.collect()
+        client.ping()
+        wait_until(lambda: client.info().shards[0].lent_blocks == 0, what="nothing is lent any more")
     assert interrupted > ROUNDS / 10

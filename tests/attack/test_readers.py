@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvstore_client import KVStoreClient
@@ -41,6 +42,8 @@ def break_checksums(patch: pytest.MonkeyPatch) -> None:
         out[:] ^= 1  # type: ignore[index] # an array
 
     patch.setattr(targets, "checksum_into", wrong)
+    copy = targets.copy_blocks
+    patch.setattr(targets, "copy_blocks", lambda *arguments: copy(*arguments) ^ np.uint64(1))
 
 
 def test_only_damaged_blocks_are_deleted_as_damaged(server: Server, new_namespace: MakeNamespace) -> None:

@@ -96,7 +96,7 @@ class Summary(msgspec.Struct, frozen=True, tag=True):
     """The end."""
 
     calls: int
-    stats: dict[str, int]
+    stats: dict[str, int | str]
 
 
 def keys_of(chain: int) -> list[bytes]:

@@ -159,7 +159,7 @@ def test_nothing_of_a_refused_set_is_there(raw: RawClient, client: KVStoreClient
 
 def test_an_empty_set_and_an_empty_get_are_no_error(raw: RawClient) -> None:
     assert raw.ask(pack(SET, 7, 1000, 0, 16), b"", b"")[:8] == [SET_REPLY, 7, 0, 0, 0, 0, 0, 0]
-    assert raw.ask(pack(GET, 8, 1000, 0, 16), b"") == [67, 8, b"", b"", True, 0, 0, 0, b""]
+    assert raw.ask(pack(GET, 8, 1000, 0, 16), b"") == [67, 8, b"", b"", True, 0, 0, 0, b"", b""]
     assert raw.ask(pack(CONTAINS, 9, 1000, 0, 16), b"") == [68, 9, b""]
 
 

@@ -846,7 +846,7 @@ def test_a_get_without_credit_comes_in_parts_of_whole_frames(server: Server, cli
         seen: list[int] = []
         last = False
         while not last:
-            (tag, request_id, positions, sums, last, hit, miss, following, _), frames = raw.reply()
+            (tag, request_id, positions, sums, last, hit, miss, following, *_), frames = raw.reply()
             assert (tag, request_id) == (67, 3)
             of_part = np.frombuffer(positions, dtype="<u4").tolist()
             assert len(sums) == 8 * len(of_part) and len(of_part) <= 512

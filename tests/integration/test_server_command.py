@@ -65,7 +65,8 @@ def test_a_start_and_a_stop_are_told_in_one_line_each(start_server: StartServer)
     server = start_server("--shards", "2", "--http", "127.0.0.1:0")
     (started,) = (line for line in server.log_text().splitlines() if " starts: " in line)
     assert f"kvstore-server {kvstore.__version__} starts: listening on 127.0.0.1:{server.port}, 127.0.0.1:" in started
-    assert started.endswith(f"settings: port={server.port} shards=2 http=127.0.0.1:0 memory=64MiB segment=4MiB")
+    expected = f"settings: port={server.port} shards=2 http=127.0.0.1:0 unix_socket=off memory=64MiB segment=4MiB"
+    assert started.endswith(expected)
     assert server.stop() == 0
     *_, stopping, stopped = server.log_text().splitlines()
     assert "SIGTERM: stopping" in stopping

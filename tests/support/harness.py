@@ -35,6 +35,7 @@ from tests.support.ports import free_ports
 
 ROOT = forked.ROOT
 environment = forked.environment
+SANITIZED = "ASAN_OPTIONS" in os.environ  # AddressSanitizer keeps what was freed for a while
 OVERHEAD_BYTES = 256 << 20  # memory that a shard may take beyond its limit, whatever clients do
 START_S = 30.0
 STOP_S = 20.0
@@ -96,6 +97,7 @@ def alive(process: psutil.Process) -> bool:
 
 class Server:
     """A real `kvstore-server`. Its standard error goes to the file `log`. `restart` starts another on the same port.
+    It has no Unix socket unless the arguments name one, so that clients use TCP.
 
     `prefix`: a command that runs the server elsewhere and becomes its process, e.g. ``ip netns exec NAMESPACE``.
     """
@@ -105,7 +107,7 @@ class Server:
     ) -> None:
         self.log = log
         self._prefix = prefix
-        self._arguments = arguments
+        self._arguments = arguments if "--unix-socket" in arguments else ("--unix-socket", "off", *arguments)
         self._environment = environment(**extra_environment)
         shards = int(arguments[arguments.index("--shards") + 1]) if "--shards" in arguments else 1
         # With --port 0 a server takes any ports, but a restart takes the first one and those next to it.
@@ -252,7 +254,7 @@ class MemoryWatch:
         self._stop.set()
         self._thread.join()
         assert self.highest > 0
-        assert self.highest <= self.bound or "ASAN_OPTIONS" in os.environ, (
+        assert self.highest <= self.bound or SANITIZED, (
             f"{self.highest >> 20} MiB resident: at most {self.bound >> 20} MiB"
         )
 
@@ -278,8 +280,9 @@ MakeNamespace = Callable[..., Namespace]
 # ---- the wire, by hand -------------------------------------------------------------------------------------------
 
 HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL = range(1, 12)
-HOTTEST = 13
+HOTTEST, PURGE, RELEASE, SHARE = range(13, 17)
 WELCOME, SET_REPLY, PART, CONTAINS_REPLY, MATCH_REPLY, DELETE_REPLY, SYNC_REPLY, INFO_REPLY, PONG = range(65, 74)
+EXTENT, RETIRED, SHARE_REPLY, TAKEN = range(77, 81)
 ERROR = 127
 PROTOCOL = 2  # the version HELLO names
 

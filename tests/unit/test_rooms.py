@@ -33,7 +33,7 @@ SERVER = [
 ]
 CLIENT = [
     *("kvstore_client.errors", "kvstore_client._arguments", "kvstore_client.endpoints", "kvstore_client.keys"),
-    *("kvstore_client.results", "kvstore_client._links"),
+    *("kvstore_client.results", "kvstore_client.memory", "kvstore_client._links"),
     *("kvstore_client._calls", "kvstore_client", "kvstore_client.engine", "kvstore_client.vllm.shared"),
     *("kvstore_client.vllm.tier", "kvstore_client.vllm.connector", "kvstore_client.vllm"),
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -109,6 +112,71 @@ def test_pages_touched_ahead_keep_what_a_block_wrote(arena: Arena) -> None:
 def test_a_limit_below_one_segment_is_refused() -> None:
     with pytest.raises(ValueError, match=f"{SEGMENT - 1} bytes hold no segment of {SEGMENT}"):
         Arena(SEGMENT - 1, SEGMENT)
+
+
+# ---- an arena whose segments clients may be given --------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_arena() -> Iterator[Arena]:
+    arena = Arena(4 * SEGMENT, SEGMENT, shared=True)
+    arena.lending = True
+    yield arena
+    arena.close()
+
+
+def test_a_segment_that_is_given_out_can_be_read_and_not_written(shared_arena: Arena) -> None:
+    segment = shared_arena.take()
+    assert segment is not None
+    shared_arena.view(segment)[:5] = b"bytes"
+    number = shared_arena.export(segment)
+    assert number and shared_arena.export(segment) == number
+    file = shared_arena.open_to_read(segment)
+    with mmap.mmap(file, SEGMENT, prot=mmap.PROT_READ) as seen:
+        shared_arena.view(segment)[5:9] = b" too"  # this process goes on writing
+        assert seen[:9] == b"bytes too"
+    for change in (lambda: os.pwrite(file, b"x", 0), lambda: mmap.mmap(file, SEGMENT), lambda: os.ftruncate(file, 0)):
+        with pytest.raises(OSError):
+            change()
+    os.close(file)
+
+
+def test_a_segment_that_was_given_out_gets_a_new_file_when_it_is_given_back(shared_arena: Arena) -> None:
+    segment = shared_arena.take()
+    assert segment is not None
+    shared_arena.view(segment)[:] = b"\xa5" * SEGMENT
+    number = shared_arena.export(segment)
+    file = shared_arena.open_to_read(segment)
+    shared_arena.give_back(segment)
+    assert os.fstat(file).st_size == 0 and shared_arena.retired == [number]
+    assert shared_arena.take() == segment and not any(shared_arena.view(segment))
+    assert shared_arena.export(segment) not in (0, number)
+    os.close(file)
+
+
+def test_a_segment_with_bytes_of_another_namespace_is_not_given_out(shared_arena: Arena) -> None:
+    shared_arena.lending = False
+    segment = shared_arena.take()
+    assert segment is not None
+    shared_arena.view(segment)[:] = b"\xa5" * SEGMENT
+    shared_arena.give_back(segment)
+    assert shared_arena.take() == segment and shared_arena.view(segment)[0] == 0xA5  # not for nothing
+    shared_arena.lending = True
+    assert shared_arena.export(segment) == 0
+    shared_arena.give_back(segment)
+    assert shared_arena.take() == segment and not any(shared_arena.view(segment)) and shared_arena.export(segment)
+
+
+def test_segments_without_a_descriptor_are_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.store.arena._OTHER_FILES", resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 2)
+    arena = Arena(4 * SEGMENT, SEGMENT, shared=True)
+    arena.lending = True
+    segments = [arena.take() for _ in range(4)]
+    assert [bool(arena.export(segment)) for segment in segments if segment is not None] == [True, True, False, False]
+    for segment in range(4):
+        arena.view(segment)[:] = bytes([segment + 1]) * SEGMENT
+    assert all(bytes(arena.view(segment)) == bytes([segment + 1]) * SEGMENT for segment in range(4))
+    arena.close()
 
 
 # ---- namespaces ----------------------------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ SHARD_INFO = wire.ShardInfo(
     held_bytes={"streams": 5120},
     held_limit_bytes=100_663_296,
     refused={"connections": 7},
+    unix_socket="/run/kv.sock",
+    lent_blocks=64,
+    lent_bytes=64 * 917_504,
 )
 
 REQUESTS: dict[str, wire.Request] = {
@@ -116,6 +119,7 @@ REQUESTS: dict[str, wire.Request] = {
     ),
     "set_copied": wire.Set(2, 10_000, 1, 8, attributes=bytes.fromhex("4006000002") + b"key--000"),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True, True),
+    "get_references": wire.Get(3, 10_000, 64, 16, references=True),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
     "delete": wire.Delete(6, 250, 0, 16),
@@ -127,6 +131,8 @@ REQUESTS: dict[str, wire.Request] = {
     "scrub": wire.Scrub(10, 10_000),
     "hottest": wire.Hottest(11, 10_000, 524_288, 1_000_000, True),
     "purge": wire.Purge(12, 10_000, True),
+    "release": wire.Release(3, 64),
+    "share": wire.Share(13, 2, 16 << 20),
 }
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
@@ -141,9 +147,12 @@ REPLIES: dict[str, wire.Reply] = {
             wire.ShardAddress("host:7070/1", "10.0.0.2", 7071, 2147483648.0),
         ],
         zone="rack-7",
+        unix_socket="/run/kvstore/7070.sock.1",
+        instance="c0ffee",
     ),
     "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4]), 7),
     "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016, bytes(range(26))),
+    "part_references": wire.Part(3, bytes(4), bytes(8), False, 1, 0, references=bytes([7] + [0] * 10 + [14] + [0] * 4)),
     "part_last": wire.Part(3, b"", b"", True, 9, 8183, 0),
     "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
     "match_reply": wire.MatchReply(5, 200),
@@ -154,6 +163,10 @@ REPLIES: dict[str, wire.Reply] = {
     "scrub_reply": wire.ScrubReply(10, 16),
     "purge_reply": wire.PurgeReply(12, 1_000_000),
     "hottest_reply": wire.HottestReply(11, 8, b"hot-1st!hot-2nd!", 700_000, b"hot-0th!hot-1st!"),
+    "extent": wire.Extent(0, 7, 32 << 20),
+    "retired": wire.Retired(0, bytes([7] + [0] * 7)),
+    "share_reply": wire.ShareReply(13),
+    "taken": wire.Taken(2, 16),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {
@@ -254,7 +267,10 @@ def test_optional_fields_may_be_left_out() -> None:
     assert wire.decode_request(msgspec.msgpack.encode([3, 5, 100, 1, 8])) == wire.Get(5, 100, 1, 8, 0)
 
 
-@pytest.mark.parametrize(("name", "since"), [("welcome", {"zone": ""}), ("set_reply", {"outcomes": b"", "evicted": 0})])
+@pytest.mark.parametrize(
+    ("name", "since"),
+    [("welcome", {"zone": "", "unix_socket": "", "instance": ""}), ("set_reply", {"outcomes": b"", "evicted": 0})],
+)
 def test_the_replies_of_an_older_shard_are_read(name: str, since: dict[str, Any]) -> None:
     fields = msgspec.msgpack.decode(vector(name))
     older = msgspec.msgpack.encode(fields[: len(fields) - len(since)])
@@ -373,6 +389,8 @@ _requests = st.one_of(
     st.builds(wire.Ping, *_asked),
     st.builds(wire.Credit, *_asked),
     st.builds(wire.Cancel, _ids),
+    st.builds(wire.Release, _ids, _ids),
+    st.builds(wire.Share, _ids, _ids, st.integers(1, 2**63 - 1)),
     st.builds(wire.Scrub, *_asked),
     st.builds(wire.Hottest, _ids, st.integers(1, wire.MAX_DEADLINE_MS), _ids, _ids),
 )
@@ -396,6 +414,10 @@ _replies = st.one_of(
     st.builds(wire.MatchReply, _ids, _numbers),
     st.builds(wire.DeleteReply, _ids, _numbers),
     st.builds(wire.SyncReply, _ids),
+    st.builds(wire.Extent, _ids, _numbers, _numbers),
+    st.builds(wire.Retired, _ids, st.binary()),
+    st.builds(wire.ShareReply, _ids),
+    st.builds(wire.Taken, _ids, _numbers),
     st.builds(wire.InfoReply, _ids, st.binary()),
     st.builds(wire.Pong, _ids),
     st.builds(wire.ScrubReply, _ids, _numbers),

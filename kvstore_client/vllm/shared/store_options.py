@@ -37,6 +37,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     lookup_timeout_s: how long a request waits for the store to say what it has. After that it counts as a miss.
     tenant: blocks are shared only within one tenant.
     replicas: how many nodes of a cluster hold a copy of each block, 1 to 3. Equal in all engines that share blocks.
+    local: the address of a server on the engine's host, which is asked before `endpoint` and holds copies of what is
+        set and found there; empty: none.
     """
 
     endpoint: Annotated[str | list[str], msgspec.Meta(examples=["tcp://127.0.0.1:7070"])]
@@ -44,9 +46,17 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     lookup_timeout_s: float = 1.0
     tenant: str = ""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
+    local: str = ""
 
     def __post_init__(self) -> None:
         parse_endpoints(self.endpoint)  # the client's own check
+        if self.local:
+            local, store = parse_endpoints(self.local), parse_endpoints(self.endpoint)
+            if len(local.nodes) != 1 or local == store:
+                raise ValueError(
+                    f"local is {self.local!r}; expected the address of one server on this host, other than endpoint. A "
+                    "server on this host that is the only store is the endpoint itself"
+                )
         for name in ("timeout_s", "lookup_timeout_s"):
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 raise ValueError(

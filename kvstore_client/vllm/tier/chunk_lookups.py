@@ -19,13 +19,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstore_client import KVStoreClient
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvstore_client.engine.guard import Counters, StoreGuard
+    from kvstore_client.engine.guard import Counters, Store, StoreGuard
 
 # An answer younger than this serves requests that have not asked for the key before.
 VALID_S: Final = 1.0
@@ -181,5 +179,5 @@ class ChunkLookups:
                 answer.found = hit
 
 
-def _present(keys: Sequence[bytes], timeout_s: float, pin_s: float, client: KVStoreClient) -> npt.NDArray[np.bool_]:
+def _present(keys: Sequence[bytes], timeout_s: float, pin_s: float, client: Store) -> npt.NDArray[np.bool_]:
     return client.contains(keys, refresh=True, pin_s=pin_s, timeout_s=timeout_s)

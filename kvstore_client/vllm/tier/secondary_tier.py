@@ -174,6 +174,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 timeout_s=timeout_s,
                 counters=self._counters,
                 replicas=given.replicas,
+                local=given.local,
                 logger=logger,
             )
             for timeout_s in (given.timeout_s, given.lookup_timeout_s)

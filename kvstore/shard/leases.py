@@ -1,0 +1,206 @@
+"""Leases: the blocks that clients on this host read in shared memory.
+
+A GET by references does not send blocks: it tells where they are, and lends them. A block that is lent keeps its slot,
+as while it is being sent, so it is not evicted and its segment is not given back. A lease ends when the client gives it
+back (RELEASE), or when the client has closed its end of the connection, which the kernel does for a process that is
+gone. It does not end by time: a client that sleeps may read on when it wakes up. Therefore all leases together have a
+limit, and one connection may hold as much as is left for the others. Beyond it, blocks are sent through the socket.
+
+When the shard closes a connection, its leases stay until the client has closed its end as well: see `Holders`.
+Used by the loop's thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore.shard.account import LEASES, Share
+from kvstore.store.arena import Arena
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.tier import Slots
+from kvstore.wire.shared import MAX_DESCRIPTORS, MAX_REFERENCES, REFERENCE
+from kvstore.wire.zmtp import frame
+
+LENT_SHARE: Final = 0.5  # of the shard's memory, that may be lent at a time
+LEASE_BYTES: Final = 512  # what the lease of a part takes beside its slots
+
+
+class Lending:
+    """What all connections together were lent, in bytes of blocks."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.limit_bytes = int(arena.segments * arena.segment_bytes * LENT_SHARE)
+        self.held_bytes = 0
+        self.blocks = 0
+        self.total_bytes = 0  # since the start
+
+
+class References(NamedTuple):
+    """Where blocks are: entries as PART carries them, and the files that the client has not got, with descriptors."""
+
+    entries: npt.NDArray[np.void]
+    new: list[tuple[int, int]]  # segment, descriptor
+
+
+class Lent:
+    """A reply by references that is ready to be sent."""
+
+    __slots__ = ("descriptors", "extents", "references")
+
+    def __init__(self, references: bytes) -> None:
+        self.references = references
+        self.extents: list[bytes] = []  # frames that go before the PART
+        self.descriptors: list[int] = []  # that go with their bytes
+
+    def close(self) -> None:
+        """Close the descriptors: they were sent, or nobody will send them."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+class Leases:
+    """What one connection was lent. `share`: its part of the account of memory."""
+
+    def __init__(self, lending: Lending, share: Share) -> None:
+        self.held_bytes = 0
+        self._lending = lending
+        self._share = share
+        self._lent: dict[int, deque[tuple[NamespaceStore, Slots]]] = {}  # by id of the GET, the oldest first
+        # By segment: the number of the file that the client was given of it.
+        self._told = np.zeros(lending.arena.segments, dtype=np.uint64)
+
+    def room(self, namespace: NamespaceStore) -> int:
+        """How many blocks of a namespace may be lent to this connection now."""
+        lending = self._lending
+        # Afterwards it has as much as is left for the others: so a client that hangs holds half of what may be lent.
+        room_bytes = (lending.limit_bytes - lending.held_bytes - self.held_bytes) // 2
+        # Few descriptors may go in one message, so it refers to few files that the client has not got.
+        most = MAX_REFERENCES if len(namespace.memory.segments) <= MAX_DESCRIPTORS else MAX_DESCRIPTORS
+        if self._share.full:
+            return 0
+        return max(0, min(most, room_bytes // namespace.block_bytes))
+
+    def holds(self, request_id: int) -> bool:
+        """Whether blocks of a GET are lent."""
+        return request_id in self._lent
+
+    def references(self, namespace: NamespaceStore, slots: Slots) -> References | None:
+        """-> where these slots are in memory that a client can map; None: not all of them are, or no descriptor is
+        free. `lend` must follow: it takes the descriptors."""
+        arena = self._lending.arena
+        segments, offsets = namespace.memory.places(slots)
+        numbers = arena.numbers[segments]
+        if not numbers.all():
+            for segment in set(segments[numbers == 0].tolist()):
+                if not arena.export(segment):
+                    return None
+            numbers = arena.numbers[segments]
+        new: list[tuple[int, int]] = []
+        try:
+            for segment in set(segments[self._told[segments] != numbers].tolist()):
+                new.append((segment, arena.open_to_read(segment)))
+        except OSError:
+            for _, descriptor in new:
+                os.close(descriptor)
+            return None
+        entries = np.empty(len(slots), dtype=REFERENCE)
+        entries["file"], entries["offset"] = numbers, offsets
+        return References(entries, new)
+
+    def lend(self, request_id: int, namespace: NamespaceStore, slots: Slots, places: References) -> Lent:
+        """Lend blocks whose slots are referenced, at `places`: from now on the lease holds the slots."""
+        lending = self._lending
+        arena, lent = lending.arena, Lent(places.entries.tobytes())
+        for segment, descriptor in places.new:
+            number = int(arena.numbers[segment])
+            lent.descriptors.append(descriptor)
+            lent.extents.append(frame(wire.encode(wire.Extent(0, number, arena.segment_bytes)), False))
+            self._told[segment] = number
+        self._lent.setdefault(request_id, deque()).append((namespace, slots))
+        nbytes = len(slots) * namespace.block_bytes
+        self.held_bytes += nbytes
+        lending.held_bytes += nbytes
+        lending.total_bytes += nbytes
+        lending.blocks += len(slots)
+        self._share.take(LEASES, LEASE_BYTES + slots.nbytes)
+        return lent
+
+    def release(self, request_id: int, count: int) -> None:
+        """The client reads the first `count` blocks lent to a GET no more; 0: none of them. Does nothing for what was
+        not lent."""
+        lent = self._lent.get(request_id)
+        if lent is None:
+            return
+        left = count or -1
+        while lent and left:
+            namespace, slots = lent.popleft()
+            if 0 < left < len(slots):
+                lent.appendleft((namespace, slots[left:]))
+                self._share.take(LEASES, LEASE_BYTES + slots[left:].nbytes)
+                self._end(namespace, slots[:left], LEASE_BYTES + slots.nbytes)
+                return
+            self._end(namespace, slots, LEASE_BYTES + slots.nbytes)
+            left -= len(slots) if left > 0 else 0
+        if not lent:
+            del self._lent[request_id]
+
+    def _end(self, namespace: NamespaceStore, slots: Slots, account_bytes: int) -> None:
+        namespace.memory.index.release(slots)
+        nbytes = len(slots) * namespace.block_bytes
+        self.held_bytes -= nbytes
+        self._lending.held_bytes -= nbytes
+        self._lending.blocks -= len(slots)
+        self._share.give_back(LEASES, account_bytes)
+
+    def release_all(self) -> None:
+        """The client has closed its end."""
+        for request_id in list(self._lent):
+            self.release(request_id, 0)
+
+    def retire(self, numbers: list[int]) -> bytes:
+        """Files were cut to nothing. -> the numbers of those that the client was given, as RETIRED carries them."""
+        gone = np.isin(self._told, np.array(numbers, dtype=np.uint64))
+        found = self._told[gone]
+        self._told[gone] = 0
+        return found.astype("<u8").tobytes()
+
+
+class Holders:
+    """Clients whose connection the shard has closed, and who may still read what they were lent.
+
+    Their sockets stay open until they have closed their end.
+    """
+
+    def __init__(self, poll: select.epoll) -> None:
+        self._poll = poll
+        self._holders: dict[int, tuple[socket.socket, Leases, Callable[[], None]]] = {}
+
+    def keep(self, sock: socket.socket, leases: Leases, ended: Callable[[], None]) -> None:
+        """Take over the socket of a connection that ends, and keep its leases. `ended` is called at their end."""
+        with contextlib.suppress(OSError):  # the client has closed its end already, which the next poll tells
+            sock.shutdown(socket.SHUT_WR)  # tells the client that nothing more comes
+        self._holders[sock.fileno()] = (sock, leases, ended)
+        self._poll.register(sock.fileno(), 0)  # poll tells of the end in any case
+
+    def on_event(self, fd: int) -> bool:
+        """-> whether the descriptor is one of a holder, whose client has now closed its end."""
+        found = self._holders.pop(fd, None)
+        if found is None:
+            return False
+        sock, leases, ended = found
+        self._poll.unregister(fd)
+        sock.close()
+        leases.release_all()
+        ended()
+        return True

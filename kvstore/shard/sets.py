@@ -1,0 +1,208 @@
+"""What a SET does: reserves slots for its blocks, and makes them readable when all of them are there.
+
+The payload goes straight from the connection to the slots, or from memory that a client on this host shares. A request
+that breaks a rule raises `WireError`; the reader sends it to the client as ERROR.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore._cext import BlockIndex
+from kvstore.disk.tier import DiskTier
+from kvstore.shard.account import REMOVALS
+from kvstore.shard.peer import Peer
+from kvstore.shard.state import ShardState
+from kvstore.store.chains import part_of
+from kvstore.store.namespace import NamespaceStore, find_parent
+from kvstore.store.namespaces import Priorities, Store
+from kvstore.store.tier import Slots
+from kvstore.wire import ErrorCode, Outcome, WireError
+from kvstore.wire.attributes import TTL_STEP_S, Attributes, attributes_of
+from kvstore.wire.shared import STAGED
+
+# By the negative of a verdict of `BlockIndex.reserve`; 0 stands for a slot:
+_OUTCOME_OF_VERDICT: Final = np.zeros(4, dtype=np.uint8)
+_OUTCOME_OF_VERDICT[[0, -BlockIndex.EXISTED, -BlockIndex.DUPLICATE, -BlockIndex.NO_SPACE]] = (
+    Outcome.CREATED,
+    Outcome.EXISTED,
+    Outcome.DUPLICATED,
+    Outcome.ERROR,
+)
+
+
+@dataclass
+class Write:
+    """A SET whose payload is arriving. `slots[i]` < 0: block i is not wanted and is discarded."""
+
+    request: wire.Set
+    namespace: NamespaceStore
+    slots: Slots
+    keys: bytes
+    existed: npt.NDArray[np.bool_] | None  # of a SET with `force`: which keys were there before
+    before: bytes  # the last key here of the chain that they continue; empty: it begins with them
+    parent: bytes  # that key, or what was asked for before the first one: a hint; empty: not known
+    ends_chain: bool
+    attributes: Attributes | None = None  # of blocks copied from another shard
+    evicted: int = 0  # blocks that made room for these
+    arrived: int = 0  # blocks
+    sums: bytes = b""  # of a SET by references: the checksums so far
+
+
+class Sets:
+    """Stores the blocks of SETs. Used by the loop's thread only."""
+
+    def __init__(self, store: Store, disk: DiskTier | None, state: ShardState) -> None:
+        self._store = store
+        self._disk = disk
+        self._state = state
+
+    def note_replicas(self, peer: Peer, namespace: NamespaceStore | None) -> None:
+        """Note the largest number of copies that a client keeps: nodes that move blocks make as many copies."""
+        if namespace is not None and namespace.replicas < peer.replicas:
+            namespace.replicas = peer.replicas
+            if self._disk is not None and namespace.disk is not None:
+                self._disk.volume.keep_replicas(namespace.disk, peer.replicas)
+
+    def begin_write(self, peer: Peer, request: wire.Set, keys: bytes) -> Write:
+        """Reserve a slot for every block of a SET that is to be stored. Raises `WireError`."""
+        self._state.sets += 1
+        if self._state.draining:
+            raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        namespace = self._store.open(peer.namespace, request.key_bytes)
+        self.note_replicas(peer, namespace)
+        existed = None
+        if request.force:
+            existed = np.frombuffer(namespace.contains(keys, self._state.now, False, 0), dtype=np.bool_)
+            if self._disk is not None:
+                self._disk.fetching.disown(namespace, keys)
+        store, now = self._store, self._state.now
+        parent, ends_chain = find_parent(peer.chain, keys, request.key_bytes)  # what it asked for may be no chain
+        before: bytes | None = b""
+        priority: int | Priorities = request.priority
+        attributes = None
+        if request.attributes:
+            attributes = attributes_of(request.attributes, request.key_bytes)
+            priority = np.minimum(attributes["priority"], wire.MAX_PRIORITY)
+        elif request.chained:  # it ends here, as far as is known, unless its last key went to another shard
+            before, ends_chain = store.chains.find(namespace, request.parent), not request.end
+        cut = request.chained and attributes is None and store.chains.is_cut(namespace, request.parent, now)
+        if not request.force and (cut or (before is None and store.is_full(namespace, request.count))):
+            # Blocks behind others that were refused are of no use, so they take nobody's place.
+            return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
+        before = before or b""
+        evicted = store.memory.evicted
+        slots = store.reserve(namespace, keys, request.force, now, priority, before)
+        evicted = store.memory.evicted - evicted
+        return Write(
+            request, namespace, slots, keys, existed, before, before or parent, ends_chain, attributes, evicted
+        )
+
+    def copy_staged(self, peer: Peer, write: Write, frame: bytes, more: bool) -> None:
+        """Copy the blocks that a frame of a SET by references names, which are in the client's memory. `more`: frames
+        follow. Raises `WireError`."""
+        if peer.files is None:
+            raise WireError(ErrorCode.PROTOCOL, "a SET by references is possible on the Unix socket only")
+        count = len(frame) // STAGED.itemsize
+        slots = write.slots[write.arrived : write.arrived + count]
+        write.sums += peer.files.copy(write.namespace, slots, frame).astype("<u8").tobytes()
+        write.arrived += count
+        self._state.bytes_in += count * write.namespace.block_bytes
+        if more:
+            peer.reply(wire.Taken(write.request.id, write.arrived))
+
+    def commit(self, peer: Peer, write: Write, sums: bytes) -> None:
+        """All blocks of a SET are in their slots: make them readable, and reply."""
+        request, namespace, slots = write.request, write.namespace, write.slots
+        checksums = np.frombuffer(sums, dtype="<u8")
+        index = namespace.memory.index
+        attributes = write.attributes
+        ttl_s = (request.ttl_s if attributes is None else 0.0) or namespace.ttl_s
+        expires: float | npt.NDArray[np.float64] = self._state.now + ttl_s if ttl_s else 0.0
+        if attributes is not None:
+            expires = np.where(attributes["ttl"], self._state.now + attributes["ttl"] * TTL_STEP_S, expires)
+        placed = index.commit(
+            slots,
+            checksums,
+            self._store.ticks(request.count),
+            expires,
+            write.parent,
+            write.ends_chain,
+            attributes is not None or (request.chained and request.position > 0),
+        )
+        if attributes is not None:
+            self._store.chains.place(namespace, write.keys, attributes["before"].tobytes(), slots)
+        elif request.chained and request.count:
+            told = slots
+            if write.existed is not None:  # what was not replaced is there
+                told = np.where(write.existed & (slots == BlockIndex.NO_SPACE), BlockIndex.EXISTED, slots)
+            part = part_of(request, write.keys)
+            self._store.chains.join(namespace, write.keys, told, write.before, part, self._state.now)
+        replaced = None if write.existed is None else write.existed & (slots >= 0)
+        forced = 0 if replaced is None else int(np.count_nonzero(replaced))
+        namespace.created += placed
+        existed = int((slots == BlockIndex.EXISTED).sum())
+        if existed:  # touch the blocks that existed, so that the chain's head is not evicted before its new tail
+            namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
+        namespace.wake_parked()
+        reply = wire.SetReply(
+            id=request.id,
+            total=request.count,
+            created=placed - forced,
+            existed=existed,
+            forced=forced,
+            duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
+            error=int((slots == BlockIndex.NO_SPACE).sum()),
+            outcomes=self._outcomes(write, replaced) if request.outcomes else b"",
+            evicted=write.evicted,
+        )
+        written = slots[slots >= 0]
+        if self._disk is None or not len(written):
+            peer.reply(reply)
+            return
+        if request.force and namespace.disk is not None:  # the copies on disk are outdated
+            namespace.disk.delete(index.keys_of(written))
+        self._disk.writing.was_set(namespace, written, self._state.now)
+        if request.force:
+            self.reply_for_good(peer, reply)
+        else:
+            peer.reply(reply)
+
+    def _outcomes(self, write: Write, replaced: npt.NDArray[np.bool_] | None) -> bytes:
+        """-> one `Outcome` a block."""
+        outcomes = _OUTCOME_OF_VERDICT[-np.minimum(write.slots, 0)]
+        if replaced is not None:
+            outcomes[replaced] = Outcome.FORCED
+        namespace, now = write.namespace, self._state.now
+        existed = np.flatnonzero(outcomes == Outcome.EXISTED)
+        if len(existed):  # when this SET began; who was writing one may still be, or have given up
+            keys = np.frombuffer(write.keys, dtype=np.uint8).reshape(-1, namespace.key_bytes)[existed]
+            found = namespace.memory.index.acquire(keys.tobytes(), now, 0, False)
+            namespace.memory.index.release(found)
+            absent = found < 0
+            if absent.any():
+                on_disk = np.frombuffer(namespace.on_disk(keys[absent].tobytes(), now), dtype=np.bool_)
+                outcomes[existed[absent][~on_disk]] = Outcome.PENDING
+        return bytes(outcomes)
+
+    def reply_for_good(self, peer: Peer, reply: wire.Reply, held: int = 0) -> None:
+        """Send a reply once no removed block can come back from disk, even if the server dies.
+
+        held: bytes that the removal holds until then.
+        """
+        if self._disk is None:
+            peer.reply(reply)
+            return
+        peer.share.take(REMOVALS, held)
+        promise = peer.promise(reply)
+
+        def keep() -> None:
+            peer.share.give_back(REMOVALS, held)
+            promise()
+
+        self._disk.volume.after_removals(keep)

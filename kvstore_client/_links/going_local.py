@@ -1,0 +1,52 @@
+"""From a shard's port to its Unix socket, if the shard is on this host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from kvstore import wire
+from kvstore.wire import zmtp
+from kvstore.wire.dealer import Dealer, Refusal
+from kvstore_client.errors import ConnectionLost, KVStoreError
+
+
+def go_local(
+    sock: socket.socket,
+    dealer: Dealer,
+    welcome: wire.Welcome,
+    deadline: float,
+    shake_hands: Callable[[socket.socket, float], tuple[Dealer, wire.Welcome]],
+    must: str,
+) -> tuple[socket.socket, Dealer]:
+    """-> a connection to the same shard over its Unix socket, if it is on this host, instead of `sock`.
+
+    must: the shard's name in errors, if it must be on this host; else empty. Then raises `ConnectionLost` if it cannot
+    be reached there.
+    """
+    path, problem = welcome.unix_socket, ""
+    if not path:
+        problem = "the server has no Unix socket (--unix-socket)"
+    elif not os.path.exists(path):
+        problem = f"its Unix socket {path} is not on this host, or this user may not look there"
+    else:
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            local.settimeout(max(0.001, deadline - time.monotonic()))
+            local.connect(path)
+            its_dealer, its_welcome = shake_hands(local, deadline)
+            if its_welcome.instance == welcome.instance and welcome.instance:
+                sock.close()
+                sock = local
+                return local, its_dealer
+            problem = f"another server listens at {path}"
+        except (OSError, zmtp.ZMTPError, wire.WireError, Refusal, KVStoreError) as error:
+            problem = f"{path}: {error}"
+        finally:
+            if sock is not local:
+                local.close()
+    if must:
+        raise ConnectionLost(f"{must}: shared_memory=True, but {problem}")
+    return sock, dealer

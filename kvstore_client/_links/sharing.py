@@ -1,0 +1,54 @@
+"""Gives a shard on this host memory of this process: sends SHARE with a descriptor."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+from kvstore import wire
+from kvstore.wire import zmtp
+from kvstore.wire.dealer import Answer
+from kvstore.wire.shared import send_with_descriptors
+from kvstore_client._links.link import Link
+from kvstore_client.errors import ConnectionLost, Timeout
+from kvstore_client.memory import SharedRegion
+
+
+def share(link: Link, region: SharedRegion, request_id: int, deadline: float) -> Answer | None:
+    """Give a shard on this host a piece of this process's memory. -> the answer, to be waited for; None: the connection
+    was lost, or is not free by the deadline."""
+    me = object()
+    try:
+        if not link.sending.take(me, max(0.0, deadline - time.monotonic())):
+            return None
+        sock, answer = link.sock, Answer(request_id)
+        if sock is None or not link.local or not link.owe(answer):
+            return None
+        data = zmtp.frame(wire.encode(wire.Share(request_id, region.number, region.nbytes)), False)
+        link.send(sock, data[_begin(sock, data, region.descriptor, deadline) :], deadline)
+        answer.sent_at = time.monotonic()
+        return answer
+    except (OSError, ValueError, Timeout) as error:
+        link.drop(ConnectionLost(f"{link}: {error}"))
+        return None
+    except BaseException:  # KeyboardInterrupt: perhaps a part of the message was sent
+        link.drop(ConnectionLost(f"{link}: a call was interrupted"))
+        raise
+    finally:
+        if link.sending.owner is me:
+            link.sending.owner = None
+            link.sending.wake()
+            link.send_notices()
+
+
+def _begin(sock: socket.socket, data: bytes, descriptor: int, deadline: float) -> int:
+    """Send the first bytes, and the descriptor with them. -> how many. Raises `Timeout`, `OSError` and `ValueError`."""
+    while True:
+        try:
+            return send_with_descriptors(sock, [data], [descriptor])
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise Timeout("it did not take memory by the deadline") from None

@@ -1,0 +1,119 @@
+"""Sets to a shard on this host: the blocks' bytes stay in this process, and the shard copies them from there.
+
+Blocks in memory that the shard can map (`kvstore_client.memory`) are only hashed and named. Others are copied to a ring
+of such memory first, hashed on the way, a group at a time: while the shard copies one group out of the ring, the next
+one is copied into it. The ring is small, so its bytes stay in the CPU's cache in between.
+
+A `Staging` belongs to one connection. Its ring is used by the owner of the link's `sending`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore._cext import checksum_into, copy_blocks
+from kvstore.wire.dealer import Answer
+from kvstore.wire.shared import MAX_FILES, STAGED, staged_blocks
+from kvstore_client._links.buffers import BlockSource
+from kvstore_client.memory import SharedRegion
+
+GROUP_BYTES: Final = 4 << 20  # staged at a time, or one block
+GROUPS: Final = 4  # of them in the ring
+
+Entries = npt.NDArray[np.void]  # of dtype `STAGED`
+
+
+class SetAnswer(Answer):
+    """The answer to a SET by references. `taken`: the shard has read so many of its blocks."""
+
+    __slots__ = ("taken",)
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__(request_id)
+        self.taken = 0
+
+    def begin_message(self, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Taken):
+            self.taken = reply.count
+            return
+        super().begin_message(reply)
+
+
+class Staging:
+    """What one connection has shared with its shard."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.group = max(1, min(GROUP_BYTES // block_bytes, staged_blocks(block_bytes)))  # blocks
+        self.sharing = threading.Lock()  # held by the thread that shares something
+        self.ring: SharedRegion | None = None
+        self.shared: set[int] = set()  # numbers of the regions that the shard has
+        self.refused = False  # it takes none, so blocks are sent through the socket
+        self._next = 0  # the group of the ring that is used next
+        self._users: deque[tuple[SetAnswer, int]] = deque()  # of the groups in use: a SET, and the end of its blocks
+
+    @property
+    def full(self) -> bool:
+        """Whether only the ring can be shared any more."""
+        return len(self.shared) >= MAX_FILES - 1
+
+    def ready_for(self, region: SharedRegion | None) -> bool:
+        """Whether nothing must be shared before blocks in this region are set; None: blocks anywhere."""
+        if self.refused or (self.ring is not None and self.ring.number in self.shared):
+            return self.refused or region is None or region.number in self.shared or self.full
+        return region is not None and region.number in self.shared
+
+    def make_ring(self) -> SharedRegion:
+        """-> a ring, which is to be shared. Raises `OSError`."""
+        ring = SharedRegion(GROUPS * self.group * self.block_bytes)
+        ring.populate()
+        return ring
+
+    def has_room(self) -> bool:
+        """Whether a group of the ring is free."""
+        users = self._users
+        while users and (users[0][0].done or users[0][0].taken >= users[0][1]):
+            users.popleft()
+        return len(users) < GROUPS
+
+    def name(self, source: BlockSource, numbers: list[int]) -> Entries | None:
+        """Hash blocks that are in memory that the shard has. -> their entries; None: not all of them are."""
+        entries = np.empty(len(numbers), dtype=STAGED)
+        for at, number in enumerate(numbers):
+            place = source.region(number)
+            if place is None or place[0].number not in self.shared:
+                return None
+            entries["file"][at], entries["offset"][at] = place[0].number, place[1]
+        sums = np.empty(len(numbers), dtype=np.uint64)
+        checksum_into(source.views(numbers) if len(numbers) == 1 else map(source.view, numbers), sums)
+        entries["sum"] = sums
+        return entries
+
+    def stage(self, source: BlockSource, numbers: list[int], answer: SetAnswer, end: int) -> Entries:
+        """Copy at most `group` blocks to the ring, which has room. -> their entries. `end`: when the shard has read so
+        many blocks of the SET of `answer`, it has read these."""
+        ring, count, block_bytes = self.ring, len(numbers), self.block_bytes
+        assert ring is not None
+        start = self._next % GROUPS * self.group * block_bytes
+        self._next += 1
+        self._users.append((answer, end))
+        places = np.arange(start, start + count * block_bytes, block_bytes, dtype=np.int64)
+        views = source.views(numbers)
+        entries = np.empty(count, dtype=STAGED)
+        entries["file"], entries["offset"] = ring.number, places
+        one = len(views) == 1
+        entries["sum"] = copy_blocks(
+            views,
+            np.zeros(count, dtype=np.int64) if one else np.arange(count, dtype=np.int64),
+            np.arange(count, dtype=np.int64) * block_bytes if one else np.zeros(count, dtype=np.int64),
+            block_bytes,
+            ring.memory,
+            places,
+        )
+        return entries

@@ -1,0 +1,114 @@
+"""Memory that a server on this host copies blocks from, without a copy by the client.
+
+A `set` whose blocks lie in such memory only tells the server where they are. Blocks in any other memory are first
+copied into memory of this kind, a few at a time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import itertools
+import os
+import threading
+import weakref
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.pages import FileMap, collapse, populate
+
+# The server reads it through a mapping of its own, which must never fail.
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_STEP_BYTES: Final = 8 << 20
+
+_numbers = itertools.count(1)
+
+
+class _Registry:
+    """All regions that `host_memory` made and that are still in use. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # their addresses, in order
+        self._regions: dict[int, weakref.ref[SharedRegion]] = {}  # by address
+        self.new_lock()
+
+    def new_lock(self) -> None:
+        """Also in a child process: another thread of the parent may have held the lock."""
+        self._lock = threading.RLock()  # a finalizer may run while its own thread holds it
+
+    def add(self, region: SharedRegion) -> None:
+        with self._lock:
+            bisect.insort(self._starts, region.address)
+            self._regions[region.address] = weakref.ref(region)
+
+    def forget(self, address: int) -> None:
+        with self._lock:
+            self._starts.remove(address)
+            del self._regions[address]
+
+    def find(self, address: int, nbytes: int) -> SharedRegion | None:
+        if not self._starts:
+            return None
+        with self._lock:
+            at = bisect.bisect_right(self._starts, address) - 1
+            region = self._regions[self._starts[at]]() if at >= 0 else None
+        return region if region is not None and address + nbytes <= region.address + region.nbytes else None
+
+
+_registry = _Registry()
+os.register_at_fork(after_in_child=_registry.new_lock)
+
+
+class SharedRegion:
+    """A piece of memory that can be given to a server: a sealed memfd, mapped. Thread-safe."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.number = next(_numbers)  # no other region of this process ever has it
+        self.nbytes = nbytes
+        self.descriptor = os.memfd_create("kvstore-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, nbytes)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        mapped = FileMap(self.descriptor, nbytes, writable=True)
+        self.memory, self.address = mapped.memory, mapped.address
+
+    def populate(self) -> None:
+        """Take the pages now, huge ones where the kernel gives them: page faults would take half of the server's
+        speed."""
+        for start in range(0, self.nbytes, _STEP_BYTES):
+            size = min(_STEP_BYTES, self.nbytes - start)
+            with contextlib.suppress(OSError):  # an older kernel, or no huge page is free: pages come when touched
+                collapse(self.address + start, size)
+                populate(self.address + start, size)
+
+
+class _Rows(np.ndarray):
+    """An array over a region, which lives as long as the array or a view of it."""
+
+    region: SharedRegion
+
+
+def host_memory(rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """-> an array of `(rows, row_bytes)` uint8, zeros, in memory that servers on this host copy blocks from.
+
+    Use it as the source of `set`, and as the destination of reads like any other array. Its pages are taken now, and
+    are huge where the kernel gives them; that takes a second for some GiB. Raises `OSError` if the kernel has none of
+    them. A child process shares the memory with its parent.
+    """
+    region = SharedRegion(max(1, rows * row_bytes))
+    region.populate()
+    array = np.frombuffer(region.memory, dtype=np.uint8)[: rows * row_bytes].reshape(rows, row_bytes)
+    _registry.add(region)
+    weakref.finalize(region, _registry.forget, region.address)
+    found = array.view(_Rows)
+    found.region = region
+    return found
+
+
+def region_of(address: int, nbytes: int) -> SharedRegion | None:
+    """-> the region that holds these bytes; None: they are in other memory."""
+    return _registry.find(address, nbytes)

@@ -1,0 +1,174 @@
+"""A server on the engine's host in front of the store that the fleet shares: both as one store."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.local_first import LocalFirstStore
+from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
+from kvstore_client.vllm.connector.options import ConnectorOptions
+from kvstore_client.vllm.shared.store_options import parse_options
+from tests.support.harness import (
+    MakeNamespace,
+    Server,
+    StartServer,
+    block_of,
+    blocks_of,
+    make_keys,
+    namespace_info,
+    wait_until,
+)
+
+BLOCK = 64 << 10
+
+
+@pytest.fixture
+def near(start_server: StartServer, tmp_path: Path) -> Server:
+    return start_server("--unix-socket", str(tmp_path / "near.sock"))
+
+
+@pytest.fixture
+def far(start_server: StartServer) -> Server:
+    return start_server()
+
+
+@pytest.fixture
+def namespace(new_namespace: MakeNamespace) -> Namespace:
+    return new_namespace(BLOCK)
+
+
+@pytest.fixture
+def store(near: Server, far: Server, namespace: Namespace) -> Iterator[LocalFirstStore]:
+    opened = LocalFirstStore(
+        KVStoreClient(near.endpoint, namespace, fail_open=True, timeout_s=10.0),
+        KVStoreClient(far.endpoint, namespace, fail_open=True, timeout_s=10.0),
+    )
+    yield opened
+    opened.close()
+
+
+def test_what_is_set_is_in_both_and_is_read_from_the_near_one(store: LocalFirstStore, far: Server) -> None:
+    keys = make_keys(6)
+    assert store.set(keys, blocks_of(keys, BLOCK), parent=[None, *keys[:-1]]).created == 6
+    assert store.local.contains(keys).all() and store.remote.contains(keys).all()
+    gets = namespace_info(store.remote).hits
+    out = np.zeros((6, BLOCK), dtype=np.uint8)
+    assert store.get_into(keys, out, range(6)).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
+    assert namespace_info(store.remote).hits == gets and store.stats.path == "shared memory"
+
+
+def test_what_only_the_far_one_has_is_found_read_and_promoted(store: LocalFirstStore) -> None:
+    keys = make_keys(6)
+    store.remote.set(keys, blocks_of(keys, BLOCK))
+    store.local.set(keys[:2], blocks_of(keys[:2], BLOCK))
+    assert store.match_prefix(keys, refresh=True, pin_s=1.0) == 6 and store.contains(keys).all()
+    out = np.zeros((8, BLOCK), dtype=np.uint8)
+    assert store.get_into(keys, out, [7, 6, 5, 4, 3, 2]).all()
+    assert [bytes(out[7 - at]) for at in range(6)] == blocks_of(keys, BLOCK)
+    out[:] = 0  # the caller's memory is its own again at once
+    wait_until(lambda: store.local.contains(keys).all())
+    assert store.local.get(keys).blocks == blocks_of(keys, BLOCK)
+
+
+def test_a_chain_is_followed_over_both(store: LocalFirstStore) -> None:
+    keys = make_keys(9)
+    store.local.set([keys[at] for at in (0, 1, 4)], blocks_of([keys[at] for at in (0, 1, 4)], BLOCK))
+    store.remote.set([keys[at] for at in (2, 3, 5, 7)], blocks_of([keys[at] for at in (2, 3, 5, 7)], BLOCK))
+    assert store.match_prefix(keys) == 6
+    assert store.match_prefix(make_keys(2, first=50)) == 0
+    assert store.contains(keys).tolist() == [True] * 6 + [False, True, False]
+
+
+@pytest.mark.parametrize("how", ["gone", "asleep"])
+def test_a_near_server_that_fails_costs_its_copies_and_half_of_a_calls_time(
+    how: str, store: LocalFirstStore, near: Server
+) -> None:
+    keys = make_keys(6)
+    store.set(keys, blocks_of(keys, BLOCK))
+    (shard,) = near.shards()
+    if how == "gone":
+        near.kill()
+    else:
+        shard.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert store.match_prefix(keys, timeout_s=2.0) == 6
+        out = np.zeros((6, BLOCK), dtype=np.uint8)
+        assert store.get_into(keys, out, range(6), timeout_s=2.0).all()
+        assert time.monotonic() - began < 6.0
+        more = make_keys(2, first=50)
+        assert store.set(more, blocks_of(more, BLOCK)).created == 2
+    finally:
+        if how == "asleep":
+            shard.send_signal(signal.SIGCONT)
+
+
+def test_when_the_far_one_fails_the_near_one_still_serves(store: LocalFirstStore, far: Server) -> None:
+    keys = make_keys(6)
+    store.set(keys[:3], blocks_of(keys[:3], BLOCK))
+    far.kill()
+    assert store.match_prefix(keys, timeout_s=1.0) == 3
+    assert store.set(keys[3:], blocks_of(keys[3:], BLOCK)).error == 3  # the fleet has not got them
+    out = np.zeros((6, BLOCK), dtype=np.uint8)
+    assert store.get_into(keys, out, range(6), timeout_s=1.0).all()
+
+
+def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespace) -> None:
+    """What the fleet's store lacks is sent, though the near one has it; what is fetched comes from either."""
+    keys, counters = make_keys(8), Counters()
+    guard = StoreGuard(far.endpoint, namespace, timeout_s=2.0, counters=counters, local=near.endpoint)
+    sent: list[tuple[object, SendOutcome]] = []
+    rows = np.frombuffer(b"".join(blocks_of(keys, BLOCK)), dtype=np.uint8).reshape(8, BLOCK)
+    out, into = TransferOut(guard, limit=8, counters=counters, done=sent.extend), None
+    try:
+        with KVStoreClient(near.endpoint, namespace) as client:
+            client.set(keys[:4], rows[:4])
+        out.put(keys, list(rows), range(8), [None, *keys[:-1]])
+        wait_until(lambda: len(sent) == 8)
+        assert {outcome for _, outcome in sent} == {SendOutcome.STORED}
+        with KVStoreClient(far.endpoint, namespace) as client:
+            assert client.contains(keys).all()
+        into = TransferIn(guard, threads=1, counters=counters)
+        target, finished = np.zeros((8, BLOCK), dtype=np.uint8), []
+        into.submit(
+            keys,
+            target,
+            range(8),
+            deadline=time.monotonic() + 2,
+            arrived=lambda first, hits: bool(hits.all()),
+            done=lambda: finished.append(True),
+        )
+        wait_until(lambda: finished)
+        assert (target == rows).all()
+    finally:
+        out.close(1.0)
+        if into is not None:
+            into.close()
+        guard.close()
+
+
+def test_many_blocks_at_once_are_not_all_promoted(store: LocalFirstStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_client.engine.local_first.PROMOTED_BYTES", 4 * BLOCK)
+    keys = make_keys(12)
+    store.remote.set(keys, blocks_of(keys, BLOCK))
+    out = np.zeros((12, BLOCK), dtype=np.uint8)
+    assert store.get_into(keys, out, range(12)).all() and store.dropped == 12
+    assert store.get_into(keys[:3], out, range(3)).all()
+    wait_until(lambda: store.local.contains(keys[:3]).all())
+    assert bytes(out[1]) == block_of(keys[1], BLOCK)
+
+
+@pytest.mark.parametrize("local", ["tcp://127.0.0.1:7070", "a:1,b:2", "etcd://a:2379/n"])
+def test_an_operator_names_one_server_on_the_host(local: str) -> None:
+    with pytest.raises(ValueError, match="expected the address of one server on this host"):
+        parse_options(ConnectorOptions, {"endpoint": "127.0.0.1:7070", "local": local}, "test")
+    options = {"endpoint": "etcd://a:2379/n", "local": "127.0.0.1:7070"}
+    assert parse_options(ConnectorOptions, options, "test").local == "127.0.0.1:7070"
