@@ -287,9 +287,10 @@ class KVStoreClient:
         if not len(packed):
             yield []
             return
+        blocks: list[memoryview | None] = []
         borrowed = self._reader.borrow(packed, unique, verify, options)
         try:
-            blocks = [borrowed.blocks[origin] for origin in first.tolist()]
+            blocks += [borrowed.blocks[origin] for origin in first.tolist()]
             hits = sum(block is not None for block in blocks)
             self.stats.hits += hits
             self.stats.misses += len(packed) - hits

@@ -13,6 +13,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections import deque
 from typing import Final
 
 import numpy as np
@@ -34,29 +35,35 @@ class _Registry:
     def __init__(self) -> None:
         self._starts: list[int] = []  # their addresses, in order
         self._regions: dict[int, weakref.ref[SharedRegion]] = {}  # by address
+        # Regions that are gone: no Python code runs in a finalizer, where Ctrl-C would be lost.
+        self._gone: deque[weakref.ref[SharedRegion]] = deque()
         self.new_lock()
 
     def new_lock(self) -> None:
         """Also in a child process: another thread of the parent may have held the lock."""
-        self._lock = threading.RLock()  # a finalizer may run while its own thread holds it
+        self._lock = threading.Lock()
 
     def add(self, region: SharedRegion) -> None:
         with self._lock:
-            bisect.insort(self._starts, region.address)
-            self._regions[region.address] = weakref.ref(region)
-
-    def forget(self, address: int) -> None:
-        with self._lock:
-            self._starts.remove(address)
-            del self._regions[address]
+            self._forget_gone()
+            self._regions[region.address] = weakref.ref(region, self._gone.append)
+            self._starts = sorted(self._regions)
 
     def find(self, address: int, nbytes: int) -> SharedRegion | None:
         if not self._starts:
             return None
         with self._lock:
+            self._forget_gone()
             at = bisect.bisect_right(self._starts, address) - 1
             region = self._regions[self._starts[at]]() if at >= 0 else None
         return region if region is not None and address + nbytes <= region.address + region.nbytes else None
+
+    def _forget_gone(self) -> None:
+        """Before anything else: another region may have the address of one that is gone."""
+        if self._gone:
+            self._gone.clear()
+            self._regions = {start: region for start, region in self._regions.items() if region() is not None}
+            self._starts = sorted(self._regions)
 
 
 _registry = _Registry()
@@ -103,7 +110,6 @@ def host_memory(rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     region.populate()
     array = np.frombuffer(region.memory, dtype=np.uint8)[: rows * row_bytes].reshape(rows, row_bytes)
     _registry.add(region)
-    weakref.finalize(region, _registry.forget, region.address)
     found = array.view(_Rows)
     found.region = region
     return found

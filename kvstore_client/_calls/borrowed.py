@@ -4,12 +4,18 @@ The server keeps a block that is lent until it is given back. So that is done on
 to it any more: a view, an array or a tensor that outlives the `with` block keeps what was lent with it. Views are not
 released by force, because not all that read through them say so: `torch.frombuffer` keeps the view and its address, but
 not the buffer.
+
+No Python code runs in a finalizer: Ctrl-C would be lost there, and with it what the finalizer had to do. A reference
+that dies only appends itself to a queue, and the client's next call looks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from kvstore import wire
 from kvstore._cext import LentBlock
@@ -18,80 +24,101 @@ from kvstore_client._links.targets import BorrowTarget
 
 
 class Borrowed:
-    """The blocks of one `borrow`. Used by the calling thread; what finalizers call is thread-safe."""
+    """The blocks of one `borrow`, in the hands of the calling thread. If this is dropped without `end`, the next call
+    ends it."""
 
     def __init__(self, target: BorrowTarget, lingering: Lingering) -> None:
-        self.calls: list[Call] = []
-        self._target = target
+        self._lending = Lending(target)
         self._lingering = lingering
-        self._ended = False
-        self._exporters: list[weakref.ref[LentBlock]] = []
+        lingering.watch(self, self._lending)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The GETs of this borrow, to be added to."""
+        return self._lending.calls
 
     @property
     def blocks(self) -> list[memoryview | None]:
         """By position: a read-only view, or None for a miss."""
-        return self._target.blocks
-
-    @property
-    def in_use(self) -> bool:
-        """Whether anything refers to one of the blocks."""
-        return any(exporter() is not None for exporter in self._exporters)
+        return self._lending.target.blocks
 
     def end(self) -> None:
         """Forget the views, and give back what was lent: now, or when the last thing that refers to a block is gone."""
-        target = self._target
-        self._exporters = [weakref.ref(exporter) for exporter in target.exporters]
-        target.exporters, target.blocks = [], []
-        if self.in_use:
-            self._lingering.add(self)
-            for reference in self._exporters:
-                exporter = reference()
-                if exporter is not None:
-                    weakref.finalize(exporter, self._lingering.sweep)
-                del exporter
-        else:
-            for call in self._lending_calls():
-                call.link.post(wire.encode(wire.Release(call.id, 0)))
-            self._loans_returned()
-        self._ended = True
+        self._lingering.end(self._lending)
 
-    def __del__(self) -> None:
-        if not self._ended:  # `end` was not called, or was interrupted
-            self.give_back_later()
 
-    def give_back_later(self) -> None:
-        """Have the next call tell the servers: a finalizer, which runs at any moment, sends nothing."""
-        for call in self._lending_calls():
-            call.link.unreleased.append(call.id)
-        self._loans_returned()
+class Lending:
+    """What one `borrow` was lent. All methods may run twice, also in two threads."""
 
-    def _lending_calls(self) -> list[Call]:
-        answers = {id(answer) for answer, _ in self._target.lent}
+    def __init__(self, target: BorrowTarget) -> None:
+        self.target = target
+        self.calls: list[Call] = []
+        self.holder: weakref.ref[Borrowed] | None = None  # until it has ended
+        self.views: list[weakref.ref[LentBlock]] = []  # after that: the blocks that were lent
+
+    def in_use(self) -> bool:
+        """Whether anything refers to one of the blocks, or still may."""
+        holder = self.holder
+        return (holder is not None and holder() is not None) or any(view() is not None for view in self.views)
+
+    def forget_views(self) -> None:
+        """Keep the blocks only for others that refer to them."""
+        target = self.target
+        target.blocks = []
+        if target.exporters:
+            self.views = [weakref.ref(exporter) for exporter in target.exporters]
+            target.exporters = []
+        self.holder = None
+
+    def call_when_gone(self, gone: Callable[[weakref.ref[LentBlock]], None]) -> None:
+        """Have `gone` called for each block when nothing refers to it any more."""
+        exporters = [view() for view in self.views]
+        self.views = [weakref.ref(exporter, gone) for exporter in exporters if exporter is not None]
+
+    def lending_calls(self) -> list[Call]:
+        """The GETs that the servers have to be told of."""
+        answers = {id(answer) for answer, _ in self.target.lent}
         return [call for call in self.calls if id(call.answer) in answers]
 
-    def _loans_returned(self) -> None:
-        for _, each in self._target.lent:
+    def return_loans(self) -> None:
+        """Let go of the server's memory."""
+        for _, each in self.target.lent:
             each.give_back()
-        self._target.lent = []
+        self.target.lent = []
 
 
 class Lingering:
-    """What was borrowed, and is still in use after its `borrow` has ended. Thread-safe.
-
-    A finalizer gives it back, or, because an exception there (Ctrl-C) is lost, the client's next call does.
-    """
+    """All that a client borrowed and has not given back. Thread-safe."""
 
     def __init__(self) -> None:
-        self._borrowed: list[Borrowed] = []
+        self._lendings: list[Lending] = []
+        self._gone: deque[weakref.ref[Any]] = deque()  # what finalizers found; its `append` is no Python code
 
-    def add(self, borrowed: Borrowed) -> None:
-        """Keep it until nothing refers to its blocks."""
-        self._borrowed.append(borrowed)
+    def watch(self, borrowed: Borrowed, lending: Lending) -> None:
+        """Keep the lending until nothing uses it: neither `borrowed` nor, after it, a view."""
+        lending.holder = weakref.ref(borrowed, self._gone.append)
+        self._lendings.append(lending)
+
+    def end(self, lending: Lending) -> None:
+        """Give back what is not in use, now; the rest when it is not in use any more."""
+        lending.forget_views()
+        if lending.in_use():
+            lending.call_when_gone(self._gone.append)
+        if not lending.in_use():
+            for call in lending.lending_calls():
+                call.link.post(wire.encode(wire.Release(call.id, 0)))
+            lending.return_loans()
+            with contextlib.suppress(ValueError):  # another thread was faster
+                self._lendings.remove(lending)
 
     def sweep(self) -> None:
-        """Give back what is not in use any more. May run twice for the same: giving back does nothing then."""
-        for borrowed in list(self._borrowed):
-            if not borrowed.in_use:
-                borrowed.give_back_later()
-                with contextlib.suppress(ValueError):  # another thread was faster
-                    self._borrowed.remove(borrowed)
+        """Give back what has come out of use since the last time."""
+        seen = list(self._gone)
+        if not seen:
+            return
+        for lending in list(self._lendings):
+            if not lending.in_use():
+                self.end(lending)
+        for reference in seen:  # only now: if this is interrupted, the next call does it again
+            with contextlib.suppress(ValueError):  # another thread was faster
+                self._gone.remove(reference)

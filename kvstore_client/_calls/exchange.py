@@ -144,8 +144,6 @@ class Exchange:
         if patience_s is not None:
             deadline = min(deadline, now + patience_s)
         self.lingering.sweep()
-        for link in {call.link for call in calls}:
-            link.give_back()
         by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)

@@ -145,7 +145,7 @@ class Reader:
             rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
             while groups := rounds.next():
                 calls = self._get_calls(packed, groups, target, options, 0, False)
-                borrowed.calls += calls
+                borrowed.calls.extend(calls)
                 self._exchange.run(calls, rounds.deadline, rounds.patience_s)
                 self._settle(rounds, calls, target.present, packed, target)
             self._end(rounds, options)

@@ -72,8 +72,6 @@ class Link:
         self._hello = hello
         self._on_drop = on_drop
         self.shared_memory = shared_memory
-        # Ids of GETs that a finalizer found to be over: it must not send anything. The next call does.
-        self.unreleased: deque[int] = deque()
         self._notices: deque[bytes] = deque()  # messages that were posted and not sent
         self._dealer: Dealer | None = None  # of the connection `sock`
         self.staging: Staging | None = None  # of the connection `sock`, if it is local
@@ -191,7 +189,6 @@ class Link:
         """Close the connection. Calls that wait for answers are not failed. `forked`: it is the parent's."""
         sock, dealer, self.sock, self._dealer, self.staging = self.sock, self._dealer, None, None, None
         self._notices.clear()
-        self.unreleased.clear()
         if dealer is not None and dealer.files is not None:
             dealer.files.close(forked)
         elif sock is not None:
@@ -315,11 +312,6 @@ class Link:
             self.drop(ConnectionLost(f"{self}: a call was interrupted"))
             raise
         return True
-
-    def give_back(self) -> None:
-        """Release the GETs in `unreleased`: what they borrowed is not in use any more."""
-        while self.unreleased:
-            self.post(wire.encode(wire.Release(self.unreleased.popleft(), 0)))
 
     def send(self, sock: socket.socket, data: bytes, deadline: float) -> None:
         """Send all of `data`; for the owner of `sending`. Raises `Timeout`, `OSError` and `ValueError`."""
