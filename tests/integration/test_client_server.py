@@ -826,12 +826,12 @@ def test_an_endpoint_that_is_none_is_named(new_namespace: MakeNamespace, endpoin
 
 
 def test_a_client_closes_its_connections(server: Server, client: KVStoreClient) -> None:
-    before = shard_info(client).connections
+    wait_until(lambda: shard_info(client).connections == 1, what="only this client is connected")
     others = [KVStoreClient(server.endpoint, client.namespace) for _ in range(5)]
-    assert shard_info(client).connections == before + 5
+    wait_until(lambda: shard_info(client).connections == 6, what="each has one connection")
     for other in others:
         other.close()
-    wait_until(lambda: shard_info(client).connections == before)
+    wait_until(lambda: shard_info(client).connections == 1, what="their connections are closed")
 
 
 # ---- by hand -------------------------------------------------------------------------------------------------------
