@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvstore_client import _arguments
 from kvstore_client._calls.chains import Parent
 from kvstore_client._links.link import SharedMemory
-from kvstore_client.client import DEFAULT_TIMEOUT_S, KVStoreClient
+from kvstore_client.client import DEFAULT_CONNECTIONS, DEFAULT_TIMEOUT_S, KVStoreClient
 from kvstore_client.errors import ConnectionLost, KVStoreError
 from kvstore_client.keys import Keys, Namespace
 from kvstore_client.results import ClientStats, GetResult, Location, SetResult, ShardStatus, StoreInfo
@@ -47,6 +47,7 @@ class AsyncKVStoreClient:
         replicas: int = 1,
         min_copies: int = 1,
         shared_memory: SharedMemory = "auto",
+        connections: int = DEFAULT_CONNECTIONS,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -60,6 +61,7 @@ class AsyncKVStoreClient:
             replicas=replicas,
             min_copies=min_copies,
             shared_memory=shared_memory,
+            connections=connections,
         )
         self._timeout_s = timeout_s
         self._client: KVStoreClient | None = None

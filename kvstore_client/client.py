@@ -34,6 +34,7 @@ from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.buffers import BlockSource, writable_rows
 from kvstore_client._links.core import Core
+from kvstore_client._links.lanes import MAX_CONNECTIONS
 from kvstore_client._links.link import SharedMemory
 from kvstore_client.endpoints import parse_endpoints
 from kvstore_client.errors import KVStoreError, Timeout
@@ -41,6 +42,7 @@ from kvstore_client.keys import Keys, Namespace, pack_keys
 from kvstore_client.results import ClientStats, GetResult, Location, SetResult, ShardStatus, StoreInfo
 
 DEFAULT_TIMEOUT_S: Final = 10.0
+DEFAULT_CONNECTIONS: Final = 1  # on two cores more are slower: `python -m benchmarks.remote_kv_cache.test_connections`
 MAX_TIMEOUT_S: Final = wire.MAX_DEADLINE_MS / 1000
 
 log = logging.getLogger("kvstore_client")
@@ -70,6 +72,9 @@ class KVStoreClient:
     for all clients of a namespace. `min_copies`: a set with fewer copies of a block than this counts it as an error.
     `shared_memory`: whether blocks of a server on this host are read in its memory instead of through a socket. "auto":
     if the server allows it; True: raise `ConnectionLost` if it does not; False: never. `stats.path` tells what is used.
+    `connections`, 1 to 16: how many to each shard, where no shared memory is used. Each beside the first one has a
+    thread that reads it; large reads are spread over all of them. The first is opened here, the others in the
+    background; the server counts each against its limits.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class KVStoreClient:
         replicas: int = 1,
         min_copies: int = 1,
         shared_memory: SharedMemory = "auto",
+        connections: int = DEFAULT_CONNECTIONS,
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
@@ -97,7 +103,8 @@ class KVStoreClient:
             shared_memory, bool
         ):
             raise ValueError(f'shared_memory={shared_memory!r}: expected "auto", True or False')
-        self._core = Core(endpoints, namespace.canonical(), timeout_s, replicas, shared_memory)
+        connections = _arguments.whole_number("connections", connections, 1, MAX_CONNECTIONS)
+        self._core = Core(endpoints, namespace.canonical(), timeout_s, replicas, shared_memory, connections)
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)

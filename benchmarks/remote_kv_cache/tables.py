@@ -116,6 +116,13 @@ def clients(results: Results) -> str:
     return markdown(("clients", "GB/s", "plain sockets, GB/s", "x plain sockets"), rows)
 
 
+def connections(results: Results) -> str:
+    """Rates of one client by number of connections."""
+    case = results["test_connections"].cases[0]
+    rows = [(name, f"{case.rate(name).median:.2f}", spread_text(case.to_limit(name))) for name in sorted(case.limits)]
+    return markdown(("one client", "GB/s", "x plain socket"), rows)
+
+
 def sharding(results: Results) -> str:
     """Placement, split, two shards."""
     result = results["test_sharding"]
@@ -207,6 +214,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "shared_memory": ("test_shared_memory", shared_memory),
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
+    "connections": ("test_connections", connections),
     "lookup": ("test_lookup", lookup),
     "sharding": ("test_sharding", sharding),
     "key_hashing": ("test_key_hashing", key_hashing),

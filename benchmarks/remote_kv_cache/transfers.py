@@ -16,6 +16,7 @@ from benchmarks.remote_kv_cache.harness import Operation, nothing
 from benchmarks.remote_kv_cache.plain import PlainSocket
 from benchmarks.remote_kv_cache.shapes import BLOCK_TOKENS, Batch, random_keys, random_rows
 from kvstore_client import KVStoreClient, Namespace, SetResult
+from kvstore_client.client import DEFAULT_CONNECTIONS
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -103,10 +104,18 @@ def namespace(model: str, block_bytes: int) -> Namespace:
     return Namespace(model=model, dtype="bfloat16", block_tokens=BLOCK_TOKENS, block_bytes=block_bytes)
 
 
-def connect(endpoint: str, model: str, block_bytes: int, shared_memory: bool = False) -> KVStoreClient:
+def connect(
+    endpoint: str, model: str, block_bytes: int, shared_memory: bool = False, connections: int = DEFAULT_CONNECTIONS
+) -> KVStoreClient:
     """A client over TCP, or over shared memory, with the library's other defaults, except for a longer deadline, which
     a slow machine meets."""
-    return KVStoreClient(endpoint, namespace(model, block_bytes), timeout_s=TIMEOUT_S, shared_memory=shared_memory)
+    return KVStoreClient(
+        endpoint,
+        namespace(model, block_bytes),
+        timeout_s=TIMEOUT_S,
+        shared_memory=shared_memory,
+        connections=connections,
+    )
 
 
 def memcpy_operation(blocks: Blocks) -> Operation:

@@ -20,6 +20,7 @@ from kvstore_client._calls.options import Options
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.core import Core
+from kvstore_client._links.lanes import usable
 from kvstore_client._links.link import Link
 from kvstore_client._links.sending import Sending, send_all
 from kvstore_client._links.sharing import share
@@ -73,15 +74,19 @@ class Exchange:
                     call.answer.fail(Timeout(f"{call.link}: the call was interrupted"))  # what it staged is free
             raise
 
-    def ask_all(self, request: Callable[[int, int], wire.Request], options: Options) -> list[Call]:
+    def ask_all(
+        self, request: Callable[[int, int], wire.Request], options: Options, every_lane: bool = False
+    ) -> list[Call]:
         """Send every shard the same request, `request(id, deadline_ms)`, and wait for the answers. -> the calls, done.
-        Raises if no shard is known, unless `fail_open`."""
+        Raises if no shard is known, unless `fail_open`. `every_lane`: on each connection that is up."""
         deadline_ms = options.deadline_ms
 
         def message(call: Call) -> Message:
             return [[frame(wire.encode(request(call.id, deadline_ms)), False)]]
 
         links = self.core.links
+        if every_lane:
+            links = [lane for link in links for lane in usable(link)]
         if not links and not options.fail_open:
             raise self.core.no_shards()
         no_keys = np.empty(0, dtype=np.intp)
@@ -132,8 +137,10 @@ class Exchange:
         staging.refused = True
 
     def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
-        """Send calls again whose connection had died without notice."""
+        """Send calls again whose connection had died without notice, or has no place."""
         for call in calls:
+            if call.without_place:
+                self.core.give_up_lane(call.link, call.error or Timeout("no place"))
             call.renew(self.core.next_id())
         self.send(calls, deadline, patience_s)
 

@@ -25,6 +25,7 @@ from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.rounds import Rounds
 from kvstore_client._links.call import Call, Message, protocol_error
+from kvstore_client._links.lanes import least_busy, spread
 from kvstore_client._links.link import Link
 from kvstore_client._links.targets import BlockTarget, BorrowTarget, IntoTarget, PlacedBlocks, QueueTarget
 from kvstore_client._links.view import Numbers
@@ -253,6 +254,10 @@ class Reader:
             )
             return keyed_message(request, keys)
 
+        if options.prefix:  # in pieces, what comes after a gap would be sent in vain
+            groups = [(least_busy(link), positions) for link, positions in groups]
+        else:
+            groups = spread(groups, self._block_bytes)
         kept_bytes = key_bytes if attributes else 0
         return [
             Call(

@@ -101,7 +101,7 @@ class Rounds:
                 if more and self._column < self._owners:
                     missed = call.positions[~present[call.positions]]
                     if len(missed):
-                        self._missed.append((call.link, missed))
+                        self._missed.append((call.link.first, missed))
             elif more or isinstance(error, TRANSPORT_ERRORS):
                 if self._error is None or not isinstance(error, TRANSPORT_ERRORS):
                     self._error = error

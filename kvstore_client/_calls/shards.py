@@ -37,8 +37,8 @@ class Shards:
         """Return when every set of this client can be read. Raises if as many nodes fail as there are copies of a
         block, unless `fail_open`."""
         places = {place.link: place.node for place in self._core.view.places}
-        calls = self._exchange.ask_all(wire.Sync, options)
-        failed = {places.get(call.link, "") for call in calls if isinstance(call.error, TRANSPORT_ERRORS)}
+        calls = self._exchange.ask_all(wire.Sync, options, every_lane=True)  # a set may be under way on any of them
+        failed = {places.get(call.link.first, "") for call in calls if isinstance(call.error, TRANSPORT_ERRORS)}
         for call in calls:  # if fewer nodes failed than there are copies, the other nodes have the blocks
             outcome(call, wire.SyncReply, options.fail_open or len(failed) < self._core.replicas)
 

@@ -26,6 +26,7 @@ from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message
+from kvstore_client._links.lanes import least_busy
 from kvstore_client._links.staging import SetAnswer, Staging
 from kvstore_client._links.view import NOBODY, Numbers, View
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError, Timeout
@@ -130,7 +131,8 @@ class Writer:
         replicas = owners.shape[1]
         deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
 
-        by_link = view.split(owners.reshape(-1), positions.repeat(replicas))
+        split = view.split(owners.reshape(-1), positions.repeat(replicas))
+        by_link = [(least_busy(link), mine) for link, mine in split]
         staged = {
             link: self._exchange.staging(link, source, deadline) for link, _ in by_link if link.local and source.count
         }

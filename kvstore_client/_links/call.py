@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore.wire import ErrorCode
 from kvstore.wire.dealer import Answer
 from kvstore_client._links.link import Link
 from kvstore_client._links.targets import PlacedBlocks
@@ -82,9 +83,16 @@ class Call:
 
     @property
     def retry(self) -> bool:
-        """Whether to try once more on a new connection, because the old one had died without notice."""
-        lost = isinstance(self.answer.error, ConnectionLost)
-        return lost and not self.renewed and self.link.broken is None and self.connection > 0
+        """Whether to try once more: on a new connection, because the old one had died without notice, or on the first
+        lane, because the shard has no place for another connection of this client."""
+        lost = isinstance(self.answer.error, ConnectionLost) and self.link.broken is None
+        return (lost or self.without_place) and not self.renewed and self.connection > 0
+
+    @property
+    def without_place(self) -> bool:
+        """Whether the shard has refused the request because it has no place for this lane, which is not the first."""
+        reply = self.answer.reply
+        return isinstance(reply, wire.Error) and reply.code == ErrorCode.NO_PLACE and self.link.first is not self.link
 
     def message(self) -> Message:
         return self._make_message(self)
@@ -112,6 +120,8 @@ class Call:
 
     def renew(self, request_id: int) -> None:
         """Make this call a new, unsent request."""
+        if self.without_place:
+            self.link = self.link.first
         self.renewed = True
         self.answer = self._make_answer(request_id)
 

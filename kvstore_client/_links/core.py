@@ -26,6 +26,7 @@ from kvstore import __version__, wire
 from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import Answer
+from kvstore_client._links.lanes import LaneReader
 from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link, SharedMemory
 from kvstore_client._links.probing import Prober
@@ -45,7 +46,7 @@ FIRST_NODES: Final = 3  # how many nodes of a cluster are tried at the start for
 
 
 class Core:
-    """The links of one client. Thread-safe."""
+    """The links of one client. `lanes`: how many connections it has to each shard. Thread-safe."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Core:
         timeout_s: float,
         replicas: int,
         shared_memory: SharedMemory = "auto",
+        lanes: int = 1,
     ) -> None:
         self.stats = ClientStats()
         self.timeout_s = timeout_s
@@ -61,6 +63,7 @@ class Core:
         self.view = View([])
         self._namespace = namespace
         self._shared_memory = shared_memory
+        self._lanes = lanes
         self.replicas = replicas
         self._nodes = [Node(host, port) for host, port in endpoints.nodes]
         self._cluster = endpoints.cluster  # empty: the nodes are a list
@@ -75,7 +78,8 @@ class Core:
         self._leading = Leading(lambda: [*self.links, *self._retired], self.look_after)
         self.wait = self._leading.wait
         self._map_lock = threading.Lock()
-        self._prober = Prober(lambda: self.links, self._connect_again)
+        self._lane_readers: dict[int, LaneReader] = {}  # by the number of the lane
+        self._prober = Prober(lambda: self.connections, self._connect_again)
         self._retired: dict[Link, float] = {}  # links that left the view -> when no call can need them any more
         self._looked_after = 0.0
 
@@ -84,7 +88,9 @@ class Core:
         if self.closed:
             return
         self._leading.forget()
-        for link in [*self.links, *self._retired]:
+        for reader in self._lane_readers.values():
+            reader.forget()
+        for link in [*self.connections, *self._retired]:
             link.reset_locks()
             link.close(forked=True)
             link.broken = None
@@ -99,6 +105,11 @@ class Core:
     def links(self) -> Sequence[Link]:
         """The links of the present view."""
         return self.view.links
+
+    @property
+    def connections(self) -> Sequence[Link]:
+        """All lanes of the links of the present view."""
+        return self.links if self._lanes == 1 else [lane for link in self.links for lane in link.lanes]
 
     @property
     def turn(self) -> int:
@@ -132,7 +143,44 @@ class Core:
         return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
 
     def _new_link(self, name: str, host: str, port: int) -> Link:
-        return Link(name, host, port, self.hello, self._wake, self._shared_memory)
+        link = Link(name, host, port, self.hello, self._wake, self._shared_memory)
+        lanes = [link, *(Link(name, host, port, self.hello, self._wake, False) for _ in range(1, self._lanes))]
+        for lane in lanes:
+            lane.lanes = lanes
+        return link
+
+    def _watch(self, link: Link) -> None:
+        """Have a link's new connection read."""
+        number = link.lanes.index(link)
+        if not number:
+            self._leading.watch(link)
+            return
+        with self._map_lock:
+            reader = self._lane_readers.get(number)
+            if reader is None and not self.closed:
+                reader = self._lane_readers[number] = LaneReader(number, self._wake)
+        if reader is not None:
+            reader.watch(link)
+
+    def _open_lanes(self, link: Link) -> None:
+        """The first lane is connected: have those that are not connected in the background."""
+        if link.local:
+            return
+        for lane in link.lanes[1:]:
+            if lane.sock is None and lane.broken is None:
+                lane.fixed_name, lane.broken = True, ConnectionLost(f"{link}: not connected yet")
+                self._prober.start()
+
+    def give_up_lane(self, lane: Link, error: KVStoreError) -> None:
+        """The shard refuses this connection, so do without it."""
+        with self._map_lock:
+            others = [other for other in lane.first.lanes if other is not lane]
+            for other in others:
+                other.lanes = others
+        if not lane.retired:
+            log.warning("%s; %d connections are used", error, len(others))
+            lane.retired, lane.broken = True, None
+            lane.drop(ConnectionLost(f"{lane}: {error}"))
 
     @property
     def path(self) -> str:
@@ -163,7 +211,8 @@ class Core:
             link = self._new_link(f"{node.host}:{node.port}", node.host, node.port)
             try:
                 self._adopt(node, link, link.connect(self.timeout_s))
-                self._leading.watch(link)
+                self._watch(link)
+                self._open_lanes(link)
             except TRANSPORT_ERRORS as error:
                 if not fail_open:
                     raise
@@ -206,7 +255,7 @@ class Core:
             for address in welcome.shards:
                 host = address.host or node.host
                 link = known.pop(address.name, None) or self._new_link(address.name, host, address.port)
-                link.host, link.port, link.weight = host, address.port, address.weight
+                link.rename(address.name, host, address.port, address.weight)
                 links.append(link)
             node.links, node.zone = links, welcome.zone
         self._retire(known.values())
@@ -259,9 +308,10 @@ class Core:
         """Mark links that left the view. Calls that have begun may go on using their connections."""
         closed_at = time.monotonic() + self.timeout_s
         for link in links:
-            link.retired = True
-            if link.sock is not None:
-                self._retired[link] = closed_at
+            for lane in link.lanes:
+                lane.retired = True
+                if lane.sock is not None:
+                    self._retired[lane] = closed_at
 
     def _close_retired(self, now: float) -> None:
         for link, closed_at in list(self._retired.items()):
@@ -334,13 +384,20 @@ class Core:
 
     def _connect_again(self, link: Link, timeout_s: float) -> None:
         before = link.connections
-        welcome = link.connect(timeout_s)
-        node = next((node for node in self._nodes if link in node.links), None)
-        if node is not None:
-            self._adopt(node, link, welcome)
-        self._leading.watch(link)
+        try:
+            welcome = link.connect(timeout_s)
+        except KVStoreError as refusal:
+            if link.first is not link and not isinstance(refusal, TRANSPORT_ERRORS):
+                self.give_up_lane(link, refusal)
+            raise
+        if link.first is link:
+            node = next((node for node in self._nodes if link in node.links), None)
+            if node is not None:
+                self._adopt(node, link, welcome)
+            self._open_lanes(link)
+        self._watch(link)
         if link.retired:  # it left the view while it connected
-            self._retire([link])
+            self._retire([link.first])
         if self.closed:  # while it connected
             link.drop(error := ConnectionLost("this client is closed"))
             raise error
@@ -350,8 +407,10 @@ class Core:
 
     def break_link(self, link: Link, error: KVStoreError) -> None:
         """Make calls to this shard fail at once from now on, and have it probed in the background."""
-        if link.broken is None:
+        if link.broken is None and link.first is link:
             log.warning("%s; its blocks are misses until it is back", error)
+        elif link.broken is None:
+            log.info("%s; fewer connections are used until it is back", error)
         link.broken = error
         self.stats.failures += 1
         self._prober.start()
@@ -364,11 +423,15 @@ class Core:
         self._prober.stop()
         if self._members is not None:
             self._members.close()
-        for link in [*self.links, *self._retired]:
+        for link in [*self.connections, *self._retired]:
             link.interrupt()
         self._prober.join()
-        for link in [*self.links, *self._retired]:
+        for link in [*self.connections, *self._retired]:
             link.drop(ConnectionLost("this client is closed"))
+        with self._map_lock:
+            readers = list(self._lane_readers.values())
+        for reader in readers:  # they wake the one that leads
+            reader.close()
         self._leading.close()
 
     # ---- requests --------------------------------------------------------------------------------------------
@@ -391,10 +454,13 @@ class Core:
         if now < self._looked_after + LOOK_ANYWAY_S:
             return
         self._looked_after = now
-        for link in [*self.links, *self._retired]:
+        for link in [*self.connections, *self._retired]:
             if link.pending and not link.look_after(now):
                 error = Timeout(f"{link}: it owes an answer and has been silent for {DEAD_AFTER_S:g} s")
                 self.break_link(link, error)
                 link.drop(error)
+        for link in self.links if self._lanes > 1 else ():
+            if link.sock is not None:
+                self._open_lanes(link)
         if self._retired:
             self._close_retired(now)

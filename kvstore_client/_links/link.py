@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from kvstore import wire
@@ -45,6 +45,7 @@ class Link:
 
     `hello()` makes the client's HELLO; `on_drop()` is called when a connection is lost. `shared_memory`: connect to a
     shard on this host over its Unix socket, where it lends blocks in shared memory; "auto": if that is possible.
+    `lanes`: all links of the client to this shard, the first of which stands for the shard (see `lanes`).
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Link:
         on_drop: Callable[[], None],
         shared_memory: SharedMemory = "auto",
     ) -> None:
+        self.lanes: Sequence[Link] = (self,)
         self.name = name
         self.host = host
         self.port = port
@@ -82,6 +84,16 @@ class Link:
 
     def __repr__(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def first(self) -> Link:
+        """The link that stands for the shard."""
+        return self.lanes[0]
+
+    def rename(self, name: str, host: str, port: int, weight: float) -> None:
+        """Note what is known of the shard now."""
+        for lane in self.lanes:
+            lane.name, lane.host, lane.port, lane.weight = name, host, port, weight
 
     def reset_locks(self) -> None:
         """Make new locks: after a fork, threads of the parent may hold the old ones for ever."""
@@ -218,7 +230,7 @@ class Link:
         if self.broken is not None:
             return math.inf
         faded: float = 0.5 ** ((time.monotonic() - self._delay_known) / DELAY_HALF_LIFE_S)
-        return self._delay_s * faded * (1 + len(self.pending))
+        return self._delay_s * faded * (1 + sum(len(lane.pending) for lane in self.lanes))
 
     def silence_s(self, now: float) -> float:
         """For how long no byte has moved although an answer is owed; 0 if none is owed."""

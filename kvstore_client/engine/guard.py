@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
-from kvstore_client.client import KVStoreClient
+from kvstore_client.client import DEFAULT_CONNECTIONS, KVStoreClient
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import Namespace
@@ -75,6 +75,7 @@ class StoreGuard:
         timeout_s: float,
         counters: Counters,
         replicas: int = 1,
+        connections: int = DEFAULT_CONNECTIONS,
         local: str = "",
         logger: logging.Logger | None = None,
     ) -> None:
@@ -85,6 +86,7 @@ class StoreGuard:
         self.timeout_s = timeout_s
         self._endpoint = endpoint
         self._replicas = replicas
+        self._connections = connections
         self._local = local
         self._counters = counters
         self._logger = logger or logging.getLogger("kvstore_client")
@@ -146,7 +148,14 @@ class StoreGuard:
             return self._client
 
     def _open(self, endpoint: str | Sequence[str], replicas: int) -> KVStoreClient:
-        return KVStoreClient(endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, replicas=replicas)
+        return KVStoreClient(
+            endpoint,
+            self.namespace,
+            timeout_s=self.timeout_s,
+            fail_open=True,
+            replicas=replicas,
+            connections=self._connections,
+        )
 
     def failed(self, error: Exception) -> None:
         """Count and log a failure of the store."""

@@ -330,6 +330,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             timeout_s=timeout_s,
             counters=self._counters,
             replicas=self._options.replicas,
+            connections=self._options.connections,
             local=self._options.local,
             logger=logger,
         )

@@ -15,6 +15,8 @@ import msgspec
 
 from kvstore.sizes import parse_size
 from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
+from kvstore_client._links.lanes import MAX_CONNECTIONS
+from kvstore_client.client import DEFAULT_CONNECTIONS
 from kvstore_client.endpoints import parse_endpoints
 
 MAX_TIMEOUT_S = MAX_DEADLINE_MS // 1000
@@ -37,6 +39,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     lookup_timeout_s: how long a request waits for the store to say what it has. After that it counts as a miss.
     tenant: blocks are shared only within one tenant.
     replicas: how many nodes of a cluster hold a copy of each block, 1 to 3. Equal in all engines that share blocks.
+    connections: to each shard that is not on this host. Large reads are spread over them.
     local: the address of a server on the engine's host, which is asked before `endpoint` and holds copies of what is
         set and found there; empty: none.
     """
@@ -46,6 +49,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     lookup_timeout_s: float = 1.0
     tenant: str = ""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
+    connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)] = DEFAULT_CONNECTIONS
     local: str = ""
 
     def __post_init__(self) -> None:

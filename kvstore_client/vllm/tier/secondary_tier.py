@@ -174,6 +174,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 timeout_s=timeout_s,
                 counters=self._counters,
                 replicas=given.replicas,
+                connections=given.connections,
                 local=given.local,
                 logger=logger,
             )

@@ -1,0 +1,126 @@
+"""Lanes: the connections of one client to one shard, when it has more than one.
+
+The first lane is the shard's `Link` itself, read by the caller that leads (see `leading`). Every other lane is a `Link`
+to the same shard, read by a thread of its own: `LaneReader` k reads the lanes k of all shards. A large read is cut into
+as many pieces as there are lanes, so that several cores receive it, or several flows share a network. Everything else
+goes whole, on the lane that waits for the fewest answers: blocks of a chain that are set by one call arrive in order.
+
+A lane that is not connected is not used, so it delays nothing. It is connected in the background, like a broken link.
+A shard on this host has one lane only, where shared memory is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstore_client._links.leading import LOOK_ANYWAY_S, READ_BUDGET_BYTES
+from kvstore_client._links.link import Link
+from kvstore_client._links.view import Numbers
+
+MAX_CONNECTIONS: Final = 16
+PIECE_BYTES: Final = 4 << 20  # a read is cut into pieces of at least this size
+
+log = logging.getLogger("kvstore_client")
+
+
+def usable(link: Link) -> list[Link]:
+    """The lanes of a shard that a request may be sent on: those that are connected, else the first."""
+    return [lane for lane in link.lanes if lane.sock is not None] or [link]
+
+
+def least_busy(link: Link) -> Link:
+    """The lane on which a request is answered first, as far as is known."""
+    if len(link.lanes) == 1:
+        return link
+    return min(usable(link), key=_owed)
+
+
+def _owed(lane: Link) -> int:
+    return len(lane.pending)
+
+
+def spread(groups: Sequence[tuple[Link, Numbers]], block_bytes: int) -> list[tuple[Link, Numbers]]:
+    """Cut what each shard is asked for into pieces, one for each of its lanes."""
+    pieces: list[tuple[Link, Numbers]] = []
+    for link, positions in groups:
+        lanes = usable(link) if len(link.lanes) > 1 else [link]
+        count = min(len(lanes), len(positions) * block_bytes // PIECE_BYTES)
+        if count < 2:
+            pieces.append((least_busy(link), positions))
+        else:
+            lanes.sort(key=_owed)
+            pieces += zip(lanes[:count], np.array_split(positions, count), strict=True)
+    return pieces
+
+
+class LaneReader:
+    """Reads the links that it is given, on a thread that lives until `close`. Thread-safe. Valid in one process only.
+
+    `arrived()` is called when bytes have been read.
+    """
+
+    def __init__(self, number: int, arrived: Callable[[], None]) -> None:
+        self._arrived = arrived
+        self._closed = False
+        self._links: dict[int, Link] = {}  # by descriptor
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-lane-{number}", daemon=True)
+        self._thread.start()
+
+    def watch(self, link: Link) -> None:
+        """Read the link's new connection."""
+        sock = link.sock
+        fd = sock.fileno() if sock is not None else -1
+        if fd >= 0:  # else another thread has just dropped it
+            self._links[fd] = link
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                self._epoll.register(fd, select.EPOLLIN)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._read()
+        except Exception:  # a defect: calls on these lanes end at their deadline
+            log.exception("the thread that reads connections ended")
+
+    def _read(self) -> None:
+        # Bytes below a socket's low-water mark wake nobody, which matters only while an answer is on its way.
+        busy = any(link.pending for link in list(self._links.values()))
+        events = self._epoll.poll(LOOK_ANYWAY_S if busy else None, 64)
+        if not events:
+            for link in list(self._links.values()):
+                link.receive(READ_BUDGET_BYTES)
+        for fd, _ in events:
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+                continue
+            readable = self._links.get(fd)
+            if readable is None or readable.sock is None or readable.sock.fileno() != fd:
+                self._links.pop(fd, None)
+                with contextlib.suppress(OSError, ValueError):  # epoll forgets a closed socket by itself
+                    self._epoll.unregister(fd)
+            else:
+                readable.receive(READ_BUDGET_BYTES)
+        self._arrived()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        self.forget()
+
+    def forget(self) -> None:
+        """In a child process, where the thread is not: close the child's descriptors."""
+        self._epoll.close()
+        os.close(self._wake_fd)
