@@ -1,14 +1,19 @@
 """kvstore._cext: the code for which, by profile, Python is too slow.
 
-One extension module. ``arguments.pxi``: takes and checks the arguments of callers. ``hashing.pxi``: xxh3 checksums and
-prefix hash chains. ``copying.pxi``: gather and scatter of blocks. ``sharing.pxi``: blocks between processes of
-one host. ``disk.pxi``: blocks to and from a segment file. ``placement.pxi``: which shard owns a key. ``index/``: a namespace's index, key -> slot; ``policies/``: which blocks are
-evicted first. Every loop over block bytes runs with the GIL released.
+One extension module. ``arguments.pxi``: takes and checks the arguments of callers. ``hashing.pxi``: xxh3 checksums
+and prefix hash chains. ``copying.pxi``: gather and scatter of blocks. ``sharing.pxi``: blocks between processes of one
+host. ``sockets.pxi``, ``landing.pxi``, ``receiving.pxi``, ``sending.pxi``: blocks from and to sockets. ``disk.pxi``:
+blocks to and from a segment file. ``placement.pxi``: which shard owns a key. ``index/``: a namespace's index, key ->
+slot; ``policies/``: which blocks are evicted first. Every loop over block bytes runs with the GIL released.
 """
 include "arguments.pxi"
 include "hashing.pxi"
 include "copying.pxi"
 include "sharing.pxi"
+include "sockets.pxi"
+include "landing.pxi"
+include "receiving.pxi"
+include "sending.pxi"
 include "disk.pxi"
 include "placement.pxi"
 include "index/records.pxi"

@@ -196,3 +196,39 @@ def group_by_owner(owners, Py_ssize_t count):
         ends[i] = ends[i - 1]
     ends[0] = 0
     return order, bounds
+
+
+def first_of_each(keys):
+    """Returns, for each key, the position of its first occurrence: int64.
+
+    ``keys``: (n, key_bytes) uint8, C-contiguous. Thread-safe.
+    """
+    cdef _Buffers held = _Buffers(2)
+    cdef Py_buffer *view = held.take(keys, PyBUF_ND | PyBUF_C_CONTIGUOUS, "keys")
+    if view.ndim != 2 or view.itemsize != 1:
+        raise ValueError(f"keys must be a 2-D array of bytes, got {view.ndim}-D of {view.itemsize}-byte items")
+    cdef Py_ssize_t n = view.shape[0], size = view.shape[1], i, at, room = 16
+    cdef const uint8_t *data = <const uint8_t *>view.buf
+    cdef int64_t other
+    first = np.empty(n, dtype=np.int64)
+    cdef int64_t *found = <int64_t *>held.take(first, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE, "first").buf
+    while room < 2 * n:
+        room *= 2
+    # Open addressing: the position of a first one, or -1.
+    cdef int64_t *table = <int64_t *>malloc(room * sizeof(int64_t))
+    if table == NULL:
+        raise MemoryError()
+    memset(table, 0xFF, room * sizeof(int64_t))
+    for i in range(n):  # microseconds: too short to give the GIL away
+        at = <Py_ssize_t>(xxh3_64(data + i * size, size, 0, _best) & <uint64_t>(room - 1))
+        while True:
+            other = table[at]
+            if other < 0:
+                table[at] = found[i] = i
+                break
+            if memcmp(data + other * size, data + i * size, size) == 0:
+                found[i] = other
+                break
+            at = (at + 1) & (room - 1)
+    free(table)
+    return first

@@ -1,51 +1,27 @@
 # Blocks between processes of one host: copied from memory that another process shares, and hashed on the way.
 #
-# Memory is read once: a piece is hashed, which brings it to the first cache, and copied from there. What is hashed is what
-# is copied, as long as nobody writes to the source. Measured (917 504 bytes a block, 112 MiB, AVX-512 machine): with
-# pieces of 2 KiB, written past the caches, copy and hash take 0.86 times as long as one memcpy of all the bytes; with 8
-# KiB 1.4 times.
+# Memory is read once: each cache line is hashed and stored while it is in the first cache, past the caches for large
+# copies. What is hashed is what is copied, as long as nobody writes to the source.
 
 cdef extern from *:
     """
-    #define KV_PIECE (2 * XXH3_BLOCK)
-
-    /* Copies whole cache lines to a destination at the beginning of one. */
-    static void kv_copy_lines(uint8_t *dst, const uint8_t *src, size_t size, int stream) {
-    #if defined(__x86_64__)
-        if (stream) {
-            for (; size >= 64; dst += 64, src += 64, size -= 64) {
-                __m128i a = _mm_loadu_si128((const __m128i *)src), b = _mm_loadu_si128((const __m128i *)src + 1);
-                __m128i c = _mm_loadu_si128((const __m128i *)src + 2), d = _mm_loadu_si128((const __m128i *)src + 3);
-                _mm_stream_si128((__m128i *)dst, a), _mm_stream_si128((__m128i *)dst + 1, b);
-                _mm_stream_si128((__m128i *)dst + 2, c), _mm_stream_si128((__m128i *)dst + 3, d);
-            }
-            return;
-        }
-    #endif
-        memcpy(dst, src, size);
-    }
-
-    /* Copies size bytes and returns their xxh3-64 with seed 0. stream: write past the caches. The copy lags behind the
-     * hash, so that it always ends with a cache line of the destination: lines written in two parts cost a read. */
+    /* Copies size bytes and returns their xxh3-64 with seed 0. stream: write past the caches. The copy is ahead of the
+     * hash by what the destination lacks to a whole cache line: lines written in two parts cost a read. */
     static uint64_t kv_copy_and_hash(uint8_t *dst, const uint8_t *src, size_t size, int stream, const xxh3_variant *v) {
-        if (size <= KV_PIECE) {
+        size_t shift = -(size_t)dst & 63;
+        if (size <= 2 * XXH3_BLOCK) {
             memcpy(dst, src, size);
             return xxh3_64(src, size, 0, v);
         }
         uint64_t acc[8] __attribute__((aligned(64)));
-        size_t blocks = (size - 1) / XXH3_BLOCK, hashed = 0, copied = -(size_t)dst & 63;
-        memcpy(dst, src, copied);
+        size_t blocks = (size - 1) / XXH3_BLOCK, together = (size - shift) / XXH3_BLOCK;
+        if (together > blocks) together = blocks;
+        memcpy(dst, src, shift);
         xxh3_start(acc);
-        while (blocks > 0) {
-            size_t n = blocks < KV_PIECE / XXH3_BLOCK ? blocks : KV_PIECE / XXH3_BLOCK;
-            v->blocks(acc, src + hashed, n, xxh3_secret);
-            hashed += n * XXH3_BLOCK;
-            blocks -= n;
-            size_t lines = (hashed - copied) & ~(size_t)63;
-            kv_copy_lines(dst + copied, src + copied, lines, stream);
-            copied += lines;
-        }
+        v->copy(acc, src, together, xxh3_secret, dst + shift, shift, stream);
+        v->blocks(acc, src + together * XXH3_BLOCK, blocks - together, xxh3_secret);
         xxh3_tail(acc, src, size, xxh3_secret, v);
+        size_t copied = shift + together * XXH3_BLOCK;
         memcpy(dst + copied, src + copied, size - copied);
         return xxh3_merge(acc, xxh3_secret + 11, size * XXH3_P64_1);
     }
@@ -53,14 +29,14 @@ cdef extern from *:
     uint64_t kv_copy_and_hash(uint8_t *dst, const uint8_t *src, size_t size, int stream, const xxh3_variant *v) nogil
 
 
-def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, sums=None):
+def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, sums=None, Py_ssize_t in_all=0):
     """Copies n blocks to ``out`` and returns their xxh3-64 as (n,) uint64; memory is read once for both.
 
     Block i is the ``block_bytes`` bytes at ``offsets[i]`` of ``sources[files[i]]``. ``sources``: C-contiguous buffers,
     to which nobody writes meanwhile. ``files``, ``offsets``, ``places``: n numbers each, contiguous int64. ``out``:
     writable; either rows of ``block_bytes``, dense within a row, of which ``places[i]`` is the one for block i; or one
     contiguous vector of bytes, in which the block begins at byte ``places[i]``. ``sums``: where to write the result, n
-    words of uint64; a new array by default.
+    words of uint64; a new array by default. ``in_all``: how many bytes this call and others copy that belong to it.
 
     Raises ValueError, TypeError or IndexError, before any byte is copied, when an argument is not as described or a
     block does not lie within its source or in ``out``. Copies without the GIL; thread-safe as long as no other thread
@@ -109,21 +85,55 @@ def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, su
             from_[i] = <const char *>held.views[file[i]].buf + offset[i]
             to[i] = <char *>target.buf + place[i] * stride
         with nogil:
-            _copy_and_hash(from_, to, count, block_bytes, sum)
+            _copy_and_hash(from_, to, count, block_bytes, max(in_all, count * block_bytes), sum)
     finally:
         free(from_)
         free(to)
     return found
 
 
-cdef void _copy_and_hash(const char **from_, char **to, Py_ssize_t count, Py_ssize_t block_bytes,
+cdef void _copy_and_hash(const char **from_, char **to, Py_ssize_t count, Py_ssize_t block_bytes, Py_ssize_t in_all,
                          uint64_t *sum) noexcept nogil:
     cdef Py_ssize_t i
-    cdef bint stream = <size_t>(count * block_bytes) >= _stream_bytes
+    cdef bint stream = <size_t>in_all >= _stream_bytes
     for i in range(count):
         sum[i] = kv_copy_and_hash(<uint8_t *>to[i], <const uint8_t *>from_[i], block_bytes, stream, _best)
     if stream:
         kv_copy_fence()
+
+
+def _copy_and_hash_with(source, out, Py_ssize_t place, bint stream, str variant):
+    """For the tests: copies ``source`` to byte ``place`` of ``out``, in one of the ways. Returns the checksum."""
+    cdef _Buffers held = _Buffers(2)
+    cdef Py_buffer *given = held.take(source, PyBUF_SIMPLE, "source")
+    cdef Py_buffer *target = held.take(out, PyBUF_SIMPLE | PyBUF_WRITABLE, "out")
+    if not 0 <= place <= target.len - given.len:
+        raise IndexError(f"place is {place}: expected 0 to {target.len - given.len}")
+    return kv_copy_and_hash(<uint8_t *>target.buf + place, <const uint8_t *>given.buf, given.len, stream,
+                            _variant(variant))
+
+
+def distinct_files(numbers):
+    """Returns the distinct values of ``numbers`` in the order of their first occurrence, as a list of int, and the
+    place of each number in that list, as int64.
+
+    ``numbers``: n numbers, uint64. Meant for a few distinct values: it compares each number with all of them.
+    """
+    cdef const uint64_t[::1] given = np.ascontiguousarray(numbers, dtype=np.uint64)
+    cdef Py_ssize_t i, j = 0, count = given.shape[0]
+    found = np.empty(count, dtype=np.int64)
+    cdef int64_t[::1] places = found
+    cdef list distinct = []
+    for i in range(count):
+        if not distinct or given[i] != <uint64_t>distinct[j]:
+            for j in range(len(distinct)):
+                if <uint64_t>distinct[j] == given[i]:
+                    break
+            else:
+                j = len(distinct)
+                distinct.append(given[i])
+        places[i] = j
+    return distinct, found
 
 
 cdef class LentBlock:
@@ -140,8 +150,8 @@ cdef class LentBlock:
     cdef Py_ssize_t views
 
     def __cinit__(self, source, Py_ssize_t offset, Py_ssize_t nbytes):
-        """The ``nbytes`` bytes at ``offset`` of ``source``, a C-contiguous buffer. Raises IndexError if they are not all
-        within it."""
+        """The ``nbytes`` bytes at ``offset`` of ``source``, a C-contiguous buffer. Raises IndexError if they are not
+        all within it."""
         self.held = _Buffers(1)
         cdef Py_buffer *view = self.held.take(source, PyBUF_SIMPLE, "source")
         if not (nbytes > 0 and 0 <= offset <= view.len - nbytes):

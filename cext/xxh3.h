@@ -240,12 +240,15 @@ static inline xxh3_u128 xxh3_128_to240(const uint8_t *in, size_t len, uint64_t s
 }
 
 /* ---- the long loop, one set of functions for each variant ----
- * stripes: accumulates n <= 16 stripes. blocks: n whole blocks, each followed by a scramble. */
+ * stripes: accumulates n <= 16 stripes. blocks: n whole blocks, each followed by a scramble. copy: the same, and copies
+ * as many bytes from in + shift to out, which begins a cache line; stream: past the caches. */
 
 typedef struct {
     const char *name;
     void (*stripes)(uint64_t *acc, const uint8_t *in, size_t n, const uint8_t *secret);
     void (*blocks)(uint64_t *acc, const uint8_t *in, size_t n, const uint8_t *secret);
+    void (*copy)(uint64_t *acc, const uint8_t *in, size_t n, const uint8_t *secret, uint8_t *out, size_t shift,
+                 int stream);
 } xxh3_variant;
 
 static inline void xxh3_scramble_scalar(uint64_t *acc, const uint8_t *secret) {
@@ -268,7 +271,19 @@ static void xxh3_blocks_scalar(uint64_t *acc, const uint8_t *in, size_t n, const
     }
 }
 
+static void xxh3_copy_scalar(uint64_t *acc, const uint8_t *in, size_t n, const uint8_t *secret, uint8_t *out,
+                             size_t shift, int stream) {
+    (void)stream;
+    for (; n > 0; n--, in += XXH3_BLOCK, out += XXH3_BLOCK) {
+        xxh3_blocks_scalar(acc, in, 1, secret);
+        memcpy(out, in + shift, XXH3_BLOCK);
+    }
+}
+
 #ifdef XXH3_X86
+
+/* How far ahead of a copy memory is read: the hardware prefetcher stops at every page. */
+#define XXH3_COPY_AHEAD 1024
 
 /* Keeps a value in its register. Otherwise GCC would load it a second time as an instruction's memory operand, which
  * costs an eighth of the speed (measured). */
@@ -277,7 +292,7 @@ static void xxh3_blocks_scalar(uint64_t *acc, const uint8_t *in, size_t n, const
 /* One vector variant: registers of type V together hold the eight lanes. A template by macro because the target
  * attribute must stand on every function that is to be inlined into another. The stripe loop stays rolled: unrolled,
  * GCC 12 hoists the sixteen keys and spills them, at half the speed (measured). */
-#define XXH3_VECTOR_VARIANT(NAME, TARGET, V, LOADU, STOREU, XOR, ADD, MUL, SHR, SHUFFLE32, SET1)                       \
+#define XXH3_VECTOR_VARIANT(NAME, TARGET, V, LOADU, STOREU, STREAM, XOR, ADD, MUL, SHR, SHUFFLE32, SET1)               \
     enum { xxh3_lanes_##NAME = XXH3_STRIPE / sizeof(V) };                                                              \
     __attribute__((target(TARGET), always_inline)) static inline void xxh3_stripe_##NAME(                              \
         V *acc, const uint8_t *in, const uint8_t *secret) {                                                            \
@@ -288,24 +303,52 @@ static void xxh3_blocks_scalar(uint64_t *acc, const uint8_t *in, size_t n, const
             acc[i] = ADD(acc[i], ADD(MUL(keyed, SHR(keyed, 32)), SHUFFLE32(data, 0x4E)));                              \
         }                                                                                                              \
     }                                                                                                                  \
+    __attribute__((target(TARGET), always_inline)) static inline void xxh3_scramble_##NAME(V *acc,                     \
+                                                                                           const uint8_t *secret) {    \
+        const V prime = SET1(XXH3_P32_1);                                                                              \
+        for (int i = 0; i < xxh3_lanes_##NAME; i++) {                                                                  \
+            V keyed = XOR(XOR(acc[i], SHR(acc[i], 47)), LOADU((const void *)(secret + 128 + i * sizeof(V))));          \
+            V high = MUL(SHR(keyed, 32), prime);                                                                       \
+            acc[i] = ADD(MUL(keyed, prime), XXH3_SHL32_##NAME(high));                                                  \
+        }                                                                                                              \
+    }                                                                                                                  \
     __attribute__((target(TARGET))) static void xxh3_blocks_##NAME(uint64_t *state, const uint8_t *in, size_t n,       \
                                                                    const uint8_t *secret) {                            \
-        const V prime = SET1(XXH3_P32_1);                                                                              \
         V acc[xxh3_lanes_##NAME];                                                                                      \
         for (int i = 0; i < xxh3_lanes_##NAME; i++) acc[i] = LOADU((const void *)((uint8_t *)state + i * sizeof(V)));  \
-        for (; n > 0; n--) {                                                                                           \
+        for (; n > 0; n--, in += XXH3_BLOCK) {                                                                         \
             _Pragma("GCC unroll 1") for (int k = 0; k < XXH3_BLOCK_STRIPES; k++) {                                     \
                 __builtin_prefetch(in + k * XXH3_STRIPE + 512, 0, 3);                                                  \
                 xxh3_stripe_##NAME(acc, in + k * XXH3_STRIPE, secret + 8 * k);                                         \
             }                                                                                                          \
-            in += XXH3_BLOCK;                                                                                          \
-            for (int i = 0; i < xxh3_lanes_##NAME; i++) {                                                              \
-                V keyed = XOR(XOR(acc[i], SHR(acc[i], 47)), LOADU((const void *)(secret + 128 + i * sizeof(V))));      \
-                V high = MUL(SHR(keyed, 32), prime);                                                                   \
-                acc[i] = ADD(MUL(keyed, prime), XXH3_SHL32_##NAME(high));                                              \
-            }                                                                                                          \
+            xxh3_scramble_##NAME(acc, secret);                                                                         \
         }                                                                                                              \
         for (int i = 0; i < xxh3_lanes_##NAME; i++) STOREU((void *)((uint8_t *)state + i * sizeof(V)), acc[i]);        \
+    }                                                                                                                  \
+    __attribute__((target(TARGET), always_inline)) static inline void xxh3_copying_##NAME(                             \
+        uint64_t *state, const uint8_t *in, size_t n, const uint8_t *secret, uint8_t *out, size_t shift, int stream) { \
+        V acc[xxh3_lanes_##NAME];                                                                                      \
+        for (int i = 0; i < xxh3_lanes_##NAME; i++) acc[i] = LOADU((const void *)((uint8_t *)state + i * sizeof(V)));  \
+        for (; n > 0; n--, in += XXH3_BLOCK) {                                                                         \
+            _Pragma("GCC unroll 1") for (int k = 0; k < XXH3_BLOCK_STRIPES; k++, out += XXH3_STRIPE) {                 \
+                const uint8_t *stripe = in + k * XXH3_STRIPE;                                                          \
+                __builtin_prefetch(stripe + XXH3_COPY_AHEAD, 0, 3);                                                    \
+                xxh3_stripe_##NAME(acc, stripe, secret + 8 * k);                                                       \
+                for (int i = 0; i < xxh3_lanes_##NAME; i++) {                                                          \
+                    V data = LOADU((const void *)(stripe + shift + i * sizeof(V)));                                    \
+                    if (stream) STREAM((void *)(out + i * sizeof(V)), data);                                           \
+                    else STOREU((void *)(out + i * sizeof(V)), data);                                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+            xxh3_scramble_##NAME(acc, secret);                                                                         \
+        }                                                                                                              \
+        for (int i = 0; i < xxh3_lanes_##NAME; i++) STOREU((void *)((uint8_t *)state + i * sizeof(V)), acc[i]);        \
+    }                                                                                                                  \
+    __attribute__((target(TARGET))) static void xxh3_copy_##NAME(uint64_t *state, const uint8_t *in, size_t n,         \
+                                                                 const uint8_t *secret, uint8_t *out, size_t shift,    \
+                                                                 int stream) {                                         \
+        if (stream) xxh3_copying_##NAME(state, in, n, secret, out, shift, 1);                                          \
+        else xxh3_copying_##NAME(state, in, n, secret, out, shift, 0);                                                 \
     }                                                                                                                  \
     __attribute__((target(TARGET))) static void xxh3_stripes_##NAME(uint64_t *state, const uint8_t *in, size_t n,      \
                                                                     const uint8_t *secret) {                           \
@@ -319,24 +362,27 @@ static void xxh3_blocks_scalar(uint64_t *acc, const uint8_t *in, size_t n, const
 #define XXH3_SHL32_avx2(v) _mm256_slli_epi64(v, 32)
 #define XXH3_SHL32_avx512(v) _mm512_slli_epi64(v, 32)
 #define XXH3_SHUFFLE512(v, order) _mm512_shuffle_epi32(v, (_MM_PERM_ENUM)(order))
+#define XXH3_STREAM512(to, v) _mm512_stream_si512((__m512i *)(to), v)
 
-XXH3_VECTOR_VARIANT(sse2, "sse2", __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_xor_si128, _mm_add_epi64,
-                    _mm_mul_epu32, _mm_srli_epi64, _mm_shuffle_epi32, _mm_set1_epi64x)
-XXH3_VECTOR_VARIANT(avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_xor_si256, _mm256_add_epi64,
-                    _mm256_mul_epu32, _mm256_srli_epi64, _mm256_shuffle_epi32, _mm256_set1_epi64x)
-XXH3_VECTOR_VARIANT(avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_xor_si512,
-                    _mm512_add_epi64, _mm512_mul_epu32, _mm512_srli_epi64, XXH3_SHUFFLE512, _mm512_set1_epi64)
+XXH3_VECTOR_VARIANT(sse2, "sse2", __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_stream_si128, _mm_xor_si128,
+                    _mm_add_epi64, _mm_mul_epu32, _mm_srli_epi64, _mm_shuffle_epi32, _mm_set1_epi64x)
+XXH3_VECTOR_VARIANT(avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256,
+                    _mm256_xor_si256, _mm256_add_epi64, _mm256_mul_epu32, _mm256_srli_epi64, _mm256_shuffle_epi32,
+                    _mm256_set1_epi64x)
+XXH3_VECTOR_VARIANT(avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_storeu_si512, XXH3_STREAM512,
+                    _mm512_xor_si512, _mm512_add_epi64, _mm512_mul_epu32, _mm512_srli_epi64, XXH3_SHUFFLE512,
+                    _mm512_set1_epi64)
 #endif
 
 /* Fills table with the variants that this CPU can run, slowest first, and returns their number (1 to 4). */
 static int xxh3_variants(xxh3_variant table[4]) {
     int n = 0;
-    xxh3_variant scalar = {"scalar", xxh3_stripes_scalar, xxh3_blocks_scalar};
+    xxh3_variant scalar = {"scalar", xxh3_stripes_scalar, xxh3_blocks_scalar, xxh3_copy_scalar};
     table[n++] = scalar;
 #ifdef XXH3_X86
-    xxh3_variant sse2 = {"sse2", xxh3_stripes_sse2, xxh3_blocks_sse2};
-    xxh3_variant avx2 = {"avx2", xxh3_stripes_avx2, xxh3_blocks_avx2};
-    xxh3_variant avx512 = {"avx512", xxh3_stripes_avx512, xxh3_blocks_avx512};
+    xxh3_variant sse2 = {"sse2", xxh3_stripes_sse2, xxh3_blocks_sse2, xxh3_copy_sse2};
+    xxh3_variant avx2 = {"avx2", xxh3_stripes_avx2, xxh3_blocks_avx2, xxh3_copy_avx2};
+    xxh3_variant avx512 = {"avx512", xxh3_stripes_avx512, xxh3_blocks_avx512, xxh3_copy_avx512};
     __builtin_cpu_init();
     table[n++] = sse2;
     if (__builtin_cpu_supports("avx2")) table[n++] = avx2;

@@ -1,9 +1,12 @@
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from socket import socket
 from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
+
+from kvstore.wire.zmtp import FrameSink
 
 # hashing
 
@@ -34,7 +37,10 @@ def copy_blocks(
     out: _Buffer,
     places: npt.NDArray[np.int64],
     sums: npt.NDArray[np.uint64] | None = None,
+    in_all: int = 0,
 ) -> npt.NDArray[np.uint64]: ...
+def _copy_and_hash_with(source: _Buffer, out: _Buffer, place: int, stream: bool, variant: str) -> int: ...
+def distinct_files(numbers: npt.NDArray[np.uint64]) -> tuple[list[int], npt.NDArray[np.int64]]: ...
 
 @final
 class LentBlock(Buffer):
@@ -42,6 +48,44 @@ class LentBlock(Buffer):
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def in_use(self) -> bool: ...
+
+# receiving
+
+@final
+class Landing:
+    def __init__(
+        self, id: int, rows: _Buffer, places: npt.NDArray[np.int64], block_bytes: int, verify: bool, most: int
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def began_at(self) -> float: ...
+    def outcomes(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]: ...
+
+@final
+class Receiver:
+    paused: bool
+    received: int
+    def __init__(
+        self, sock: socket, sink: FrameSink, on_descriptors: Callable[[list[int]], None] | None = None
+    ) -> None: ...
+    @property
+    def landing(self) -> bool: ...
+    def land(self, landing: Landing) -> None: ...
+    def forget(self, id: int) -> None: ...
+    def receive(self, budget: int, wake_fd: int = -1, wait_s: float = 0.0) -> bool: ...
+    def discard_rest(self) -> None: ...
+    def arm(self) -> None: ...
+
+# sending
+
+def send_views(sock: socket, views: Sequence[_Buffer]) -> int: ...
+
+@final
+class BlockFrames:
+    sent: int
+    def __init__(self, head: bytes, blocks: Iterable[_Buffer], block_bytes: int, per_frame: int) -> None: ...
+    def send(self, sock: socket, wait_s: float = 0.0) -> bool: ...
 
 # blocks to and from a segment file
 
@@ -65,6 +109,7 @@ def rendezvous(
     zones: _Shards,
     columns: int,
 ) -> npt.NDArray[np.intp]: ...
+def first_of_each(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]: ...
 def group_by_owner(owners: npt.NDArray[np.intp], count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]: ...
 
 # index

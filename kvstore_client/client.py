@@ -32,7 +32,7 @@ from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
-from kvstore_client._links.buffers import BlockSource, writable_rows
+from kvstore_client._links.buffers import BlockSource, ResultMemory, writable_rows
 from kvstore_client._links.core import Core
 from kvstore_client._links.lanes import MAX_CONNECTIONS
 from kvstore_client._links.link import SharedMemory
@@ -110,6 +110,7 @@ class KVStoreClient:
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
         self._writer = Writer(self._exchange, namespace.block_bytes, replicas, min_copies, self._repairs, self._reader)
         self._shards = Shards(self._exchange)
+        self._results = ResultMemory()
         self._core.connect(fail_open)
         _clients.add(self)
 
@@ -235,11 +236,11 @@ class KVStoreClient:
 
     def get(self, keys: Keys, *, timeout_s: float | None = None) -> GetResult:
         """All blocks at once, in memory that the client allocates: `blocks[i]` is a read-only memoryview, or None on a
-        miss."""
+        miss. The client uses the memory again, up to 64 MiB of it, when nothing refers to any of the blocks."""
         options = self._options(timeout_s)
         packed = pack_keys(keys)
         block_bytes = self.namespace.block_bytes
-        rows = np.empty((len(packed), block_bytes), dtype=np.uint8)
+        rows = self._results.take(len(packed) * block_bytes).reshape(-1, block_bytes)
         first, unique = first_occurrences(packed)
         present = self._get_into(packed, rows, None, first, unique, options)
         self._count(present)

@@ -49,9 +49,12 @@ class _Registry:
             self._regions[region.address] = weakref.ref(region, self._gone.append)
             self._starts = sorted(self._regions)
 
+    @property
+    def used(self) -> bool:
+        """Whether there is any region."""
+        return bool(self._starts)
+
     def find(self, address: int, nbytes: int) -> SharedRegion | None:
-        if not self._starts:
-            return None
         with self._lock:
             self._forget_gone()
             at = bisect.bisect_right(self._starts, address) - 1
@@ -113,6 +116,11 @@ def host_memory(rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     found = array.view(_Rows)
     found.region = region
     return found
+
+
+def any_regions() -> bool:
+    """Whether there is memory from `host_memory`."""
+    return _registry.used
 
 
 def region_of(address: int, nbytes: int) -> SharedRegion | None:

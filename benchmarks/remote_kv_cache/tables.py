@@ -8,6 +8,7 @@ from typing import Final
 from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
 from benchmarks.remote_kv_cache.shapes import HEADLINE
+from benchmarks.remote_kv_cache.test_beside_python import PACE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_sharding import PLACEMENT, SPLIT, SPLIT_512, TWO_SHARDS
 from benchmarks.remote_kv_cache.test_shared_memory import BORROW, LOOKUP
@@ -123,6 +124,24 @@ def connections(results: Results) -> str:
     return markdown(("one client", "GB/s", "x plain socket"), rows)
 
 
+def beside_python(results: Results) -> str:
+    """Transfers beside a thread that counts."""
+    case = results["test_beside_python"].cases[0]
+    rows = []
+    for name in ("get_into", "set"):
+        rates = (f"{case.rate(which).median:.2f}" for which in (name, case.limits[name]))
+        pace = case.to_limit(f"{PACE} {name}").inverse
+        rows.append((name, *rates, spread_text(case.to_limit(name)), spread_text(pace)))
+    head = (
+        "beside a counting thread",
+        "GB/s",
+        "plain socket, GB/s",
+        "x plain socket",
+        "the counter's pace, of that beside it",
+    )
+    return markdown(head, rows)
+
+
 def sharding(results: Results) -> str:
     """Placement, split, two shards."""
     result = results["test_sharding"]
@@ -215,6 +234,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
     "connections": ("test_connections", connections),
+    "beside_python": ("test_beside_python", beside_python),
     "lookup": ("test_lookup", lookup),
     "sharding": ("test_sharding", sharding),
     "key_hashing": ("test_key_hashing", key_hashing),

@@ -13,23 +13,21 @@ import contextlib
 import fcntl
 import functools
 import os
-import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import copy_blocks
+from kvstore._cext import copy_blocks, distinct_files
 from kvstore.pages import FileMap
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire import ErrorCode, Share, WireError
-from kvstore.wire.shared import MAX_FILES, STAGED, receive_with_descriptors
-from kvstore.wire.zmtp import Receive, ZMTPError
+from kvstore.wire.shared import MAX_FILES, STAGED
+from kvstore.wire.zmtp import ZMTPError
 
 MAX_PAGE_BYTES: Final = 64 << 10
 TOUCHED_BYTES: Final = 32 << 20  # of clients' memory that this process has read, before it lets go of the pages
@@ -92,17 +90,12 @@ class ClientFiles:
         self._maps: dict[int, FileMap] = {}  # by number
         self._descriptors: deque[int] = deque()  # that have come, and whose message has not been read
 
-    def receive_from(self, sock: socket.socket) -> Receive:
-        """-> a function that receives bytes from a Unix socket, and descriptors for this object."""
-
-        def receive(views: Sequence[memoryview]) -> int:
-            got = receive_with_descriptors(sock, views, self._descriptors)
-            if len(self._descriptors) > 1:  # who keeps to the protocol waits for the answer to each SHARE
-                self.close()
-                raise ZMTPError("several descriptors came at once: expected one, with the bytes of a SHARE")
-            return got
-
-        return receive
+    def take(self, descriptors: list[int]) -> None:
+        """Keep descriptors that have come on the connection. Raises `ZMTPError` if there are several."""
+        self._descriptors.extend(descriptors)
+        if len(self._descriptors) > 1:  # who keeps to the protocol waits for the answer to each SHARE
+            self.close()
+            raise ZMTPError("several descriptors came at once: expected one, with the bytes of a SHARE")
 
     def share(self, request: Share) -> None:
         """Map the file whose descriptor came last. Raises `WireError`."""
@@ -132,8 +125,9 @@ class ClientFiles:
         finally:
             close_foreign(descriptor)
 
-    def copy(self, namespace: NamespaceStore, slots: Slots, frame: bytes) -> npt.NDArray[np.uint64]:
+    def copy(self, namespace: NamespaceStore, slots: Slots, frame: bytes, count: int) -> npt.NDArray[np.uint64]:
         """Copy the blocks that a frame of a SET names to their slots; a negative slot: the block is not wanted.
+        `count`: blocks of the whole SET.
 
         -> the checksums that the client gave. Raises `WireError` when one does not match, or the frame is wrong.
         """
@@ -142,17 +136,17 @@ class ClientFiles:
         wanted = slots >= 0
         some = entries if wanted.all() else entries[wanted]
         if len(some):
-            places: dict[int, int] = {}  # number of a file -> its place among `maps`
-            which = [places.setdefault(number, len(places)) for number in some["file"].tolist()]
+            numbers, which = distinct_files(some["file"])
             try:
-                maps = [self._maps[number] for number in places]
+                maps = [self._maps[number] for number in numbers]
                 found = copy_blocks(
                     [each.memory for each in maps],
-                    np.array(which, dtype=np.int64),
+                    which,
                     some["offset"].astype(np.int64),
                     block_bytes,
                     namespace.arena.memory,
                     namespace.memory.offsets(slots[wanted]),
+                    in_all=count * block_bytes,
                 )
             except KeyError as error:
                 raise WireError(ErrorCode.PROTOCOL, f"a block in file {error}, which was not shared") from None

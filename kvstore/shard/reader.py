@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Final
+from typing import Final, NoReturn
 
 from kvstore import wire
 from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES, LimitReached
@@ -50,9 +50,7 @@ class MessageReader:
         self._write_bytes = 0  # what it holds
         self._answers = answers
         self._state = state
-        self._receiver = zmtp.Receiver(
-            peer.sock, self, peer.files.receive_from(peer.sock) if peer.files is not None else None
-        )
+        self._receiver = zmtp.Receiver(peer.sock, self, peer.files.take if peer.files is not None else None)
         self._greeting = b""
         self._ready = False
         self._speaks_ping = False
@@ -234,6 +232,12 @@ class MessageReader:
 
     def go_on(self) -> bool:
         return not (self.peer.closed or self.peer.backed_up) and time.monotonic() < self._until
+
+    def landed(self, landing: zmtp.Landing) -> None:
+        raise AssertionError("a shard sends no GETs here")
+
+    def misplaced(self, size: int, expected: int) -> NoReturn:
+        raise AssertionError("a shard sends no GETs here")
 
     def bytes_after_frame(self) -> int:
         write = self.write

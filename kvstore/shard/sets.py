@@ -110,7 +110,7 @@ class Sets:
             raise WireError(ErrorCode.PROTOCOL, "a SET by references is possible on the Unix socket only")
         count = len(frame) // STAGED.itemsize
         slots = write.slots[write.arrived : write.arrived + count]
-        write.sums += peer.files.copy(write.namespace, slots, frame).astype("<u8").tobytes()
+        write.sums += peer.files.copy(write.namespace, slots, frame, write.request.count).astype("<u8").tobytes()
         write.arrived += count
         self._state.bytes_in += count * write.namespace.block_bytes
         if more:

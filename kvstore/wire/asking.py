@@ -75,7 +75,7 @@ class Asking:
             self._sock = socket.create_connection(address, timeout_s)
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sock.setblocking(False)
-            self._dealer = Dealer(self._sock, lambda _: None)
+            self._dealer = Dealer(self._sock, lambda _answer, _began_at: None)
             self._dealer.greet(self._deadline)
         except (OSError, ValueError, zmtp.ZMTPError) as error:  # ValueError: a host that cannot be one
             raise self._broken(self._reason(error)) from None

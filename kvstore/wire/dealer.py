@@ -7,6 +7,8 @@ For a payload frame the answer gives the memory before any byte of the frame is 
 Messages from a shard are not trusted: WELCOME must fit the HELLO, a PART must contain blocks that were requested, each
 once, and every size is checked before memory is allocated or written to. A message that breaks these rules raises
 `WireError` or `ZMTPError`, and the connection must end. Not thread-safe: the owner uses a lock, or one thread.
+
+Over 400 lines because the answers of requests and the connection on which they come check each message together.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +45,8 @@ from kvstore.wire.messages import (
     frame_blocks,
 )
 from kvstore.wire.namespace import decode_namespace
-from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles, SharedMemoryError, receive_with_descriptors
+from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles, SharedMemoryError
+from kvstore.wire.zmtp import Landing
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
 _HANDSHAKE_BYTES: Final = 1 << 16
@@ -88,6 +91,11 @@ class Answer:
         self.sent_at = 0.0  # when the request was sent completely; 0 before that, and after the reply began
         self.lent: deque[Lent] = deque()  # blocks in shared memory that the caller has to read and to return
         self.kept = False  # blocks that were lent are read on: who reads them releases the GET
+
+    def land(self) -> Landing | None:
+        """-> the memory for all payload, if it is known before the request is sent: then only other replies come to
+        this object's other methods."""
+        return None
 
     def begin_message(self, reply: Reply) -> None:
         """Take the header of a message. Raises `WireError`."""
@@ -181,17 +189,16 @@ class GetAnswer(Answer):
 class Dealer:
     """One connection of a DEALER, from the greeting on. Implements `zmtp.FrameSink`.
 
-    `on_answer` is called when a message of an answer begins, if the answer's `sent_at` is set. Does not own the socket.
+    `on_answer(answer, began_at)` is called when a message of an answer has begun, if the answer's `sent_at` is set.
+    Does not own the socket.
     """
 
-    def __init__(self, sock: socket.socket, on_answer: Callable[[Answer], None]) -> None:
+    def __init__(self, sock: socket.socket, on_answer: Callable[[Answer, float], None]) -> None:
         self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket
         self.receiver = zmtp.Receiver(sock, self)
         if sock.family == socket.AF_UNIX:
             self.files = files = SharedFiles(sock)
-            self.receiver = zmtp.Receiver(
-                sock, self, lambda views: receive_with_descriptors(sock, views, files.descriptors)
-            )
+            self.receiver = zmtp.Receiver(sock, self, files.descriptors.extend)
         self.pending: dict[int, Answer] = {}  # by request id
         self.pong = b""  # the PONG frame that the owner must send; empty: none
         self._sock = sock
@@ -206,10 +213,15 @@ class Dealer:
         """Register the answer of a request. Call this before the request is sent."""
         self._newest = max(self._newest, answer.id)
         self.pending[answer.id] = answer
+        if self.files is None:
+            landing = answer.land()
+            if landing is not None:
+                self.receiver.land(landing)
 
     def abandon(self, answer: Answer) -> None:
         """No caller waits for this answer any more: from now on no bytes are written to its memory."""
         self.pending.pop(answer.id, None)
+        self.receiver.forget(answer.id)
         self._following = 0  # after CANCEL the shard does not send the bytes that it announced
         if self._answer is answer:
             self._answer = None
@@ -289,7 +301,7 @@ class Dealer:
             self._answer = answer = self.pending.get(reply.id)
             if answer is not None:
                 if answer.sent_at:
-                    self._on_answer(answer)
+                    self._on_answer(answer, time.monotonic())
                 answer.begin_message(reply)
                 self._following = answer.following
                 if isinstance(reply, Part) and reply.references:
@@ -331,6 +343,16 @@ class Dealer:
         except SharedMemoryError as error:
             raise _broken(str(error)) from None
         answer.lent.append(Lent(answer.part_positions, answer.part_sums, loan, self.files))
+
+    def landed(self, landing: Landing) -> None:
+        answer = self.pending.pop(landing.id, None)
+        if answer is not None:
+            if answer.sent_at:
+                self._on_answer(answer, landing.began_at)
+            answer.done = True
+
+    def misplaced(self, size: int, expected: int) -> NoReturn:
+        raise _broken(f"a frame of {size} bytes after a PART: expected its payload of {expected} bytes")
 
     def bytes_after_frame(self) -> int:
         return self._following

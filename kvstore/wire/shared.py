@@ -20,22 +20,22 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore._cext import distinct_files
 from kvstore.pages import FileMap
-from kvstore.wire.messages import GROUP_BYTES, MAX_FRAME_BLOCKS
+from kvstore.wire.messages import MAX_FRAME_BLOCKS
 
 MAX_DESCRIPTORS: Final = 200  # in one message; Linux takes 253
 MAX_REFERENCES: Final = 1024  # in one PART
 
 REFERENCE: Final = np.dtype([("file", "<u8"), ("offset", "<u8")])  # of a block in a PART
 STAGED: Final = np.dtype([("file", "<u8"), ("offset", "<u8"), ("sum", "<u8")])  # of a block in a SET
+STAGED_BYTES: Final = 16 << 20  # of blocks that a shard copies in one go: about a millisecond
 MAX_FILES: Final = 16  # of the client's memory, on one connection
-
-_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 def staged_blocks(block_bytes: int) -> int:
     """-> the most blocks that one frame of a SET by references may name: the shard copies them in one go."""
-    return max(1, min(MAX_FRAME_BLOCKS, GROUP_BYTES // block_bytes))
+    return max(1, min(MAX_FRAME_BLOCKS, STAGED_BYTES // block_bytes))
 
 
 class SharedMemoryError(Exception):
@@ -46,18 +46,6 @@ def send_with_descriptors(sock: socket.socket, views: Sequence[memoryview | byte
     """Send bytes, the first of which carries the descriptors. -> how many bytes were sent. Raises `OSError`."""
     rights = array.array("i", descriptors)
     return sock.sendmsg(views, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-
-
-def receive_with_descriptors(sock: socket.socket, views: Sequence[memoryview], descriptors: deque[int]) -> int:
-    """Receive bytes, and add the descriptors that come with them to `descriptors`. -> how many bytes came. Raises
-    `OSError`."""
-    got, ancillary, _, _ = sock.recvmsg_into(views, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            came = array.array("i")
-            came.frombytes(data[: len(data) - len(data) % came.itemsize])
-            descriptors.extend(came)
-    return got
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +95,9 @@ class SharedFiles:
         references = np.frombuffer(data, dtype=REFERENCE) if len(data) == count * REFERENCE.itemsize else None
         if references is None:
             raise SharedMemoryError(f"{len(data)} bytes of references to {count} blocks: expected 16 a block")
-        places: dict[int, int] = {}  # number of a file -> its place among `maps`
-        which = np.array([places.setdefault(number, len(places)) for number in references["file"].tolist()], np.int64)
+        numbers, which = distinct_files(references["file"])
         try:
-            maps = [self._maps[number] for number in places]
+            maps = [self._maps[number] for number in numbers]
         except KeyError as error:
             raise SharedMemoryError(f"a block in file {error}, which was not shared") from None
         offsets = references["offset"].astype(np.int64)

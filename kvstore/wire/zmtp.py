@@ -11,14 +11,38 @@ own ends the only copies are
 and every queue is bounded by kvstore.
 
 `Receiver` turns a non-blocking socket into frames. Its owner (a `FrameSink`) gives the memory for every frame before
-any byte of the frame is read. Not thread-safe: one thread at a time.
+any byte of the frame is read; for the blocks of a GET, a `Landing` says it beforehand.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Final, NoReturn, Protocol
+
+from kvstore._cext import Landing, Receiver
+
+__all__ = [
+    "COMMAND",
+    "GREETING_BYTES",
+    "LONG",
+    "MAX_COMMAND_BYTES",
+    "MORE",
+    "SIGNATURE",
+    "FrameSink",
+    "Landing",
+    "Receiver",
+    "ZMTPError",
+    "advance",
+    "check_greeting",
+    "command",
+    "discard_views",
+    "frame",
+    "frame_head",
+    "greeting",
+    "ready",
+    "socket_type",
+    "split_command",
+]
 
 MORE: Final = 1
 LONG: Final = 2
@@ -27,14 +51,6 @@ COMMAND: Final = 4
 SIGNATURE: Final = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
 GREETING_BYTES: Final = 64
 MAX_COMMAND_BYTES: Final = 4096
-
-_BUFFER_BYTES: Final = 16 * 1024
-_READ_AHEAD_BYTES: Final = 512  # behind a large frame: enough for the next header, and cheap to copy
-_DIRECT_BYTES: Final = 8 * 1024  # if more than this is left of a frame, it is read straight into its memory
-# What a buffered byte counts in the budget of `receive`: a buffer of the smallest messages is as much work as a large
-# frame.
-_BUFFERED_COST: Final = 256
-_LOW_WATER_BYTES: Final = 2 << 20  # the reader of large frames is woken when so much has arrived
 
 
 class ZMTPError(Exception):
@@ -116,9 +132,6 @@ def discard_views(size: int) -> list[memoryview]:
     return [_scratch] * whole + ([_scratch[:rest]] if rest else [])
 
 
-Receive: TypeAlias = Callable[[Sequence[memoryview]], int]  # reads bytes into views; -> how many came
-
-
 class FrameSink(Protocol):
     """The owner of a connection's frames. Called by the thread that is in `Receiver.receive`."""
 
@@ -135,222 +148,14 @@ class FrameSink(Protocol):
     def go_on(self) -> bool:
         """Asked after each frame: whether the next one is wanted now. If not, the receiver pauses."""
 
+    def landed(self, landing: Landing) -> None:
+        """A GET for which `Receiver.land` was called is complete. The receiver has forgotten it."""
+
+    def misplaced(self, size: int, expected: int) -> NoReturn:
+        """A frame of `size` bytes came where the payload of a PART was expected. Raises, to end the connection."""
+
     def command(self, name: bytes, body: bytes) -> None:
         """A ZMTP command arrived (READY, PING, PONG, ERROR)."""
-
-
-class Receiver:
-    """Reads frames from a non-blocking socket, large ones straight into the memory that their sink gives.
-
-    One thread at a time. It keeps references to the sink's views until their frame is complete.
-
-    paused: the sink did not want to go on. Frames that have arrived wait in the buffer, and poll does not tell of them:
-    the next `receive` dispatches them.
-    """
-
-    __slots__ = (
-        "_buffer",
-        "_collect",
-        "_end",
-        "_in_frame",
-        "_is_command",
-        "_left",
-        "_low_water",
-        "_more",
-        "_receive",
-        "_sink",
-        "_sock",
-        "_start",
-        "_view",
-        "_views",
-        "_views_at",
-        "paused",
-        "received",
-    )
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        sink: FrameSink,
-        receive: Receive | None = None,
-    ) -> None:
-        """receive: reads bytes into views; by default from the socket alone."""
-        self._sock = sock
-        self._sink = sink
-        self._receive = receive or self._receive_from_socket
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0
-        self._in_frame = False
-        self._left = 0  # bytes of the current frame still to come
-        self._views: list[memoryview] = []  # the memory for these bytes
-        self._views_at = 0
-        self._collect: bytearray | None = None
-        self._more = False
-        self._is_command = False
-        self._low_water = 1
-        self.paused = False
-        self.received = 0  # bytes read since the connection began
-
-    def _receive_from_socket(self, views: Sequence[memoryview]) -> int:
-        return self._sock.recv_into(views[0]) if len(views) == 1 else self._sock.recvmsg_into(views)[0]
-
-    def discard_rest(self) -> None:
-        """Discard the rest of the current frame."""
-        if self._left:
-            self._views, self._views_at = discard_views(self._left), 0
-
-    def receive(self, budget: int) -> bool:
-        """Read and dispatch the bytes that have arrived, about `budget` at most. -> False: the peer closed.
-
-        Does not block. Raises `ZMTPError`, `OSError` of the socket, and what the sink raises.
-        """
-        if self.paused:
-            self.paused = False
-            self._parse()
-        while budget > 0 and not self.paused:
-            direct = self._left > _DIRECT_BYTES
-            try:
-                if direct:
-                    ahead = self._view[:_READ_AHEAD_BYTES]
-                    wanted = self._left
-                    got = self._receive([*self._views[self._views_at :], ahead])
-                else:
-                    if self._start == self._end:
-                        self._start = self._end = 0
-                    elif self._end > _BUFFER_BYTES // 2:
-                        self._compact()
-                    wanted = 0
-                    got = self._receive((self._view[self._end :],))
-            except BlockingIOError:
-                break
-            if got == 0:
-                return False
-            self.received += got
-            budget -= got if direct else got * _BUFFERED_COST
-            if direct:
-                placed = min(got, self._left)
-                self._advance(placed)
-                self._start, self._end = 0, got - placed
-            else:
-                self._end += got
-            self._parse()
-            if got < wanted:
-                break
-        self.arm()
-        return True
-
-    def _compact(self) -> None:
-        rest = bytes(self._view[self._start : self._end])
-        self._view[: len(rest)] = rest
-        self._start, self._end = 0, len(rest)
-
-    def arm(self) -> None:
-        """Set the socket's low-water mark, so that poll wakes the reader for large pieces and not for every segment.
-
-        A wake-up for a small piece costs more than reading it.
-        """
-        coming = self._left + self._sink.bytes_after_frame()
-        low_water = min(coming, _LOW_WATER_BYTES) if coming > _DIRECT_BYTES else 1
-        if low_water != self._low_water:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
-            self._low_water = low_water
-
-    def _advance(self, count: int) -> None:
-        """Note that the first `count` bytes of the remaining views have been read."""
-        self._left -= count
-        views, at = self._views, self._views_at
-        while count:
-            size = len(views[at])
-            if count < size:
-                views[at] = views[at][count:]
-                break
-            count -= size
-            at += 1
-        self._views_at = at
-
-    def _parse(self) -> None:
-        """Dispatch the frames in the read-ahead buffer, and begin the last one, which may be incomplete."""
-        while True:
-            if self._in_frame:
-                if self._left and self._start < self._end:
-                    self._take_from_buffer()
-                if self._left:
-                    return
-                self._finish()
-                if not self._goes_on():
-                    return
-            if not self._begin():
-                return
-
-    def _goes_on(self) -> bool:
-        self.paused = not self._sink.go_on()
-        return not self.paused
-
-    def _take_from_buffer(self) -> None:
-        view, start = self._view, self._start
-        count = min(self._left, self._end - start)
-        taken = count
-        while taken:
-            target = self._views[self._views_at]
-            size = min(taken, len(target))
-            target[:size] = view[start : start + size]
-            start += size
-            taken -= size
-            self._advance(size)
-        self._start = start
-
-    def _begin(self) -> bool:
-        """Read a frame's head; dispatch whole small frames. -> False: paused, or no further head has arrived."""
-        while True:
-            buffer, start = self._buffer, self._start
-            available = self._end - start
-            if available < 2:
-                return False
-            flags = buffer[start]
-            if flags & ~(MORE | LONG | COMMAND):
-                raise ZMTPError(f"frame flags {flags:#04x}: reserved bits are set")
-            if flags & LONG:
-                if available < 9:
-                    return False
-                size = int.from_bytes(self._view[start + 1 : start + 9], "big")
-                start += 9
-            else:
-                size = buffer[start + 1]
-                start += 2
-            self._more = bool(flags & MORE)
-            self._is_command = bool(flags & COMMAND)
-            views: list[memoryview] | None
-            if self._is_command:
-                if size > MAX_COMMAND_BYTES:
-                    raise ZMTPError(f"a command of {size} bytes: expected at most {MAX_COMMAND_BYTES}")
-                views = None
-            else:
-                views = self._sink.begin_frame(size, self._more)
-            self._start = start
-            if views is None:
-                if size <= self._end - start:  # the usual case: a small frame that is wholly in the buffer
-                    self._start = start + size
-                    self._deliver(bytes(self._view[start : start + size]))
-                    if not self._goes_on():
-                        return False
-                    continue
-                self._collect = bytearray(size)
-                views = [memoryview(self._collect)]
-            self._views, self._views_at, self._left = views, 0, size
-            self._in_frame = True
-            return True
-
-    def _finish(self) -> None:
-        collected, self._collect, self._views = self._collect, None, []
-        self._in_frame = False
-        self._deliver(collected)
-
-    def _deliver(self, data: bytes | bytearray | None) -> None:
-        if self._is_command:
-            self._sink.command(*split_command(bytes(data or b"")))
-        else:
-            self._sink.end_frame(data, self._more)
 
 
 def advance(views: Sequence[memoryview | bytes], sent: int) -> list[memoryview | bytes]:

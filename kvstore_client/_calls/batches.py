@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import checksum_into
+from kvstore._cext import BlockFrames, first_of_each
 from kvstore.wire.zmtp import frame, frame_head
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message
@@ -31,15 +31,10 @@ def take(packed: KeyArray, positions: npt.NDArray[np.intp]) -> KeyArray:
 
 def first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """For each key the position of its first occurrence; and the positions of all first occurrences, in order."""
-    count = len(packed)
-    everything = np.arange(count)
-    data, size = packed.tobytes(), packed.shape[1]
-    names = [data[at : at + size] for at in range(0, len(data), size)]
-    if len(set(names)) == count:
-        return everything, everything
-    seen: dict[bytes, int] = {}
-    first = np.array([seen.setdefault(name, position) for position, name in enumerate(names)], dtype=np.intp)
-    return first, np.flatnonzero(first == everything)
+    first = first_of_each(packed)
+    everything = np.arange(len(packed))
+    repeated = first != everything
+    return first, np.flatnonzero(~repeated) if repeated.any() else everything
 
 
 def keyed_message(request: wire.Request, keys: KeyArray) -> Message:
@@ -58,33 +53,29 @@ def staged_message(
     """The message of a SET by references: header and keys, then frames that tell where the blocks are."""
     answer = call.answer
     assert isinstance(answer, SetAnswer)
-    numbers = positions.tolist()
+    region = source.only_region()
+    if region is not None and region.number not in staging.shared:
+        region = None
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
-    for start in range(0, len(numbers), staging.group):
-        some = numbers[start : start + staging.group]
+    size = staging.group if region is None else staging.named
+    for start in range(0, len(positions), size):
+        some = positions[start : start + size]
         end = start + len(some)
-        entries = staging.name(source, some)
-        if entries is None:
+        if region is not None:
+            entries = staging.name(source, some, region)
+        else:
             if not staging.has_room():
                 yield staging.has_room
-            entries = staging.stage(source, some, answer, end)
-        yield [head + frame(entries.tobytes(), end < len(numbers))]
+            entries = staging.stage(source, some.tolist(), answer, end)
+        yield [head + frame(entries.tobytes(), end < len(positions))]
         head = b""
 
 
 def set_message(request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource) -> Message:
-    """The message of a SET: header and keys, the payload frame by frame, and last the checksums. The blocks of a frame
-    are hashed just before the frame is sent."""
+    """The message of a SET: header and keys, the payload frame by frame, and last the checksums."""
     block_bytes = source.block_bytes
-    numbers = positions.tolist()
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
-    per_frame = wire.frame_blocks(block_bytes)
-    sums = np.empty(len(numbers), dtype="<u8")
-    for start in range(0, len(numbers), per_frame):
-        some = numbers[start : start + per_frame]
-        checksum_into([source.view(number) for number in some], sums[start : start + len(some)])
-        yield [head + frame_head(len(some) * block_bytes, True), *source.views(some)]
-        head = b""
-    yield [frame(sums.tobytes(), False)]
+    blocks = map(source.view, positions.tolist())
+    yield BlockFrames(head, blocks, block_bytes, wire.frame_blocks(block_bytes))

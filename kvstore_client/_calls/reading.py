@@ -276,6 +276,7 @@ class Reader:
     ) -> None:
         for call in calls:
             assert isinstance(call.answer, PlacedBlocks)
+            call.answer.settle()
             self._core.stats.bytes_in += call.answer.hit * self._block_bytes
         if target.bad:
             bad, target.bad = target.bad, []

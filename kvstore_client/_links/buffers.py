@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.errors import BlockSizeMismatch
-from kvstore_client.memory import SharedRegion, region_of
+from kvstore_client.memory import SharedRegion, any_regions, region_of
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
+KEPT_BYTES: Final = 64 << 20
 
 
 def _is_tensor(value: object) -> bool:
@@ -80,13 +82,35 @@ def writable_rows(value: Any, block_bytes: int) -> Rows:
     return rows
 
 
+class ResultMemory:
+    """Memory for results, used again when nothing refers to it any more: page faults of new memory take as long as a
+    quarter of a transfer. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Rows] = []  # what was given out last, if it is no more than `KEPT_BYTES`
+
+    def take(self, nbytes: int) -> Rows:
+        """-> `(nbytes,)` uint8 of any content. Nothing else refers to this memory."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+        # Arrays and views made of an array all refer to the array itself. Here that is the list, and the argument.
+        if not kept or len(kept[0]) < nbytes or sys.getrefcount(kept[0]) > 2:
+            kept = [np.empty(nbytes, dtype=np.uint8)]
+        memory = kept[0][:nbytes]
+        if len(kept[0]) <= KEPT_BYTES:
+            with self._lock:
+                self._kept = kept
+        return memory
+
+
 class BlockSource:
     """The blocks of a SET, in the caller's memory, which must not change while a view of them is in use. Nothing is
     copied. Raises `TypeError`, `ValueError` or `BlockSizeMismatch` for blocks that do not fit."""
 
     def __init__(self, blocks: Any, block_bytes: int) -> None:
         self._flat: memoryview | None = None
-        self._address: int | None = None  # of `_flat`
+        self._address: npt.NDArray[np.int64] | None = None  # of `_flat`, or of each of `_views`
         self._views: Sequence[memoryview] = ()
         self.block_bytes = block_bytes
         if _is_tensor(blocks) or isinstance(blocks, np.ndarray):
@@ -115,31 +139,20 @@ class BlockSource:
             )
         return view
 
-    def region(self, number: int) -> tuple[SharedRegion, int] | None:
-        """The memory that a server on this host can read in which block `number` lies, and its offset there; None: it
-        lies in other memory."""
-        if self._flat is None:
-            address = np.frombuffer(self._views[number], dtype=np.uint8).ctypes.data
-        else:
-            if self._address is None:
-                self._address = np.frombuffer(self._flat, dtype=np.uint8).ctypes.data
-            address = self._address + number * self.block_bytes
-        region = region_of(address, self.block_bytes)
-        return None if region is None else (region, address - region.address)
+    def addresses(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where these blocks are in this process's memory."""
+        if self._address is None:
+            views = self._views if self._flat is None else [self._flat]
+            self._address = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in views], dtype=np.int64)
+        return self._address[0] + numbers * self.block_bytes if self._flat is not None else self._address[numbers]
 
     def only_region(self) -> SharedRegion | None:
         """The memory that a server on this host can read in which all blocks lie; None: not all are in one such."""
-        if not self.count:
+        if not self.count or not any_regions():
             return None
-        first = self.region(0)
-        if first is None:
-            return None
-        others = range(1, self.count) if self._flat is None else (self.count - 1,)
-        for number in others:
-            place = self.region(number)
-            if place is None or place[0] is not first[0]:
-                return None
-        return first[0]
+        addresses = self.addresses(np.arange(self.count))
+        first = int(addresses.min())
+        return region_of(first, int(addresses.max()) + self.block_bytes - first)
 
     def view(self, number: int) -> memoryview:
         """One block."""

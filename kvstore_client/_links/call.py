@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore._cext import BlockFrames
 from kvstore.wire import ErrorCode
 from kvstore.wire.dealer import Answer
 from kvstore_client._links.link import Link
 from kvstore_client._links.targets import PlacedBlocks
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, from_wire
 
-# Bytes to send next; or a condition: the next piece cannot be made before it holds, which an answer may bring about.
-Piece: TypeAlias = "list[memoryview | bytes] | Callable[[], bool]"
+# Bytes or blocks to send next; or a condition: the next piece cannot be made before it holds, which an answer may bring
+# about.
+Piece: TypeAlias = "list[memoryview | bytes] | BlockFrames | Callable[[], bool]"
 Message: TypeAlias = Iterable[Piece]
 RELEASE_BYTES: Final = 4 << 20
 
@@ -84,15 +86,17 @@ class Call:
     @property
     def retry(self) -> bool:
         """Whether to try once more: on a new connection, because the old one had died without notice, or on the first
-        lane, because the shard has no place for another connection of this client."""
-        lost = isinstance(self.answer.error, ConnectionLost) and self.link.broken is None
+        lane, because another lane was lost or the shard has no place for it."""
+        lost = isinstance(self.answer.error, ConnectionLost)
+        lost = lost and (self.link.broken is None or self.link is not self.link.first)
         return (lost or self.without_place) and not self.renewed and self.connection > 0
 
     @property
     def without_place(self) -> bool:
         """Whether the shard has refused the request because it has no place for this lane, which is not the first."""
         reply = self.answer.reply
-        return isinstance(reply, wire.Error) and reply.code == ErrorCode.NO_PLACE and self.link.first is not self.link
+        refused = isinstance(reply, wire.Error) and reply.code == ErrorCode.NO_PLACE
+        return refused and self.link is not self.link.first
 
     def message(self) -> Message:
         return self._make_message(self)
@@ -120,8 +124,7 @@ class Call:
 
     def renew(self, request_id: int) -> None:
         """Make this call a new, unsent request."""
-        if self.without_place:
-            self.link = self.link.first
+        self.link = self.link.first
         self.renewed = True
         self.answer = self._make_answer(request_id)
 

@@ -7,6 +7,8 @@ to it fail (or miss) at once, and it is tried again in the background (`probing`
 
 The nodes are a fixed list, whose WELCOME tells their shards, or members of a cluster, which a `Watch` reports. A view
 is replaced as a whole. A link that left it is closed when no call can be using it. Thread-safe, also after a fork.
+
+Over 400 lines because connecting, adopting shards and closing share one lock and one set of links.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kvstore import __version__, wire
 from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import Answer
-from kvstore_client._links.lanes import LaneReader
+from kvstore_client._links.lanes import LaneReaders, without
 from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link, SharedMemory
 from kvstore_client._links.probing import Prober
@@ -78,7 +80,7 @@ class Core:
         self._leading = Leading(lambda: [*self.links, *self._retired], self.look_after)
         self.wait = self._leading.wait
         self._map_lock = threading.Lock()
-        self._lane_readers: dict[int, LaneReader] = {}  # by the number of the lane
+        self._lane_readers = LaneReaders(self._wake)
         self._prober = Prober(lambda: self.connections, self._connect_again)
         self._retired: dict[Link, float] = {}  # links that left the view -> when no call can need them any more
         self._looked_after = 0.0
@@ -88,8 +90,7 @@ class Core:
         if self.closed:
             return
         self._leading.forget()
-        for reader in self._lane_readers.values():
-            reader.forget()
+        self._lane_readers.forget()
         for link in [*self.connections, *self._retired]:
             link.reset_locks()
             link.close(forked=True)
@@ -143,24 +144,18 @@ class Core:
         return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
 
     def _new_link(self, name: str, host: str, port: int) -> Link:
-        link = Link(name, host, port, self.hello, self._wake, self._shared_memory)
-        lanes = [link, *(Link(name, host, port, self.hello, self._wake, False) for _ in range(1, self._lanes))]
+        first = Link(name, host, port, self.hello, self._wake, self._shared_memory)
+        lanes = [first, *(Link(name, host, port, self.hello, self._wake, False) for _ in range(1, self._lanes))]
         for lane in lanes:
             lane.lanes = lanes
-        return link
+        return first
 
     def _watch(self, link: Link) -> None:
         """Have a link's new connection read."""
-        number = link.lanes.index(link)
-        if not number:
+        if link.first is link:
             self._leading.watch(link)
-            return
-        with self._map_lock:
-            reader = self._lane_readers.get(number)
-            if reader is None and not self.closed:
-                reader = self._lane_readers[number] = LaneReader(number, self._wake)
-        if reader is not None:
-            reader.watch(link)
+        else:
+            self._lane_readers.watch(link)
 
     def _open_lanes(self, link: Link) -> None:
         """The first lane is connected: have those that are not connected in the background."""
@@ -174,11 +169,9 @@ class Core:
     def give_up_lane(self, lane: Link, error: KVStoreError) -> None:
         """The shard refuses this connection, so do without it."""
         with self._map_lock:
-            others = [other for other in lane.first.lanes if other is not lane]
-            for other in others:
-                other.lanes = others
+            left = without(lane)
         if not lane.retired:
-            log.warning("%s; %d connections are used", error, len(others))
+            log.warning("%s; %d connections are used", error, left)
             lane.retired, lane.broken = True, None
             lane.drop(ConnectionLost(f"{lane}: {error}"))
 
@@ -428,10 +421,7 @@ class Core:
         self._prober.join()
         for link in [*self.connections, *self._retired]:
             link.drop(ConnectionLost("this client is closed"))
-        with self._map_lock:
-            readers = list(self._lane_readers.values())
-        for reader in readers:  # they wake the one that leads
-            reader.close()
+        self._lane_readers.close()  # first: they wake the one that leads
         self._leading.close()
 
     # ---- requests --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore_client._links.leading import LOOK_ANYWAY_S, READ_BUDGET_BYTES
+from kvstore_client._links.leading import LOOK_ANYWAY_S, READ_BUDGET_BYTES, WAIT_S
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import Numbers
 
@@ -59,6 +59,46 @@ def spread(groups: Sequence[tuple[Link, Numbers]], block_bytes: int) -> list[tup
             lanes.sort(key=_owed)
             pieces += zip(lanes[:count], np.array_split(positions, count), strict=True)
     return pieces
+
+
+def without(lane: Link) -> int:
+    """Forget a lane of its shard. -> how many are left."""
+    others = [other for other in lane.first.lanes if other is not lane]
+    for other in others:
+        other.lanes = others
+    return len(others)
+
+
+class LaneReaders:
+    """The readers of one client. Thread-safe. Valid in one process only."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._closed = False
+        self._readers: dict[int, LaneReader] = {}  # by the number of the lane
+
+    def watch(self, link: Link) -> None:
+        """Read a lane's new connection."""
+        number = link.lanes.index(link)
+        with self._lock:
+            if self._closed:
+                return
+            if number not in self._readers:
+                self._readers[number] = LaneReader(number, self._arrived)
+            self._readers[number].watch(link)
+
+    def close(self) -> None:
+        """End all threads."""
+        with self._lock:
+            self._closed = True
+        for reader in self._readers.values():
+            reader.close()
+
+    def forget(self) -> None:
+        """In a child process, where the threads are not: close the child's descriptors."""
+        for reader in self._readers.values():
+            reader.forget()
 
 
 class LaneReader:
@@ -109,6 +149,8 @@ class LaneReader:
                 self._links.pop(fd, None)
                 with contextlib.suppress(OSError, ValueError):  # epoll forgets a closed socket by itself
                     self._epoll.unregister(fd)
+            elif len(events) == 1:
+                readable.receive(READ_BUDGET_BYTES, self._wake_fd, WAIT_S)
             else:
                 readable.receive(READ_BUDGET_BYTES)
         self._arrived()

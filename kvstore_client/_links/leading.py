@@ -21,6 +21,9 @@ from kvstore_client._links.ownership import Ownership
 # Most bytes read from one link before the leader checks for complete replies. Less is slower where shards share cores.
 READ_BUDGET_BYTES: Final = 4 << 20
 LOOK_ANYWAY_S: Final = 0.1
+# If only one link owes answers, the leader stays with it for so long: then it needs the interpreter's lock, for which
+# it may have to wait, only now and then.
+WAIT_S: Final = 0.02
 
 
 class Leading:
@@ -80,8 +83,11 @@ class Leading:
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return
-            events = epoll.poll(min(left, LOOK_ANYWAY_S), 64)
-            if not events:  # if a shard sends less than it announced, bytes below the low-water mark wake nobody
+            alone = self._read_alone(min(left, WAIT_S))
+            events = [] if alone else epoll.poll(min(left, LOOK_ANYWAY_S), 64)
+            if not (
+                alone or events
+            ):  # if a shard sends less than it announced, bytes below the low-water mark wake nobody
                 for each in self._links():
                     each.receive(READ_BUDGET_BYTES)
             for fd, _ in events:
@@ -97,6 +103,15 @@ class Leading:
                     link.receive(READ_BUDGET_BYTES)
             self._look_after()
             self._lead.wake()
+
+    def _read_alone(self, wait_s: float) -> bool:
+        """If blocks that land are owed by one link, and other links owe nothing, read it, and wait for it. -> whether
+        that is so."""
+        owing = [link for link in self._links() if link.pending]
+        if len(owing) != 1 or not owing[0].landing:
+            return False
+        owing[0].receive(READ_BUDGET_BYTES, self._wake_fd, wait_s)
+        return True
 
     def close(self) -> None:
         """Make all waiting callers return, and close."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from kvstore import wire
+from kvstore._cext import send_views
 from kvstore.wire import zmtp
 from kvstore.wire.dealer import Answer, Dealer, GetAnswer, Refusal
 from kvstore_client._links.going_local import go_local
@@ -107,6 +108,12 @@ class Link:
         """Answers that are owed on the present connection."""
         dealer = self._dealer
         return dealer.pending if dealer is not None else {}
+
+    @property
+    def landing(self) -> bool:
+        """Whether an answer is owed whose blocks go straight to their places."""
+        dealer = self._dealer
+        return dealer is not None and dealer.receiver.landing
 
     @property
     def local(self) -> bool:
@@ -273,11 +280,10 @@ class Link:
         dealer.expect(answer)
         return connection
 
-    def _learn_delay(self, answer: Answer) -> None:
-        """Update the mean delay: the first byte of an answer has arrived."""
-        now = time.monotonic()
-        self._delay_s += DELAY_WEIGHT * (now - answer.sent_at - self._delay_s)
-        self._delay_known = now
+    def _learn_delay(self, answer: Answer, began_at: float) -> None:
+        """Update the mean delay: the first byte of an answer arrived at `began_at`."""
+        self._delay_s += DELAY_WEIGHT * (max(0.0, began_at - answer.sent_at) - self._delay_s)
+        self._delay_known = time.monotonic()
         answer.sent_at = 0.0
 
     # ---- sending ---------------------------------------------------------------------------------------------
@@ -311,7 +317,7 @@ class Link:
                     return False
                 data = notices.popleft()
                 try:
-                    sent = sock.send(data)
+                    sent = send_views(sock, [data])
                 except BlockingIOError:
                     notices.appendleft(data)
                     return False
@@ -330,7 +336,7 @@ class Link:
         view = memoryview(data)
         while view:
             try:
-                view = view[sock.send(view) :]
+                view = view[send_views(sock, [view]) :]
             except BlockingIOError:
                 poll = select.poll()
                 poll.register(sock, select.POLLOUT)
@@ -339,8 +345,9 @@ class Link:
 
     # ---- receiving -------------------------------------------------------------------------------------------
 
-    def receive(self, budget: int) -> None:
-        """Read up to `budget` bytes that have arrived. On any failure the link is dropped, and calls in flight fail."""
+    def receive(self, budget: int, wake_fd: int = -1, wait_s: float = 0.0) -> None:
+        """Read up to `budget` bytes that have arrived. On any failure the link is dropped, and calls in flight fail.
+        `wake_fd`, `wait_s`: of `Receiver.receive`, which waits for more."""
         with self.receive_lock:
             dealer = self._dealer
             if dealer is None:
@@ -348,7 +355,7 @@ class Link:
             receiver = dealer.receiver
             before = receiver.received
             try:
-                alive = receiver.receive(budget)
+                alive = receiver.receive(budget, wake_fd, wait_s)
                 if receiver.received > before:
                     self.last_received = self.last_moved = time.monotonic()
                     self.unanswered = False
@@ -366,6 +373,7 @@ class Link:
         """Give up an answer. After this call, no byte of the reply is written to the caller's memory, and nothing that
         was lent is kept."""
         try:
+            self._on_drop()  # whoever is reading the link stops waiting for more
             with self.receive_lock:
                 if answer.sent_at > self.last_received:
                     self.unanswered = True

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import select
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from kvstore._cext import BlockFrames, send_views
 from kvstore.wire import zmtp
 from kvstore_client._links.call import Call, Piece
+from kvstore_client._links.leading import WAIT_S
 from kvstore_client._links.link import Link
 from kvstore_client.errors import ConnectionLost, KVStoreError, Timeout
 
-_IOV: Final = 512
 _LOCK_WAIT_S: Final = 0.001
 _LOOK_AFTER_S: Final = 0.1
 
@@ -35,6 +37,8 @@ class Sending:
         self._connection = 0  # the number of the link's connection that the current message was begun on
         self._pieces: Iterator[Piece] = iter(())
         self._views: list[memoryview | bytes] = []
+        self._frames: BlockFrames | None = None
+        self.wait_s = 0.0  # how long blocks wait for room in the socket, before it is the turn of others
         self._blocked = False  # the socket was full at the last try
         self.waits_for: Callable[[], bool] | None = None  # what must hold before the next piece can be made
 
@@ -77,13 +81,13 @@ class Sending:
         self._connection = connection
         self._current = call
         self._pieces = iter(call.message())
-        self._views = []
+        self._views, self._frames = [], None
         return True
 
     def _send_message(self) -> bool:
         """Send pieces until the message is whole (True) or the socket is full (False). Raises `OSError`."""
         while True:
-            if not self._views:
+            if not self._views and self._frames is None:
                 if self.waits_for is not None and not self.waits_for():
                     return False
                 self.waits_for = None
@@ -97,19 +101,36 @@ class Sending:
                     self._current = None
                     self._give_up()
                     return True
-                self._views = piece
+                if isinstance(piece, BlockFrames):
+                    self._frames = piece
+                else:
+                    self._views = piece
             sock = self.link.sock
             if sock is None or self.link.connections != self._connection:  # a new connection must not get the rest
                 raise OSError("the connection was lost")
-            try:
-                sent = sock.sendmsg(self._views[:_IOV])
-            except BlockingIOError:
+            if not self._send_some(sock):
                 self._blocked = True
                 return False
-            if self._blocked:  # the full socket takes bytes again, so the shard is alive
-                self._blocked = False
-                self.link.last_moved = time.monotonic()
-            self._views = zmtp.advance(self._views, sent)
+
+    def _send_some(self, sock: socket.socket) -> bool:
+        """Send bytes or blocks. -> False if the socket is full. Raises `OSError`."""
+        frames = self._frames
+        if frames is not None:
+            before = frames.sent
+            full = not frames.send(sock, self.wait_s)
+            moved = frames.sent > before
+            if not full:
+                self._frames = None
+        else:
+            try:
+                self._views = zmtp.advance(self._views, send_views(sock, self._views))
+            except BlockingIOError:
+                return False
+            full, moved = False, True
+        if self._blocked and moved:  # the full socket takes bytes again, so the shard is alive
+            self._blocked = False
+            self.link.last_moved = time.monotonic()
+        return not full
 
     def abandon(self, error: KVStoreError) -> None:
         """Send no more and fail the calls that are left. If a message was begun, its connection is dropped."""
@@ -150,6 +171,8 @@ def send_all(
     try:
         while True:
             wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_AFTER_S)) if len(active) == 1 else _LOCK_WAIT_S
+            for sending in active:
+                sending.wait_s = min(wait_s, WAIT_S) if len(active) == 1 else 0.0
             blocked = [sending for sending in active if not sending.advance(wait_s)]
             active = [sending for sending in active if not sending.done]
             if not active:

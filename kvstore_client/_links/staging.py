@@ -24,6 +24,7 @@ from kvstore_client._links.buffers import BlockSource
 from kvstore_client.memory import SharedRegion
 
 GROUP_BYTES: Final = 4 << 20  # staged at a time, or one block
+NAMED_BYTES: Final = 8 << 20  # named at a time, or one block
 GROUPS: Final = 4  # of them in the ring
 
 Entries = npt.NDArray[np.void]  # of dtype `STAGED`
@@ -50,7 +51,8 @@ class Staging:
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.group = max(1, min(GROUP_BYTES // block_bytes, staged_blocks(block_bytes)))  # blocks
+        self.group = max(1, min(GROUP_BYTES // block_bytes, staged_blocks(block_bytes)))  # blocks, in the ring
+        self.named = max(1, min(NAMED_BYTES // block_bytes, staged_blocks(block_bytes)))  # the most blocks in one frame
         self.sharing = threading.Lock()  # held by the thread that shares something
         self.ring: SharedRegion | None = None
         self.shared: set[int] = set()  # numbers of the regions that the shard has
@@ -82,16 +84,13 @@ class Staging:
             users.popleft()
         return len(users) < GROUPS
 
-    def name(self, source: BlockSource, numbers: list[int]) -> Entries | None:
-        """Hash blocks that are in memory that the shard has. -> their entries; None: not all of them are."""
+    def name(self, source: BlockSource, numbers: npt.NDArray[np.int64], region: SharedRegion) -> Entries:
+        """Hash blocks that are in a region that the shard has. -> their entries."""
         entries = np.empty(len(numbers), dtype=STAGED)
-        for at, number in enumerate(numbers):
-            place = source.region(number)
-            if place is None or place[0].number not in self.shared:
-                return None
-            entries["file"][at], entries["offset"][at] = place[0].number, place[1]
+        entries["file"] = region.number
+        entries["offset"] = source.addresses(numbers) - region.address
         sums = np.empty(len(numbers), dtype=np.uint64)
-        checksum_into(source.views(numbers) if len(numbers) == 1 else map(source.view, numbers), sums)
+        checksum_into(map(source.view, numbers.tolist()), sums)
         entries["sum"] = sums
         return entries
 

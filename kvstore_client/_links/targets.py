@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import LentBlock, checksum_into, copy_blocks
-from kvstore.wire import Part, Reply, frame_blocks
+from kvstore.wire import ErrorCode, Part, Reply, WireError, frame_blocks
 from kvstore.wire.attributes import Attributes
 from kvstore.wire.dealer import FrameBuffers, GetAnswer, Lent
 from kvstore.wire.shared import MAX_REFERENCES, Loan
+from kvstore.wire.zmtp import Landing
 from kvstore_client._links.buffers import Rows
 
 _KEPT_BUFFERS: Final = 64  # buffers kept for a stream: more than its credit allows to be on the way
@@ -27,7 +28,7 @@ class PlacedBlocks(GetAnswer):
     """The answer to a GET, whose blocks go to `target`. `positions[i]` is the caller's position of the request's
     key i. `key_bytes`: of the keys, if the GET asks for attributes; then `attributes[i]` are those of key i."""
 
-    __slots__ = ("_placing", "arrived", "attributes", "hit", "positions", "read", "target")
+    __slots__ = ("_landing", "_placing", "arrived", "attributes", "hit", "positions", "read", "target")
 
     def __init__(
         self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget, key_bytes: int = 0
@@ -38,9 +39,30 @@ class PlacedBlocks(GetAnswer):
         self.target = target
         self.arrived = self.hit = 0  # blocks that arrived, and how many of them have the right bytes
         self.read = 0  # blocks that were lent and read, and are to be released
+        self._landing: Landing | None = None  # of blocks whose place is known beforehand
         self._placing: list[int] = []  # the caller's positions of the blocks in the part that is arriving
 
+    def land(self) -> Landing | None:
+        if len(self.attributes):
+            return None
+        places = self.target.places(self.positions)
+        if places is None:
+            return None
+        self._landing = self.target.landing(self.id, places)
+        return self._landing
+
+    def settle(self) -> None:
+        """Nothing more comes: take in what has landed."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            right, wrong = landing.outcomes()
+            self.hit = int(right.sum())
+            self.arrived = self.hit + int(wrong.sum())
+            self.target.landed(self.positions, right, wrong)
+
     def begin_message(self, reply: Reply) -> None:
+        if self._landing is not None and isinstance(reply, Part):
+            raise WireError(ErrorCode.PROTOCOL, "a PART that does not fit its GET, or a block that came before")
         super().begin_message(reply)
         if len(self.attributes) and isinstance(reply, Part):
             self.attributes[self.part_positions] = self.part_attributes
@@ -90,6 +112,20 @@ class BlockTarget:
         self.bad: list[int] = []
         self.at_once = MAX_REFERENCES  # blocks that are copied from shared memory at a time, at most
 
+    def places(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64] | None:
+        """The rows for these blocks, if they have some before they come."""
+        return None
+
+    def landing(self, request_id: int, places: npt.NDArray[np.int64]) -> Landing:
+        """What receives blocks in these rows."""
+        raise NotImplementedError
+
+    def landed(
+        self, positions: npt.NDArray[np.intp], right: npt.NDArray[np.bool_], wrong: npt.NDArray[np.bool_]
+    ) -> None:
+        """Take in what a landing has received: which blocks are right, and which are wrong."""
+        raise NotImplementedError
+
     def views(self, positions: list[int]) -> list[memoryview]:
         """Writable memory for these blocks, in this order."""
         raise NotImplementedError
@@ -132,6 +168,21 @@ class IntoTarget(BlockTarget):
         self._flat = memoryview(rows.reshape(-1)) if rows.flags.c_contiguous else None
         self._slots = slots
         self.present = np.zeros(count, dtype=np.bool_)
+
+    def places(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64] | None:
+        self.present[positions] = False  # a row may hold its block from an earlier try, and is about to be overwritten
+        if self._slots is None:
+            return np.ascontiguousarray(positions, dtype=np.int64)
+        return np.array(self._slots, dtype=np.int64)[positions]
+
+    def landing(self, request_id: int, places: npt.NDArray[np.int64]) -> Landing:
+        return Landing(request_id, self._rows, places, self.block_bytes, self.verify, frame_blocks(self.block_bytes))
+
+    def landed(
+        self, positions: npt.NDArray[np.intp], right: npt.NDArray[np.bool_], wrong: npt.NDArray[np.bool_]
+    ) -> None:
+        self.present[positions] = right
+        self.bad.extend(positions[wrong].tolist())
 
     def row(self, position: int) -> memoryview:
         """The memory of one block."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,12 @@ def break_checksums(patch: pytest.MonkeyPatch) -> None:
         out[:] ^= 1  # type: ignore[index] # an array
 
     patch.setattr(targets, "checksum_into", wrong)
+    landed = targets.IntoTarget.landed
+
+    def all_wrong(self: targets.IntoTarget, positions: Any, right: Any, bad: Any) -> None:
+        landed(self, positions, right & False, right | bad)
+
+    patch.setattr(targets.IntoTarget, "landed", all_wrong)
     copy = targets.copy_blocks
     patch.setattr(targets, "copy_blocks", lambda *arguments: copy(*arguments) ^ np.uint64(1))
 

@@ -20,9 +20,8 @@ import pytest
 from kvstore.cluster.members import Member
 from kvstore.wire import ShardAddress
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace, Timeout
-from kvstore_client._calls import batches
 from kvstore_client._calls.repairs import Repairs
-from kvstore_client._links import watching
+from kvstore_client._links import sending, watching
 from kvstore_client._links.core import Core
 from kvstore_client._links.view import View
 from tests.support.cluster import Cluster, nodes_of, owned_by
@@ -124,21 +123,25 @@ def test_a_message_begun_on_one_connection_does_not_go_on_over_the_next(
             link = link_to(client, "a")
             reading = in_background(client.get_into, keys, np.empty((8, BIG), dtype=np.uint8))
             wait_until(lambda: link.pending)
-            pieces = 0
-            checksum_into = batches.checksum_into
+            assert link.sock is not None
+            link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # so that it is full now and then
+            send_some = sending.Sending._send_some
+            cuts = 0
 
-            def lose_the_connection_at_the_third_piece(views: Any, sums: Any) -> None:
-                nonlocal pieces
-                pieces += 1
-                if pieces == 3:
+            def lose_the_connection_in_the_middle(self: sending.Sending, sock: socket.socket) -> bool:
+                nonlocal cuts
+                sent = send_some(self, sock)
+                if not (sent or cuts):  # the socket is full
+                    cuts += 1
                     relay.cut(0)
                     wait_until(lambda: link.connections == 2 and link.sock is not None, what="the reader connects")
-                checksum_into(views, sums)
+                return sent
 
-            monkeypatch.setattr(batches, "checksum_into", lose_the_connection_at_the_third_piece)
+            monkeypatch.setattr(sending, "WAIT_S", 0.0)
+            monkeypatch.setattr(sending.Sending, "_send_some", lose_the_connection_in_the_middle)
             assert client.set(others, blocks, deferred=False).created == 8, "the whole message is sent again"
             assert reading.result().all()
-            assert relay.connections == 2
+            assert relay.connections == 2 and cuts == 1
     assert "refused" not in server.log_text()
 
 

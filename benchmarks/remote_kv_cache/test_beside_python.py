@@ -1,0 +1,94 @@
+"""Transfers in a process whose other thread computes in Python, as an engine's does: who slows whom?
+
+The interpreter's lock goes from one thread to the other after 5 ms, so code that takes it for every few megabytes
+moves little. *Pace*: how far a thread comes that counts in a loop. *Rate*: bytes a second of the transfer beside it.
+The limit of each is a plain socket (`sendall`, `recv_into`) in the place of the client, which gives the lock away for
+as long as it copies. Three busy threads share two cores here, so all rates are lower than without the counter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from benchmarks.remote_kv_cache.harness import Benchmark, Operation
+from benchmarks.remote_kv_cache.plain import PlainSocket, plain_peer
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.shapes import HEADLINE
+from benchmarks.remote_kv_cache.transfers import PLAIN_GET, PLAIN_SET, Blocks, connect
+
+PACE: Final = "pace beside"
+COUNTS: Final = 10_000_000  # a pace is the time for so many
+RUN_S: Final = 0.6
+QUICK_RUN_S: Final = 0.05
+
+
+class Counter:
+    """A thread that counts while a transfer is repeated."""
+
+    def __init__(self, run_s: float) -> None:
+        self._run_s = run_s
+        self._counted = 0
+        self._stop = False
+
+    def _count(self) -> None:
+        counted = 0
+        while not self._stop:
+            counted += 1
+        self._counted = counted
+
+    def beside(self, transfer: Callable[[], object]) -> tuple[float, float]:
+        """-> seconds of one transfer, and seconds for `COUNTS` counts."""
+        self._stop = False
+        thread = threading.Thread(target=self._count)
+        begin = time.perf_counter()
+        thread.start()
+        repeats = 0
+        while (elapsed := time.perf_counter() - begin) < self._run_s:
+            transfer()
+            repeats += 1
+        self._stop = True
+        thread.join()
+        return elapsed / repeats, elapsed / self._counted * COUNTS
+
+    def operations(self, name: str, transfer: Callable[[], object], moved: int, limit: str = "") -> list[Operation]:
+        """The transfer's rate and the counter's pace."""
+        return [
+            Operation(name, lambda: self.beside(transfer)[0], moved, limit),
+            Operation(f"{PACE} {name}", lambda: self.beside(transfer)[1], limit=limit and f"{PACE} {limit}"),
+        ]
+
+
+def main() -> None:
+    benchmark = Benchmark(__spec__.name, __doc__)
+    blocks = Blocks(benchmark.batch, HEADLINE.block_bytes)
+    first, last = next(iter(blocks.batch.calls()))
+    moved = (last - first) * HEADLINE.block_bytes
+    counter = Counter(QUICK_RUN_S if benchmark.quick else RUN_S)
+    keys, out, source = blocks.keys[first:last], blocks.out[first:last], blocks.source[first:last]
+    with contextlib.ExitStack() as stack:
+        endpoint = stack.enter_context(kvstore_server(blocks.total_bytes))
+        port = stack.enter_context(plain_peer(benchmark.batch.blocks, HEADLINE.block_bytes))
+        plain = stack.enter_context(contextlib.closing(PlainSocket(port)))
+        client = stack.enter_context(connect(endpoint, "beside python", HEADLINE.block_bytes))
+        client.set(blocks.keys, blocks.source)
+        plain.set(blocks.source, 0, len(blocks.source))
+        benchmark.measure(
+            "beside a thread that counts",
+            [
+                Operation(f"{PACE} nothing", lambda: counter.beside(lambda: time.sleep(0.01))[1]),
+                *counter.operations(PLAIN_GET, lambda: plain.get_into(blocks.out, first, last), moved),
+                *counter.operations(PLAIN_SET, lambda: plain.set(blocks.source, first, last), moved),
+                *counter.operations("get_into", lambda: client.get_into(keys, out), moved, PLAIN_GET),
+                *counter.operations("set", lambda: client.set(keys, source, force=True), moved, PLAIN_SET),
+            ],
+            block_bytes=HEADLINE.block_bytes,
+        )
+    benchmark.finish(shards=1)
+
+
+if __name__ == "__main__":
+    main()

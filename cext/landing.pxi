@@ -1,0 +1,242 @@
+# Landing: where the blocks of a GET go, and the header of the PART that announces them.
+#
+# What is read from the network is not trusted: a part fits when each of its positions is one that was asked for and has
+# not come. Everything here runs without the interpreter's lock.
+
+# ---- the header of a PART, which is MessagePack ----
+
+cdef struct PartHeader:
+    uint64_t id
+    const uint8_t *positions
+    const uint8_t *sums
+    Py_ssize_t count
+    bint last
+    uint64_t hit, miss, following
+
+
+cdef struct Packed:
+    const uint8_t *at
+    const uint8_t *end
+
+
+cdef bint _take_uint(Packed *p, uint64_t *value) noexcept nogil:
+    cdef int size, i
+    cdef uint8_t kind
+    if p.at >= p.end:
+        return False
+    kind = p.at[0]
+    p.at += 1
+    if kind < 0x80:
+        value[0] = kind
+        return True
+    if kind < 0xCC or kind > 0xCF:
+        return False
+    size = 1 << (kind - 0xCC)
+    if p.end - p.at < size:
+        return False
+    value[0] = 0
+    for i in range(size):
+        value[0] = (value[0] << 8) | p.at[i]
+    p.at += size
+    return True
+
+
+cdef bint _take_bin(Packed *p, const uint8_t **data, Py_ssize_t *size) noexcept nogil:
+    cdef int width, i
+    cdef uint8_t kind
+    cdef uint64_t length = 0
+    if p.at >= p.end:
+        return False
+    kind = p.at[0]
+    if kind < 0xC4 or kind > 0xC6:
+        return False
+    width = 1 << (kind - 0xC4)
+    p.at += 1
+    if p.end - p.at < width:
+        return False
+    for i in range(width):
+        length = (length << 8) | p.at[i]
+    p.at += width
+    if length > <uint64_t>(p.end - p.at):
+        return False
+    data[0] = p.at
+    size[0] = <Py_ssize_t>length
+    p.at += size[0]
+    return True
+
+
+cdef bint _read_part(const uint8_t *data, Py_ssize_t size, PartHeader *part) noexcept nogil:
+    """Whether this is the header of a PART that has payload or is the last. Any other header is for the sink."""
+    cdef Packed p
+    cdef uint64_t tag
+    cdef const uint8_t *other
+    cdef Py_ssize_t positions_size, sums_size, other_size
+    cdef int fields, i
+    p.at, p.end = data, data + size
+    if size < 2 or data[0] & 0xF0 != 0x90:
+        return False
+    fields = data[0] & 0x0F
+    p.at += 1
+    if fields != 10 or not _take_uint(&p, &tag) or tag != PART_TAG or not _take_uint(&p, &part.id):
+        return False
+    if not _take_bin(&p, &part.positions, &positions_size) or not _take_bin(&p, &part.sums, &sums_size):
+        return False
+    if p.at >= p.end or p.at[0] & 0xFE != 0xC2:
+        return False
+    part.last = p.at[0] == 0xC3
+    p.at += 1
+    if not (_take_uint(&p, &part.hit) and _take_uint(&p, &part.miss) and _take_uint(&p, &part.following)):
+        return False
+    for i in range(2):  # attributes and references
+        if not _take_bin(&p, &other, &other_size) or other_size:
+            return False
+    part.count = positions_size // 4
+    return positions_size % 4 == 0 and sums_size == 8 * part.count and p.at == p.end
+
+
+# ---- where blocks go ----
+
+cdef enum:
+    WANTED = 0
+    BEGUN = 1
+    RIGHT = 2
+    WRONG = 3
+
+
+cdef struct Ground:
+    # A landing, for code that runs without the GIL.
+    uint64_t id
+    Py_ssize_t count  # of the blocks that were asked for
+    Py_ssize_t block_bytes
+    Py_ssize_t most  # blocks in a part
+    bint verify
+    double began_at
+    char **rows  # by position in the request, as the states
+    uint8_t *states
+    # The part that is arriving:
+    uint32_t *positions
+    uint64_t *sums
+    Py_ssize_t part_count
+    Py_ssize_t arrived  # whole blocks
+    Py_ssize_t into  # bytes of the next one
+    bint last
+
+
+cdef bint _begin_part(Ground *ground, PartHeader *part) noexcept nogil:
+    """Take the header of a part. Returns whether it fits; if not, nothing is changed."""
+    cdef Py_ssize_t i, j
+    cdef uint32_t position
+    if part.count > ground.most or (part.count == 0 and not part.last):
+        return False
+    for i in range(part.count):
+        memcpy(&position, part.positions + 4 * i, 4)
+        if position >= ground.count or ground.states[position] != WANTED:
+            for j in range(i):
+                ground.states[ground.positions[j]] = WANTED
+            return False
+        ground.states[position] = BEGUN
+        ground.positions[i] = position
+    memcpy(ground.sums, part.sums, 8 * part.count)
+    if ground.began_at == 0:
+        ground.began_at = kv_now()
+    ground.part_count, ground.arrived, ground.into, ground.last = part.count, 0, 0, part.last
+    return True
+
+
+cdef int _ground_pieces(Ground *ground, iovec *pieces) noexcept nogil:
+    """Fill in where the next bytes of the part go. Returns how many pieces that are."""
+    cdef Py_ssize_t at = ground.arrived, into = ground.into, total = 0
+    cdef int n = 0
+    while at < ground.part_count and n < KV_IOV and total < PIECE_BYTES:
+        pieces[n].iov_base = ground.rows[ground.positions[at]] + into
+        pieces[n].iov_len = ground.block_bytes - into
+        total += ground.block_bytes - into
+        into = 0
+        at += 1
+        n += 1
+    return n
+
+
+cdef void _ground_advance(Ground *ground, Py_ssize_t nbytes) noexcept nogil:
+    """So many bytes have arrived: check the blocks that are complete."""
+    cdef Py_ssize_t room
+    cdef uint32_t position
+    cdef bint right
+    while nbytes > 0:
+        room = ground.block_bytes - ground.into
+        if nbytes < room:
+            ground.into += nbytes
+            return
+        nbytes -= room
+        ground.into = 0
+        position = ground.positions[ground.arrived]
+        right = (not ground.verify or xxh3_64(<uint8_t *>ground.rows[position], ground.block_bytes, 0, _best)
+                 == ground.sums[ground.arrived])
+        ground.states[position] = RIGHT if right else WRONG
+        ground.arrived += 1
+
+
+cdef void _ground_store(Ground *ground, const char *data, Py_ssize_t nbytes) noexcept nogil:
+    """Take bytes that were received elsewhere."""
+    cdef Py_ssize_t size
+    while nbytes > 0:
+        size = min(nbytes, ground.block_bytes - ground.into)
+        memcpy(ground.rows[ground.positions[ground.arrived]] + ground.into, data, size)
+        _ground_advance(ground, size)
+        data += size
+        nbytes -= size
+
+
+cdef class Landing:
+    """Where the blocks of one GET go: block i of the request to row ``places[i]`` of ``rows``.
+
+    A ``Receiver`` fills it. It may be read when the sink was told that it is complete, or when the receiver has
+    forgotten it. ``most``: blocks in one part. Keeps ``rows`` exported. Raises ValueError or IndexError when a place is
+    not a row.
+    """
+
+    cdef _Buffers held
+    cdef Ground ground
+
+    def __cinit__(self, uint64_t id, rows, places, Py_ssize_t block_bytes, bint verify, Py_ssize_t most):
+        self.held = _Buffers(2)
+        cdef Py_buffer *view = self.held.take(rows, PyBUF_STRIDES | PyBUF_WRITABLE, "rows")
+        cdef Py_ssize_t i, row_count = -1
+        cdef Py_ssize_t stride = _check_rows(view, &row_count, block_bytes, "rows")
+        cdef Py_buffer *numbers = _int64s(self.held, places, "places", True)
+        cdef const int64_t *place = <const int64_t *>numbers.buf
+        cdef Ground *ground = &self.ground
+        ground.id, ground.count, ground.block_bytes = id, numbers.shape[0], block_bytes
+        ground.verify, ground.most = verify, most
+        ground.rows = <char **>malloc(max(ground.count, 1) * sizeof(char *))
+        ground.states = <uint8_t *>calloc(max(ground.count, 1), 1)
+        ground.positions = <uint32_t *>malloc(max(most, 1) * sizeof(uint32_t))
+        ground.sums = <uint64_t *>malloc(max(most, 1) * sizeof(uint64_t))
+        if ground.rows == NULL or ground.states == NULL or ground.positions == NULL or ground.sums == NULL:
+            raise MemoryError()
+        for i in range(ground.count):
+            if not 0 <= place[i] < row_count:
+                raise IndexError(f"places[{i}] is {place[i]}: expected 0 to {row_count - 1}")
+            ground.rows[i] = <char *>view.buf + place[i] * stride
+
+    def __dealloc__(self):
+        free(self.ground.rows)
+        free(self.ground.states)
+        free(self.ground.positions)
+        free(self.ground.sums)
+
+    @property
+    def id(self):
+        """The id of the GET."""
+        return self.ground.id
+
+    @property
+    def began_at(self):
+        """When the first part came, by the monotonic clock, in seconds; 0: none has."""
+        return self.ground.began_at
+
+    def outcomes(self):
+        """Returns, for each block of the request, whether it came with the right bytes, and whether with wrong ones:
+        two bool arrays."""
+        states = np.frombuffer(PyBytes_FromStringAndSize(<char *>self.ground.states, self.ground.count), dtype=np.uint8)
+        return states == RIGHT, states == WRONG

@@ -1,0 +1,511 @@
+# Receiving: the bytes of a ZMTP connection turned into frames, and the blocks of GETs put where they belong.
+#
+# A ``Receiver`` asks its sink (a Python object, see ``kvstore.wire.zmtp.FrameSink``) for the memory of each frame,
+# and tells it when the frame is complete. The PARTs of a GET for which there is a ``Landing`` never get that far:
+# their headers are read here, their blocks received at their destinations and hashed there, while they are in the
+# cache. For such a GET the interpreter's lock is taken once, at its end, and not for every few megabytes; a thread
+# that computes in Python may hold that lock for milliseconds each time.
+#
+# Over 400 lines because the state of a connection is one idea: what has arrived, what it is, and who is told.
+
+# What ends a run without the GIL.
+cdef enum Stop:
+    DRAINED  # nothing more can be read now, or the budget or the time is used up
+    CLOSED
+    FAILED  # `_errno` says why
+    INTERRUPTED
+    DESCRIPTORS
+    FRAME  # a frame begins for which the sink must be asked
+    ENDED  # the frame of the sink is complete
+    LANDED  # the last part of a GET is complete
+    BULKY  # a large frame is arriving
+    ARRIVED  # more has come: go on
+    MISPLACED  # another frame came than the payload of the PART before it
+
+
+# ---- the connection ----
+
+cdef char _scratch[262144]  # for bytes that are discarded
+
+cdef class Receiver:
+    """Reads frames from a non-blocking socket, large ones straight into the memory that their sink gives.
+
+    One thread at a time; ``land`` and ``forget`` may be called by others meanwhile, ``forget`` only while none is in
+    ``receive``. It keeps references to the sink's views until their frame is complete.
+
+    ``on_descriptors``: called with a list of the descriptors that came with bytes, which it owns from then on; None:
+    the socket carries none.
+    ``paused``: the sink did not want to go on. Frames that have arrived wait in the buffer, and poll does not tell of
+    them: the next ``receive`` dispatches them.
+    ``received``: bytes read since the connection began.
+    """
+
+    cdef object sock, sink, on_descriptors
+    cdef readonly bint paused
+    cdef readonly uint64_t received
+    cdef char *buffer
+    cdef Py_ssize_t start, end
+    cdef bint unparsed  # bytes in the buffer have not been looked at
+    cdef bint has_descriptors
+    cdef int fds[253]
+    cdef int fd_count
+    cdef int errno_
+    cdef int low_water
+    # The frame that is arriving:
+    cdef bint in_frame, more, is_command
+    cdef bint begins  # the next frame begins a message
+    cdef bint native  # the message belongs to a landing, or to one that was forgotten
+    cdef bint to_scratch  # its bytes are discarded
+    cdef Py_ssize_t left  # bytes still to come
+    cdef uint64_t size  # of the frame
+    cdef Py_ssize_t head  # of its head
+    cdef int flags
+    cdef _Buffers views  # the sink's memory for it
+    cdef Py_buffer *view_table  # of `views`
+    cdef Py_ssize_t view_at, view_into  # the first view that is not full, and how many bytes are in it
+    cdef object collected  # a bytearray, if the sink wants the bytes themselves
+    # GETs whose parts are read here:
+    cdef dict landings  # by id
+    cdef PyThread_type_lock lock  # of the table
+    cdef Ground **table
+    cdef int table_size, table_room
+    cdef Ground *ground  # of the landing whose part is arriving; NULL: of none that is still wanted
+    cdef Py_ssize_t part_bytes  # of the payload that must come next
+    cdef uint64_t following  # bytes of payload that are certain to come after that part
+    cdef bint following_is_known  # the last message belonged to a landing; else the sink knows
+
+    def __cinit__(self, sock, sink, on_descriptors=None):
+        self.sock, self.sink, self.on_descriptors = sock, sink, on_descriptors
+        self.has_descriptors = on_descriptors is not None
+        self.landings = {}
+        self.buffer = <char *>malloc(BUFFER_BYTES)
+        self.lock = PyThread_allocate_lock()
+        if self.buffer == NULL or self.lock == NULL:
+            raise MemoryError()
+        self.low_water, self.begins = 1, True
+
+    def __dealloc__(self):
+        cdef int i
+        for i in range(self.fd_count):
+            kv_close(self.fds[i])
+        free(self.table)
+        free(self.buffer)
+        if self.lock != NULL:
+            PyThread_free_lock(self.lock)
+
+    # ---- landings ----
+
+    def land(self, Landing landing not None):
+        """Receive the parts of this GET there. Call this before the request is sent."""
+        cdef Ground **table
+        self.landings[landing.ground.id] = landing
+        PyThread_acquire_lock(self.lock, WAIT_LOCK)
+        try:
+            if self.table_size == self.table_room:
+                table = <Ground **>realloc(self.table, (self.table_room + 16) * sizeof(Ground *))
+                if table == NULL:
+                    raise MemoryError()
+                self.table = table
+                self.table_room += 16
+            self.table[self.table_size] = &landing.ground
+            self.table_size += 1
+        finally:
+            PyThread_release_lock(self.lock)
+
+    @property
+    def landing(self):
+        """Whether a GET lands here that is not complete."""
+        return self.table_size > 0
+
+    def forget(self, uint64_t id):
+        """Write nothing more for this GET: what comes of it is discarded."""
+        if self.ground != NULL and self.ground.id == id:
+            self.ground = NULL
+            self.to_scratch = self.native
+        self.following = 0
+        self._drop(id)
+
+    cdef object _drop(self, uint64_t id):
+        """Returns the landing, which is in the table no more; None: it was not there."""
+        cdef int i
+        PyThread_acquire_lock(self.lock, WAIT_LOCK)
+        for i in range(self.table_size):
+            if self.table[i].id == id:
+                self.table_size -= 1
+                self.table[i] = self.table[self.table_size]
+                break
+        PyThread_release_lock(self.lock)
+        return self.landings.pop(id, None)
+
+    cdef Ground *_find(self, uint64_t id) noexcept nogil:
+        cdef int i
+        cdef Ground *found = NULL
+        PyThread_acquire_lock(self.lock, WAIT_LOCK)
+        for i in range(self.table_size):
+            if self.table[i].id == id:
+                found = self.table[i]
+                break
+        PyThread_release_lock(self.lock)
+        return found
+
+    # ---- receiving ----
+
+    def receive(self, Py_ssize_t budget, int wake_fd=-1, double wait_s=0.0):
+        """Read and dispatch the bytes that have arrived, about ``budget`` at most. Returns False when the peer closed.
+
+        With ``wait_s``, it also waits for more while a GET that lands is being received, for so long in all, until the
+        sink was told something, or until ``wake_fd`` can be read; ``budget`` counts from then on. Raises ``ZMTPError``,
+        ``OSError`` of the socket, and what the sink raises.
+        """
+        cdef Stop stop
+        cdef int fd
+        cdef double until = kv_now() + wait_s if wait_s > 0 else 0.0
+        cdef bint told = False
+        if self.paused:
+            self.paused = False
+            self.unparsed = True
+        while True:
+            fd = self.sock.fileno()
+            if fd < 0:
+                raise OSError(EBADF, os.strerror(EBADF))
+            if until or (self.in_frame and self.left > BRIEF_BYTES):
+                with nogil:
+                    stop = self._run(fd, &budget, wake_fd, until, False)
+            else:  # small messages: to give the interpreter's lock away may take longer than to read them
+                stop = self._run(fd, &budget, wake_fd, until, True)
+            if stop == BULKY:
+                pass
+            elif stop == FRAME:
+                self._begin_frame()
+            elif stop == ENDED:
+                told = True
+                self._end_frame()
+            elif stop == LANDED:
+                told = True
+                self._landed()
+            elif stop == DESCRIPTORS:
+                self._hand_over_descriptors()
+            elif stop == DRAINED:
+                break
+            elif stop == CLOSED:
+                return False
+            elif stop == INTERRUPTED:
+                PyErr_CheckSignals()
+            elif stop == MISPLACED:
+                self.sink.misplaced(self.size, self.part_bytes)
+            else:
+                raise OSError(self.errno_, os.strerror(self.errno_))
+            if self.paused:
+                break
+            if told and until:
+                until = 0.0  # its caller looks whether that was all
+        self.arm()
+        return True
+
+    def discard_rest(self):
+        """Discard the rest of the sink's frame that is arriving."""
+        if self.in_frame and not self.native and self.collected is None:
+            self.views, self.to_scratch = None, True
+
+    def arm(self):
+        """Set the socket's low-water mark, so that poll wakes the reader for large pieces and not for every segment.
+
+        A wake-up for a small piece costs more than reading it.
+        """
+        cdef int fd = self.sock.fileno()
+        cdef Py_ssize_t coming = self.left if self.in_frame else 0
+        if self.following_is_known:
+            coming += self.following
+        else:
+            coming += self.sink.bytes_after_frame()
+        if fd >= 0:
+            self._set_low_water(fd, coming)
+
+    cdef void _set_low_water(self, int fd, Py_ssize_t coming) noexcept nogil:
+        cdef int low_water = 1
+        if coming > DIRECT_BYTES:
+            low_water = min(coming, LOW_WATER_BYTES)
+        if low_water != self.low_water:
+            setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &low_water, sizeof(low_water))
+            self.low_water = low_water
+
+    cdef Stop _run(self, int fd, Py_ssize_t *budget, int wake_fd, double until, bint brief) noexcept nogil:
+        """``brief``: return BULKY rather than receive a large frame."""
+        cdef Stop stop
+        cdef Py_ssize_t got, placed, wanted
+        cdef bint direct, short = False
+        cdef int i, n
+        cdef iovec[513] pieces
+        while True:
+            if self.unparsed or self.fd_count:
+                if self.fd_count:
+                    return DESCRIPTORS
+                stop = self._parse()
+                if stop != DRAINED:
+                    return stop
+                self.unparsed = False
+            if budget[0] <= 0:
+                return DRAINED
+            if short:  # no more had arrived: to be woken for a large piece is cheaper than to read many small ones
+                short = False
+                stop = self._await(fd, wake_fd, until)
+                if stop != ARRIVED:
+                    return stop
+            direct = self.in_frame and self.left > DIRECT_BYTES
+            if brief and direct and self.left > BRIEF_BYTES:
+                return BULKY
+            wanted = 0
+            if direct:
+                n = self._pieces(pieces)
+                for i in range(n):
+                    wanted += pieces[i].iov_len
+                if wanted == self.left:
+                    pieces[n].iov_base, pieces[n].iov_len = self.buffer, READ_AHEAD_BYTES
+                    n += 1
+            else:
+                if self.start == self.end:
+                    self.start = self.end = 0
+                elif self.end > BUFFER_BYTES // 2:
+                    memmove(self.buffer, self.buffer + self.start, self.end - self.start)
+                    self.start, self.end = 0, self.end - self.start
+                pieces[0].iov_base, pieces[0].iov_len = self.buffer + self.end, BUFFER_BYTES - self.end
+                n = 1
+            got = kv_receive(fd, pieces, n, self.fds if self.has_descriptors else NULL, &self.fd_count)
+            if got == 0:
+                return CLOSED
+            if got < 0:
+                if got == -EINTR:
+                    return INTERRUPTED
+                if got != -EAGAIN:
+                    self.errno_ = <int>-got
+                    return FAILED
+                short = True
+                continue
+            self.received += got
+            if direct:
+                short = got < wanted
+                if not until:  # else its time is what is limited
+                    budget[0] -= got
+                placed = min(got, self.left)
+                self._advance(placed)
+                self.start, self.end = 0, got - placed
+            else:
+                if not until:
+                    budget[0] -= got * BUFFERED_COST
+                self.end += got
+            self.unparsed = True
+            if until and kv_now() >= until:
+                budget[0] = 0
+
+    cdef Stop _await(self, int fd, int wake_fd, double until) noexcept nogil:
+        """Wait for more of a GET that lands. Returns ARRIVED when it has come, DRAINED when there is no more time."""
+        cdef double left_s = until - kv_now() if until else 0.0
+        cdef Py_ssize_t coming = self.left if self.in_frame else 0
+        cdef int ready
+        if left_s <= 0 or not self.table_size:
+            return DRAINED
+        if self.following_is_known:
+            coming += self.following
+        self._set_low_water(fd, coming)
+        ready = kv_await(fd, wake_fd, <int>(left_s * 1000) + 1)
+        if ready < 0:
+            return INTERRUPTED
+        return ARRIVED if ready else DRAINED
+
+    cdef int _pieces(self, iovec *pieces) noexcept nogil:
+        """Fill in where the next bytes of the frame go, at most `left` in all. Returns how many pieces that are."""
+        cdef Py_ssize_t left = self.left, at, into, size
+        cdef Py_buffer *view
+        cdef int n = 0
+        if self.to_scratch:
+            while left > 0 and n < KV_IOV:
+                size = min(left, <Py_ssize_t>sizeof(_scratch))
+                pieces[n].iov_base, pieces[n].iov_len = _scratch, size
+                left -= size
+                n += 1
+            return n
+        if self.native:
+            return _ground_pieces(self.ground, pieces)
+        at, into = self.view_at, self.view_into
+        while left > 0 and n < KV_IOV:
+            view = &self.view_table[at]
+            size = min(left, view.len - into)
+            if size:
+                pieces[n].iov_base, pieces[n].iov_len = <char *>view.buf + into, size
+                n += 1
+            left -= size
+            into = 0
+            at += 1
+        return n
+
+    cdef void _advance(self, Py_ssize_t count) noexcept nogil:
+        """The next ``count`` bytes of the frame are in their place."""
+        cdef Py_ssize_t size
+        self.left -= count
+        if self.to_scratch:
+            return
+        if self.native:
+            _ground_advance(self.ground, count)
+            return
+        while count > 0:
+            size = min(count, self.view_table[self.view_at].len - self.view_into)
+            self.view_into += size
+            count -= size
+            if self.view_into == self.view_table[self.view_at].len:
+                self.view_at += 1
+                self.view_into = 0
+
+    cdef void _store(self, Py_ssize_t count) noexcept nogil:
+        """Take the next ``count`` bytes of the frame from the buffer."""
+        cdef const char *data = self.buffer + self.start
+        cdef Py_ssize_t size
+        self.start += count
+        if self.to_scratch:
+            self.left -= count
+        elif self.native:
+            self.left -= count
+            _ground_store(self.ground, data, count)
+        else:
+            while count > 0:
+                size = min(count, self.view_table[self.view_at].len - self.view_into)
+                memcpy(<char *>self.view_table[self.view_at].buf + self.view_into, data, size)
+                self._advance(size)
+                data += size
+                count -= size
+
+    cdef Stop _parse(self) noexcept nogil:
+        """Dispatch what is in the buffer, as far as that is possible without the sink. Returns DRAINED at its end."""
+        cdef Stop stop
+        while True:
+            if self.in_frame:
+                if self.left and self.start < self.end:
+                    self._store(min(self.left, self.end - self.start))
+                if self.left:
+                    return DRAINED
+                if not self.native:
+                    return ENDED
+                self.in_frame = self.native = self.to_scratch = False
+                self.begins = True
+                if self.ground != NULL and self.ground.last:
+                    return LANDED
+                self.ground = NULL
+            stop = self._take_head()
+            if stop != ENDED:
+                return stop
+
+    cdef Stop _take_head(self) noexcept nogil:
+        """Begin the next frame. Returns ENDED when it has begun, DRAINED when its head has not arrived."""
+        cdef Py_ssize_t available = self.end - self.start
+        cdef const uint8_t *data = <const uint8_t *>self.buffer + self.start
+        cdef uint64_t size
+        cdef int i
+        if available < 2:
+            return DRAINED
+        self.flags = data[0]
+        if self.flags & ~(MORE | LONG | COMMAND):
+            return FRAME
+        if data[0] & LONG:
+            if available < 9:
+                return DRAINED
+            size = 0
+            for i in range(8):
+                size = (size << 8) | data[1 + i]
+            self.head = 9
+        else:
+            size = data[1]
+            self.head = 2
+        self.more = data[0] & MORE
+        self.is_command = (data[0] & COMMAND) != 0
+        self.size = size
+        if self.is_command:
+            return FRAME
+        if self.native:  # its header has come
+            if self.more or size != <uint64_t>self.part_bytes:
+                return MISPLACED
+            self.start += self.head
+            self.left, self.in_frame = self.part_bytes, True
+            return ENDED
+        if self.begins and self.table_size:
+            if size <= <uint64_t>(available - self.head):
+                return self._take_part(data + self.head)
+            if size <= <uint64_t>(BUFFER_BYTES // 2 - self.head):
+                return DRAINED  # it may be the header of a PART: the rest of it comes into the buffer, too
+        return FRAME
+
+    cdef Stop _take_part(self, const uint8_t *data) noexcept nogil:
+        """Read the header of a PART that lands. Returns FRAME if it is another message, or breaks a rule."""
+        cdef PartHeader part
+        cdef Ground *found
+        if not _read_part(data, <Py_ssize_t>self.size, &part):
+            return FRAME
+        found = self._find(part.id)
+        if found == NULL or self.more != (part.count > 0) or not _begin_part(found, &part):
+            return FRAME
+        self.start += self.head + <Py_ssize_t>self.size
+        self.ground = found
+        self.following, self.following_is_known = part.following, True
+        if part.count:
+            self.native = True
+            self.part_bytes = part.count * found.block_bytes
+            return ENDED
+        return LANDED
+
+    # ---- what the sink is asked and told ----
+
+    cdef _begin_frame(self):
+        """The head of a frame is in the buffer for which the sink gives the memory."""
+        cdef uint64_t total = 0
+        from kvstore.wire.zmtp import MAX_COMMAND_BYTES, ZMTPError
+
+        if self.flags & ~(MORE | LONG | COMMAND):
+            raise ZMTPError(f"frame flags {self.flags:#04x}: reserved bits are set")
+        views = None
+        if self.is_command:
+            if self.size > MAX_COMMAND_BYTES:
+                raise ZMTPError(f"a command of {self.size} bytes: expected at most {MAX_COMMAND_BYTES}")
+        else:
+            self.following_is_known = False
+            views = self.sink.begin_frame(self.size, self.more)
+        self.start += self.head
+        self.to_scratch = False
+        if views is None:
+            if self.size <= <uint64_t>(self.end - self.start):  # the usual case: a small frame, all of it in the buffer
+                data = PyBytes_FromStringAndSize(self.buffer + self.start, self.size)
+                self.start += self.size
+                self._deliver(data)
+                return
+            self.collected = bytearray(self.size)
+            views = [self.collected]
+        self.views = _Buffers(len(views))
+        for view in views:
+            total += <uint64_t>self.views.take(view, PyBUF_SIMPLE | PyBUF_WRITABLE, "a view of begin_frame").len
+        if total != self.size:
+            raise ValueError(f"begin_frame gave {total} bytes of memory for a frame of {self.size}")
+        self.view_table, self.view_at, self.view_into = self.views.views, 0, 0
+        self.left, self.in_frame = self.size, True
+
+    cdef _end_frame(self):
+        data, self.collected, self.views = self.collected, None, None
+        self.in_frame = self.to_scratch = False
+        self._deliver(data)
+
+    cdef _deliver(self, data):
+        if self.is_command:
+            data = bytes(data or b"")
+            from kvstore.wire.zmtp import split_command
+
+            self.sink.command(*split_command(data))
+        else:
+            self.begins = not self.more
+            self.sink.end_frame(data, self.more)
+        self.paused = not self.sink.go_on()
+
+    cdef _landed(self):
+        cdef uint64_t id = self.ground.id
+        self.ground = NULL
+        self.sink.landed(self._drop(id))
+
+    cdef _hand_over_descriptors(self):
+        cdef int i, count = self.fd_count
+        self.fd_count = 0
+        self.on_descriptors([self.fds[i] for i in range(count)])

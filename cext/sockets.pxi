@@ -1,0 +1,121 @@
+# Sockets: system calls on them, for code that runs without the interpreter's lock, and ZMTP's constants.
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport (
+    PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_release_lock, PyThread_type_lock,
+    WAIT_LOCK,
+)
+from libc.string cimport memmove
+
+cdef extern from *:
+    """
+    #include <errno.h>
+    #include <poll.h>
+    #include <sys/socket.h>
+    #include <sys/uio.h>
+    #include <time.h>
+    #include <unistd.h>
+
+    #define KV_IOV 512
+    #define KV_MOST_DESCRIPTORS 253
+
+    static double kv_now(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+    }
+
+    /* Receives into count pieces. -> bytes, 0 at the end of the stream, or -errno. fds: room for descriptors that come
+     * with the bytes, whose number is added to *fd_count; NULL: the socket carries none. */
+    static ssize_t kv_receive(int fd, struct iovec *pieces, int count, int *fds, int *fd_count) {
+        ssize_t got;
+        if (fds == NULL) {
+            if (count == 1) got = recv(fd, pieces[0].iov_base, pieces[0].iov_len, 0);
+            else got = readv(fd, pieces, count);
+            return got < 0 ? -(ssize_t)errno : got;
+        }
+        union {
+            char bytes[CMSG_SPACE(KV_MOST_DESCRIPTORS * sizeof(int))];
+            struct cmsghdr align;
+        } control;
+        struct msghdr message;
+        memset(&message, 0, sizeof message);
+        message.msg_iov = pieces;
+        message.msg_iovlen = count;
+        message.msg_control = control.bytes;
+        message.msg_controllen = sizeof control.bytes;
+        got = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
+        if (got < 0) return -(ssize_t)errno;
+        for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c != NULL; c = CMSG_NXTHDR(&message, c)) {
+            if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+            size_t n = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+            for (size_t i = 0; i < n; i++) {
+                int one;
+                memcpy(&one, CMSG_DATA(c) + i * sizeof(int), sizeof one);
+                if (*fd_count < KV_MOST_DESCRIPTORS) fds[(*fd_count)++] = one;
+                else close(one);
+            }
+        }
+        return got;
+    }
+
+    /* Waits until fd can be read, or wake_fd (an eventfd, which is reset), or for ms. -> whether fd can be read; -1
+     * when a signal came. */
+    static int kv_await(int fd, int wake_fd, int ms) {
+        struct pollfd polled[2] = {{fd, POLLIN, 0}, {wake_fd, POLLIN, 0}};
+        int n = poll(polled, wake_fd < 0 ? 1 : 2, ms);
+        if (n < 0) return -1;
+        if (wake_fd >= 0 && polled[1].revents != 0) {
+            uint64_t count;
+            ssize_t got = read(wake_fd, &count, sizeof count);
+            (void)got;
+        }
+        return n > 0 && polled[0].revents != 0;
+    }
+    """
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    int KV_IOV, EAGAIN, EBADF, EINTR, SOL_SOCKET, SO_RCVLOWAT
+    double kv_now() nogil
+    Py_ssize_t kv_receive(int fd, iovec *pieces, int count, int *fds, int *fd_count) nogil
+    int kv_await(int fd, int wake_fd, int ms) nogil
+    int kv_close "close"(int fd) nogil
+    int setsockopt(int fd, int level, int name, const void *value, unsigned int size) nogil
+
+cdef extern from *:
+    """
+    /* -> bytes that were sent, or -errno. */
+    static ssize_t kv_send(int fd, struct iovec *pieces, int count) {
+        struct msghdr message;
+        memset(&message, 0, sizeof message);
+        message.msg_iov = pieces;
+        message.msg_iovlen = count;
+        ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        return sent < 0 ? -(ssize_t)errno : sent;
+    }
+
+    /* Waits until fd takes bytes, or for ms. -> whether it does; -1 when a signal came. */
+    static int kv_await_room(int fd, int ms) {
+        struct pollfd polled = {fd, POLLOUT, 0};
+        int n = poll(&polled, 1, ms);
+        return n < 0 ? -1 : n;
+    }
+    """
+    Py_ssize_t kv_send(int fd, iovec *pieces, int count) nogil
+    int kv_await_room(int fd, int ms) nogil
+
+cdef enum:
+    MORE = 1
+    LONG = 2
+    COMMAND = 4
+    BUFFER_BYTES = 16384
+    READ_AHEAD_BYTES = 512  # behind a large frame: enough for the next header, and cheap to copy
+    DIRECT_BYTES = 8192  # if more than this is left of a frame, it is read straight into its memory
+    # What a buffered byte counts in the budget of `receive`: a buffer of the smallest messages is as much work as a
+    # large frame.
+    BUFFERED_COST = 256
+    LOW_WATER_BYTES = 2097152  # the reader of large frames is woken when so much has arrived
+    PIECE_BYTES = 1048576  # of a GET's blocks received at a time: they are hashed while they are in the cache
+    PART_TAG = 67
+    BRIEF_BYTES = 65536  # so much is moved without giving the interpreter's lock away, which may take long to come back

@@ -1,0 +1,91 @@
+"""Blocks copied out of shared memory and hashed on the way: every way of doing it gives the same bytes and checksum."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore._cext import _copy_and_hash_with, _xxh3_variants, copy_blocks, distinct_files, first_of_each
+
+GUARD = 0xA5
+BYTES = np.random.default_rng(7).integers(0, 256, 70_000, dtype=np.uint8)
+# Around the sizes at which the code takes another way: stripes, blocks, and what is left behind them.
+SIZES = st.one_of(
+    st.integers(1, 5000),
+    st.builds(lambda blocks, more: blocks * 1024 + more, st.integers(1, 60), st.integers(-66, 66)),
+)
+
+
+def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that begins a cache line."""
+    memory = np.full(nbytes + 64, GUARD, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes]
+
+
+@pytest.mark.parametrize("variant", _xxh3_variants())
+@pytest.mark.parametrize("stream", [False, True])
+@given(size=SIZES, start=st.integers(0, 130), place=st.integers(0, 130))
+def test_every_way_copies_all_bytes_and_no_more_and_gives_their_checksum(
+    variant: str, stream: bool, size: int, start: int, place: int
+) -> None:
+    source = aligned(size + start)[start:]
+    source[:] = BYTES[:size]
+    out = aligned(size + place + 100)
+    found = _copy_and_hash_with(source, out, place, stream, variant)
+    assert found == xxhash.xxh3_64_intdigest(source)
+    assert np.array_equal(out[place : place + size], source)
+    assert (out[:place] == GUARD).all() and (out[place + size :] == GUARD).all()
+
+
+@given(
+    block_bytes=st.sampled_from([1, 100, 4096, 16384]),
+    which=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    data=st.data(),
+)
+def test_blocks_come_from_the_files_and_offsets_that_are_named(
+    block_bytes: int, which: list[int], data: st.DataObject
+) -> None:
+    files = [np.roll(BYTES, number) for number in range(3)]
+    count = len(which)
+    offsets = data.draw(st.lists(st.integers(0, len(BYTES) - block_bytes), min_size=count, max_size=count))
+    places = data.draw(st.permutations(range(count)))
+    rows = np.zeros((count, block_bytes), dtype=np.uint8)
+    flat = np.zeros(count * block_bytes, dtype=np.uint8)
+    numbers = [np.array(each, dtype=np.int64) for each in (which, offsets, places)]
+    sums = copy_blocks(files, numbers[0], numbers[1], block_bytes, rows, numbers[2])
+    copy_blocks(files, numbers[0], numbers[1], block_bytes, flat, numbers[2] * block_bytes)
+    for file, offset, place, found in zip(which, offsets, places, sums, strict=True):
+        block = files[file][offset : offset + block_bytes]
+        assert np.array_equal(rows[place], block) and found == xxhash.xxh3_64_intdigest(block.tobytes())
+    assert np.array_equal(rows.reshape(-1), flat)
+
+
+@pytest.mark.parametrize(
+    ("file", "offset", "place"), [(1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)]
+)
+def test_a_block_outside_its_file_or_the_destination_is_refused_before_anything_is_copied(
+    file: int, offset: int, place: int
+) -> None:
+    source, out = np.ones(8192, dtype=np.uint8), np.zeros((1, 8192), dtype=np.uint8)
+    numbers = [np.array([each], dtype=np.int64) for each in (file, offset, place)]
+    with pytest.raises(IndexError):
+        copy_blocks([source], numbers[0], numbers[1], 8192, out, numbers[2])
+    assert not out.any()
+
+
+@given(st.lists(st.sampled_from([3, 2**63 + 5, 2**64 - 1, 0]), max_size=40))
+def test_distinct_files_are_in_the_order_in_which_they_come(numbers: list[int]) -> None:
+    distinct, places = distinct_files(np.array(numbers, dtype=np.uint64))
+    assert distinct == list(dict.fromkeys(numbers))
+    assert [distinct[place] for place in places] == numbers
+
+
+@given(st.lists(st.integers(0, 20), max_size=60), st.sampled_from([1, 16, 32, 300]))
+def test_the_first_of_each_key_is_found(numbers: list[int], key_bytes: int) -> None:
+    keys = np.array([[number] * key_bytes for number in numbers], dtype=np.uint8).reshape(len(numbers), key_bytes)
+    assert first_of_each(keys).tolist() == [numbers.index(number) for number in numbers]
