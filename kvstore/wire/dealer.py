@@ -227,6 +227,11 @@ class Dealer:
             self._answer = None
             self.receiver.discard_rest()
 
+    def close(self) -> None:
+        """The connection has ended: let go of the callers' memory."""
+        for request_id in list(self.pending):
+            self.receiver.forget(request_id)
+
     # ---- the handshake ---------------------------------------------------------------------------------------
 
     def greet(self, deadline: float) -> None:

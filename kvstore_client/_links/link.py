@@ -208,6 +208,8 @@ class Link:
         """Close the connection. Calls that wait for answers are not failed. `forked`: it is the parent's."""
         sock, dealer, self.sock, self._dealer, self.staging = self.sock, self._dealer, None, None, None
         self._notices.clear()
+        if dealer is not None and not forked:  # there, a lock of the receiver may be held for ever
+            dealer.close()
         if dealer is not None and dealer.files is not None:
             dealer.files.close(forked)
         elif sock is not None:

@@ -1,0 +1,372 @@
+"""Blocks of GETs received where they belong: what arrives, in whatever pieces, and what never gets into memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import wire
+from kvstore._cext import BlockFrames, Landing, Receiver, send_views
+from kvstore.wire import zmtp
+
+BLOCK = 96
+GUARD = 0xEE
+BUDGET = 1 << 20
+MOST_BYTES = 1 << 20
+
+
+class Broken(Exception):
+    """The connection must end."""
+
+
+class Sink:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.landed_ids: list[int] = []
+
+    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+        if size > MOST_BYTES:
+            raise Broken(f"a frame of {size} bytes")
+        return zmtp.discard_views(size) if size > 4096 else None
+
+    def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
+        self.messages.append(bytes(data or b""))
+
+    def bytes_after_frame(self) -> int:
+        return 0
+
+    def go_on(self) -> bool:
+        return True
+
+    def command(self, name: bytes, body: bytes) -> None:
+        self.messages.append(name)
+
+    def landed(self, landing: Landing) -> None:
+        self.landed_ids.append(landing.id)
+
+    def misplaced(self, size: int, expected: int) -> NoReturn:
+        raise Broken(f"{size} bytes: expected {expected}")
+
+
+@contextlib.contextmanager
+def connection() -> Iterator[tuple[socket.socket, Receiver, Sink]]:
+    theirs, ours = socket.socketpair()
+    ours.setblocking(False)
+    sink = Sink()
+    with theirs, ours:
+        yield theirs, Receiver(ours, sink), sink
+
+
+def block_of(position: int) -> bytes:
+    return bytes((position * 7 + at) % 251 for at in range(BLOCK))
+
+
+def part(
+    request: int,
+    positions: Sequence[int],
+    last: bool,
+    *,
+    sums: Sequence[int] | None = None,
+    payload: bytes | None = None,
+    more: bool | None = None,
+    **fields: Any,
+) -> bytes:
+    blocks = [block_of(position) for position in positions]
+    if sums is None:
+        sums = [xxhash.xxh3_64_intdigest(block) for block in blocks]
+    header = wire.encode(
+        wire.Part(
+            request,
+            np.array(positions, dtype="<u4").tobytes(),
+            np.array(sums, dtype="<u8").tobytes(),
+            last,
+            **fields,
+        )
+    )
+    data = b"".join(blocks) if payload is None else payload
+    follows = bool(data) if more is None else more
+    return zmtp.frame(header, follows) + (zmtp.frame(data, False) if follows else b"")
+
+
+def rows_of(count: int) -> npt.NDArray[np.uint8]:
+    return np.full((count, BLOCK), GUARD, dtype=np.uint8)
+
+
+def landing_of(request: int, rows: npt.NDArray[np.uint8], count: int, most: int = 8) -> Landing:
+    """Of `count` blocks, in the rows from 1 on."""
+    return Landing(request, rows, np.arange(1, count + 1), BLOCK, True, most)
+
+
+def feed(sender: socket.socket, receiver: Receiver, data: bytes, cuts: Sequence[int]) -> None:
+    """Send the bytes in pieces, and have each received."""
+    at = 0
+    for cut in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
+        sender.sendall(data[at:cut])
+        at = cut
+        receiver.receive(BUDGET)
+
+
+@given(
+    order=st.permutations(range(12)),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    absent=st.sets(st.integers(0, 11), max_size=4),
+    wrong=st.sets(st.integers(0, 11), max_size=3),
+    others=st.lists(st.integers(0, 12), max_size=4),
+    cuts=st.lists(st.integers(0, 10_000), max_size=20),
+    following=st.integers(0, 2**40),
+)
+def test_blocks_land_in_any_order_and_pieces_beside_other_messages(
+    order: list[int],
+    sizes: list[int],
+    absent: set[int],
+    wrong: set[int],
+    others: list[int],
+    cuts: list[int],
+    following: int,
+) -> None:
+    sent = [position for position in order if position not in absent]
+    parts: list[bytes] = []
+    expected_messages = []
+    while sent:
+        some, sent = sent[: sizes[len(parts) % len(sizes)]], sent[sizes[len(parts) % len(sizes)] :]
+        sums = [xxhash.xxh3_64_intdigest(block_of(at)) ^ (at in wrong) for at in some]
+        parts.append(part(7, some, not sent, sums=sums, following=following))
+    if not parts:
+        parts.append(part(7, [], True))
+    for number, at in enumerate(sorted(others, reverse=True)):
+        reply = wire.encode(wire.Pong(1000 + number)) if number % 2 else wire.encode(wire.SetReply(9, 1, 1, 0, 0, 0, 0))
+        parts.insert(min(at, len(parts) - 1), zmtp.frame(reply, False))
+        expected_messages.append(reply)
+    rows = rows_of(14)
+    with connection() as (sender, receiver, sink):
+        landing = landing_of(7, rows, 12)
+        receiver.land(landing)
+        feed(sender, receiver, b"".join(parts), cuts)
+        assert sink.landed_ids == [7] and not receiver.landing
+        assert sorted(sink.messages) == sorted(expected_messages)
+    right, bad = landing.outcomes()
+    for position in range(12):
+        there = position not in absent
+        assert bool(right[position]) == (there and position not in wrong)
+        assert bool(bad[position]) == (there and position in wrong)
+        assert bytes(rows[position + 1]) == (block_of(position) if there else bytes([GUARD]) * BLOCK)
+    assert (rows[0] == GUARD).all() and (rows[13] == GUARD).all()
+
+
+@given(
+    cut=st.integers(0, 4 * BLOCK + 200),
+    cuts=st.lists(st.integers(0, 10_000), max_size=8),
+    another=st.booleans(),
+)
+def test_what_was_forgotten_is_not_written_and_disturbs_nothing(cut: int, cuts: list[int], another: bool) -> None:
+    first = part(1, [0, 1], False) + part(1, [2, 3], True)
+    cut = min(cut, len(first))
+    rows, others = rows_of(6), rows_of(6)
+    with connection() as (sender, receiver, sink):
+        landing = landing_of(1, rows, 4)
+        receiver.land(landing)
+        if another:
+            receiver.land(landing_of(2, others, 4))
+        feed(sender, receiver, first[:cut], [])
+        receiver.forget(1)
+        was = rows.copy()
+        feed(sender, receiver, first[cut:] + part(2, [3, 0, 1, 2], True), cuts)
+        assert np.array_equal(rows, was)
+        assert sink.landed_ids == ([1] if cut == len(first) else []) + ([2] if another else [])
+    if another:
+        assert [bytes(row) for row in others[1:5]] == [block_of(position) for position in range(4)]
+
+
+PAYLOAD = block_of(0) + block_of(1)
+REFUSED = {
+    "a position that was not asked for": part(1, [0, 4], True),
+    "the highest position": part(1, [0, 2**32 - 1], True),
+    "a position twice in a part": part(1, [1, 1], True),
+    "a block that came before": part(1, [0], False) + part(1, [1, 0], True),
+    "more blocks than a part may have": part(1, [0, 1, 2, 3], True),
+    "fewer checksums than blocks": part(1, [0, 1], True, sums=[1]),
+    "no blocks, but not the last part": part(1, [], False),
+    "blocks without their payload": part(1, [0, 1], True, more=False),
+    "a payload without blocks": part(1, [], True, payload=PAYLOAD),
+    "attributes": part(1, [0, 1], True, attributes=b"x" * 26),
+    "references": part(1, [0, 1], True, references=b"x" * 32),
+}
+MISPLACED = {
+    "a payload that is too short": part(1, [0, 1], True, payload=PAYLOAD[:-1]),
+    "a payload that is too long": part(1, [0, 1], True, payload=PAYLOAD + b"x"),
+    "a payload after which more frames follow": part(1, [0, 1], True)[: -len(PAYLOAD) - 2] + zmtp.frame(PAYLOAD, True),
+    "another message in the place of the payload": part(1, [0, 1], True)[: -len(PAYLOAD) - 2]
+    + zmtp.frame(wire.encode(wire.Pong(5)), False),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("cut", [0, 1, 30, 10_000])
+def test_a_part_that_does_not_fit_goes_to_the_sink_and_is_not_written(what: str, cut: int) -> None:
+    rows = rows_of(6)
+    with connection() as (sender, receiver, sink):
+        landing = Landing(1, rows, np.arange(1, 5), BLOCK, True, 3)
+        receiver.land(landing)
+        feed(sender, receiver, REFUSED[what], [cut])
+        assert sink.messages and not sink.landed_ids
+    expected = rows_of(6)
+    if what == "a block that came before":
+        expected[1] = np.frombuffer(block_of(0), dtype=np.uint8)
+    assert np.array_equal(rows, expected)
+    assert int(landing.outcomes()[0].sum()) == (what == "a block that came before")
+
+
+@pytest.mark.parametrize("what", MISPLACED)
+def test_a_frame_that_is_not_the_payload_ends_the_connection(what: str) -> None:
+    rows = rows_of(6)
+    with connection() as (sender, receiver, _):
+        receiver.land(landing_of(1, rows, 4))
+        with pytest.raises(Broken):
+            feed(sender, receiver, MISPLACED[what], [])
+    assert (rows == GUARD).all()
+
+
+@given(data=st.binary(max_size=200), flags=st.integers(0, 3), cuts=st.lists(st.integers(0, 400), max_size=6))
+def test_noise_is_never_written(data: bytes, flags: int, cuts: list[int]) -> None:
+    rows = rows_of(6)
+    with connection() as (sender, receiver, _):
+        receiver.land(landing_of(1, rows, 4))
+        with contextlib.suppress(Broken, zmtp.ZMTPError):
+            feed(sender, receiver, bytes([flags, len(data)]) + data, cuts)
+    assert (rows == GUARD).all()
+
+
+@given(at=st.integers(0, 400), bits=st.integers(1, 255))
+def test_a_flipped_bit_gives_no_block_that_counts_as_right(at: int, bits: int) -> None:
+    data = bytearray(part(1, [0, 1, 2], True))
+    data[at % len(data)] ^= bits
+    rows = rows_of(6)
+    with connection() as (sender, receiver, _):
+        landing = landing_of(1, rows, 4)
+        receiver.land(landing)
+        with contextlib.suppress(Broken, zmtp.ZMTPError):
+            feed(sender, receiver, bytes(data), [])
+            receiver.forget(1)
+    right, _ = landing.outcomes()
+    for position in np.flatnonzero(right).tolist():
+        assert any(bytes(rows[position + 1]) == block_of(other) for other in range(4))
+    assert (rows[0] == GUARD).all() and (rows[5] == GUARD).all()
+
+
+def test_it_waits_for_blocks_and_stops_when_it_is_woken() -> None:
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        with connection() as (sender, receiver, sink):
+            receiver.land(landing_of(1, rows_of(6), 4))
+            begin = time.monotonic()
+            assert receiver.receive(BUDGET, wake, 0.05) and time.monotonic() - begin > 0.04
+            os.eventfd_write(wake, 1)
+            assert receiver.receive(BUDGET, wake, 60.0) and not sink.landed_ids
+            later = threading.Timer(0.05, sender.sendall, [part(1, [0, 1, 2, 3], True)])
+            later.start()
+            assert receiver.receive(BUDGET, wake, 60.0) and sink.landed_ids == [1]
+            begin = time.monotonic()
+            assert receiver.receive(BUDGET, wake, 60.0) and time.monotonic() - begin < 30, "nothing lands any more"
+    finally:
+        os.close(wake)
+
+
+def test_places_and_rows_are_checked() -> None:
+    rows = rows_of(3)
+    with pytest.raises(IndexError, match="places"):
+        Landing(1, rows, np.array([0, 3]), BLOCK, True, 8)
+    with pytest.raises(IndexError, match="places"):
+        Landing(1, rows, np.array([-1]), BLOCK, True, 8)
+    with pytest.raises(ValueError, match="rows"):
+        Landing(1, rows, np.array([0]), BLOCK + 1, True, 8)
+    with pytest.raises(ValueError, match="read-only"):
+        Landing(1, np.frombuffer(bytes(3 * BLOCK), np.uint8).reshape(3, BLOCK), np.array([0]), BLOCK, True, 8)
+
+
+# ---- sending -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    count=st.integers(1, 40),
+    block_bytes=st.sampled_from([1, 31, 255, 256, 5000]),
+    per_frame=st.integers(1, 50),
+    head=st.binary(max_size=300),
+)
+def test_blocks_are_sent_in_frames_and_then_their_checksums(
+    count: int, block_bytes: int, per_frame: int, head: bytes
+) -> None:
+    blocks = [bytes((number + at) % 256 for at in range(block_bytes)) for number in range(count)]
+    expected = head
+    for at in range(0, count, per_frame):
+        expected += zmtp.frame(b"".join(blocks[at : at + per_frame]), True)
+    sums = np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], dtype="<u8")
+    expected += zmtp.frame(sums.tobytes(), False)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
+        frames = BlockFrames(head, blocks, block_bytes, per_frame)
+        received = b""
+        while not frames.send(ours):
+            received += theirs.recv(1000)
+        ours.shutdown(socket.SHUT_WR)
+        while data := theirs.recv(1 << 16):
+            received += data
+    assert received == expected and frames.sent == len(expected)
+
+
+def test_sending_waits_for_room_for_as_long_as_it_may() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        frames = BlockFrames(b"", [bytes(8 << 20)], 8 << 20, 1)
+        begin = time.monotonic()
+        assert not frames.send(ours, 0.1) and time.monotonic() - begin > 0.09
+        received = 0
+        reader = threading.Thread(target=lambda: [theirs.recv(1 << 20) for _ in iter(lambda: not done, False)])
+        done = False
+        reader.start()
+        deadline = time.monotonic() + 30
+        while not frames.send(ours, 1.0):
+            assert time.monotonic() < deadline
+        done = True
+        ours.close()
+        reader.join()
+        assert frames.sent > 8 << 20 and received == 0
+        with pytest.raises(OSError):
+            frames.send(ours)
+        theirs.close()
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="block 1 holds 5 bytes"):
+        BlockFrames(b"", [bytes(4), bytes(5)], 4, 1)
+    with pytest.raises(ValueError, match="expected 1 at least"):
+        BlockFrames(b"", [], 4, 1)
+
+
+def test_views_are_sent_as_far_as_there_is_room() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        assert send_views(ours, [b"ab", memoryview(b"cd"), np.frombuffer(b"ef", np.uint8)]) == 6
+        assert theirs.recv(100) == b"abcdef"
+        with pytest.raises(BlockingIOError):
+            while send_views(ours, [bytes(1 << 20)]):
+                pass
+    with pytest.raises(OSError):
+        send_views(ours, [b"closed"])
