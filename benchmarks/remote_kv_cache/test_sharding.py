@@ -31,6 +31,7 @@ from kvstore_client._links.call import Call, Message
 from kvstore_client._links.core import Core
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import Place, View
+from kvstore_client.endpoints import parse_endpoints
 
 SHARDS: Final = 64
 SHARDS_PER_NODE: Final = 4
@@ -78,7 +79,7 @@ def measure_placement(benchmark: Benchmark) -> None:
 
 def measure_split(benchmark: Benchmark) -> None:
     """Measure the CPU seconds of one batch: the median of many."""
-    core = Core("tcp://127.0.0.1:1", b"", 1.0, 1)  # never connected: it numbers the requests
+    core = Core(parse_endpoints("tcp://127.0.0.1:1"), b"", 1.0, 1)  # never connected: it numbers the requests
     places = []
     for name in _names():
         link = Link(name, "127.0.0.1", 1, core.hello, lambda: None)
