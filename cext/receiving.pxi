@@ -54,8 +54,9 @@ cdef class Receiver:
     # The frame that is arriving:
     cdef bint in_frame, more, is_command
     cdef bint begins  # the next frame begins a message
-    cdef bint native  # the message belongs to a landing, or to one that was forgotten
-    cdef bint to_scratch  # its bytes are discarded
+    cdef bint native  # the message belongs to a landing, perhaps one that was forgotten, and its payload must come next
+    cdef bint lands  # the frame is that payload; else it is the sink's
+    cdef bint to_scratch  # the bytes of the sink's frame are discarded
     cdef Py_ssize_t left  # bytes still to come
     cdef uint64_t size  # of the frame
     cdef Py_ssize_t head  # of its head
@@ -120,8 +121,7 @@ cdef class Receiver:
     def forget(self, uint64_t id):
         """Write nothing more for this GET: what comes of it is discarded."""
         if self.ground != NULL and self.ground.id == id:
-            self.ground = NULL
-            self.to_scratch = self.native
+            self.ground = NULL  # if its payload is to come, or coming, that is discarded
         self.following = 0
         self._drop(id)
 
@@ -204,7 +204,7 @@ cdef class Receiver:
 
     def discard_rest(self):
         """Discard the rest of the sink's frame that is arriving."""
-        if self.in_frame and not self.native and self.collected is None:
+        if self.in_frame and not self.lands and self.collected is None:
             self.views, self.to_scratch = None, True
 
     def arm(self):
@@ -317,15 +317,15 @@ cdef class Receiver:
         cdef Py_ssize_t left = self.left, at, into, size
         cdef Py_buffer *view
         cdef int n = 0
-        if self.to_scratch:
+        if self.lands and self.ground != NULL:
+            return _ground_pieces(self.ground, pieces)
+        if self.lands or self.to_scratch:
             while left > 0 and n < KV_IOV:
                 size = min(left, <Py_ssize_t>sizeof(_scratch))
                 pieces[n].iov_base, pieces[n].iov_len = _scratch, size
                 left -= size
                 n += 1
             return n
-        if self.native:
-            return _ground_pieces(self.ground, pieces)
         at, into = self.view_at, self.view_into
         while left > 0 and n < KV_IOV:
             view = &self.view_table[at]
@@ -342,10 +342,11 @@ cdef class Receiver:
         """The next ``count`` bytes of the frame are in their place."""
         cdef Py_ssize_t size
         self.left -= count
-        if self.to_scratch:
+        if self.lands:
+            if self.ground != NULL:
+                _ground_advance(self.ground, count)
             return
-        if self.native:
-            _ground_advance(self.ground, count)
+        if self.to_scratch:
             return
         while count > 0:
             size = min(count, self.view_table[self.view_at].len - self.view_into)
@@ -360,11 +361,12 @@ cdef class Receiver:
         cdef const char *data = self.buffer + self.start
         cdef Py_ssize_t size
         self.start += count
-        if self.to_scratch:
+        if self.lands:
             self.left -= count
-        elif self.native:
+            if self.ground != NULL:
+                _ground_store(self.ground, data, count)
+        elif self.to_scratch:
             self.left -= count
-            _ground_store(self.ground, data, count)
         else:
             while count > 0:
                 size = min(count, self.view_table[self.view_at].len - self.view_into)
@@ -382,9 +384,9 @@ cdef class Receiver:
                     self._store(min(self.left, self.end - self.start))
                 if self.left:
                     return DRAINED
-                if not self.native:
+                if not self.lands:
                     return ENDED
-                self.in_frame = self.native = self.to_scratch = False
+                self.in_frame = self.lands = self.native = False
                 self.begins = True
                 if self.ground != NULL and self.ground.last:
                     return LANDED
@@ -423,7 +425,7 @@ cdef class Receiver:
             if self.more or size != <uint64_t>self.part_bytes:
                 return MISPLACED
             self.start += self.head
-            self.left, self.in_frame = self.part_bytes, True
+            self.left, self.in_frame, self.lands = self.part_bytes, True, True
             return ENDED
         if self.begins and self.table_size:
             if size <= <uint64_t>(available - self.head):

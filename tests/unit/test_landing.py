@@ -83,6 +83,7 @@ def part(
     sums: Sequence[int] | None = None,
     payload: bytes | None = None,
     more: bool | None = None,
+    between: bytes = b"",
     **fields: Any,
 ) -> bytes:
     blocks = [block_of(position) for position in positions]
@@ -99,7 +100,7 @@ def part(
     )
     data = b"".join(blocks) if payload is None else payload
     follows = bool(data) if more is None else more
-    return zmtp.frame(header, follows) + (zmtp.frame(data, False) if follows else b"")
+    return zmtp.frame(header, follows) + between + (zmtp.frame(data, False) if follows else b"")
 
 
 def rows_of(count: int) -> npt.NDArray[np.uint8]:
@@ -126,6 +127,7 @@ def feed(sender: socket.socket, receiver: Receiver, data: bytes, cuts: Sequence[
     absent=st.sets(st.integers(0, 11), max_size=4),
     wrong=st.sets(st.integers(0, 11), max_size=3),
     others=st.lists(st.integers(0, 12), max_size=4),
+    pings=st.sets(st.integers(0, 6), max_size=3),
     cuts=st.lists(st.integers(0, 10_000), max_size=20),
     following=st.integers(0, 2**40),
 )
@@ -135,16 +137,20 @@ def test_blocks_land_in_any_order_and_pieces_beside_other_messages(
     absent: set[int],
     wrong: set[int],
     others: list[int],
+    pings: set[int],
     cuts: list[int],
     following: int,
 ) -> None:
     sent = [position for position in order if position not in absent]
     parts: list[bytes] = []
     expected_messages = []
+    ping = zmtp.command(b"PING", bytes(300))
     while sent:
         some, sent = sent[: sizes[len(parts) % len(sizes)]], sent[sizes[len(parts) % len(sizes)] :]
         sums = [xxhash.xxh3_64_intdigest(block_of(at)) ^ (at in wrong) for at in some]
-        parts.append(part(7, some, not sent, sums=sums, following=following))
+        between = ping if len(parts) in pings else b""  # a command may come between the frames of a message
+        expected_messages += [b"PING"] * bool(between)
+        parts.append(part(7, some, not sent, sums=sums, following=following, between=between))
     if not parts:
         parts.append(part(7, [], True))
     for number, at in enumerate(sorted(others, reverse=True)):
@@ -168,12 +174,15 @@ def test_blocks_land_in_any_order_and_pieces_beside_other_messages(
 
 
 @given(
-    cut=st.integers(0, 4 * BLOCK + 200),
+    cut=st.integers(0, 4 * BLOCK + 700),
     cuts=st.lists(st.integers(0, 10_000), max_size=8),
     another=st.booleans(),
+    between=st.sampled_from([b"", zmtp.command(b"PING", bytes(10)), zmtp.command(b"PING", bytes(400))]),
 )
-def test_what_was_forgotten_is_not_written_and_disturbs_nothing(cut: int, cuts: list[int], another: bool) -> None:
-    first = part(1, [0, 1], False) + part(1, [2, 3], True)
+def test_what_was_forgotten_is_not_written_and_disturbs_nothing(
+    cut: int, cuts: list[int], another: bool, between: bytes
+) -> None:
+    first = part(1, [0, 1], False, between=between) + part(1, [2, 3], True)
     cut = min(cut, len(first))
     rows, others = rows_of(6), rows_of(6)
     with connection() as (sender, receiver, sink):
