@@ -9,7 +9,10 @@ from benchmarks.eviction.simulator import ServerCache, replay
 from benchmarks.eviction.synthetic import make_trace
 from tests.unit.test_policies import Cache
 
-NOISE = 0.003  # of hit rate: what is sampled depends on the hashes of keys, which are others in every index
+# What is sampled depends on the hashes of keys, which are others in every index: of one, the hit rate has a standard
+# deviation of 0.001.
+INDEXES = 5
+NOISE = 0.003
 
 
 def in_parts(cache: Cache, names: list[int], most: int) -> None:
@@ -69,8 +72,10 @@ def test_it_hits_about_as_often_as_the_best_of_others(name: str, call_blocks: in
     trace = make_trace(name).first(6000)
     capacity = trace.distinct // 50
     others = [replay(trace, Arc(capacity)), replay(trace, S3Fifo(capacity))]
-    rates = []
-    for policy in ("lru", "default"):
-        with ServerCache(policy, trace.keys, capacity, call_blocks=call_blocks) as server:
-            rates.append(replay(trace, server))
-    assert rates[1] >= max(rates[0], *others) - 0.003 - NOISE
+    rates = {}
+    for policy, indexes in (("lru", 1), ("default", INDEXES)):
+        rates[policy] = 0.0
+        for _ in range(indexes):
+            with ServerCache(policy, trace.keys, capacity, call_blocks=call_blocks) as server:
+                rates[policy] += replay(trace, server) / indexes
+    assert rates["default"] >= max(rates["lru"], *others) - 0.003 - NOISE
