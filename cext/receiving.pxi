@@ -12,7 +12,7 @@
 cdef enum Stop:
     DRAINED  # nothing more can be read now, or the budget or the time is used up
     CLOSED
-    FAILED  # `_errno` says why
+    FAILED  # `errno_` says why
     INTERRUPTED
     DESCRIPTORS
     FRAME  # a frame begins for which the sink must be asked
@@ -457,12 +457,14 @@ cdef class Receiver:
     cdef _begin_frame(self):
         """The head of a frame is in the buffer for which the sink gives the memory."""
         cdef uint64_t total = 0
-        from kvstore.wire.zmtp import MAX_COMMAND_BYTES, ZMTPError
-
         if self.flags & ~(MORE | LONG | COMMAND):
+            from kvstore.wire.zmtp import ZMTPError
+
             raise ZMTPError(f"frame flags {self.flags:#04x}: reserved bits are set")
         views = None
         if self.is_command:
+            from kvstore.wire.zmtp import MAX_COMMAND_BYTES, ZMTPError
+
             if self.size > MAX_COMMAND_BYTES:
                 raise ZMTPError(f"a command of {self.size} bytes: expected at most {MAX_COMMAND_BYTES}")
         else:

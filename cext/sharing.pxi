@@ -29,14 +29,14 @@ cdef extern from *:
     uint64_t kv_copy_and_hash(uint8_t *dst, const uint8_t *src, size_t size, int stream, const xxh3_variant *v) nogil
 
 
-def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, sums=None, Py_ssize_t in_all=0):
+def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, Py_ssize_t in_all=0):
     """Copies n blocks to ``out`` and returns their xxh3-64 as (n,) uint64; memory is read once for both.
 
     Block i is the ``block_bytes`` bytes at ``offsets[i]`` of ``sources[files[i]]``. ``sources``: C-contiguous buffers,
     to which nobody writes meanwhile. ``files``, ``offsets``, ``places``: n numbers each, contiguous int64. ``out``:
     writable; either rows of ``block_bytes``, dense within a row, of which ``places[i]`` is the one for block i; or one
-    contiguous vector of bytes, in which the block begins at byte ``places[i]``. ``sums``: where to write the result, n
-    words of uint64; a new array by default. ``in_all``: how many bytes this call and others copy that belong to it.
+    contiguous vector of bytes, in which the block begins at byte ``places[i]``. ``in_all``: how many bytes this call and
+    others copy that belong together.
 
     Raises ValueError, TypeError or IndexError, before any byte is copied, when an argument is not as described or a
     block does not lie within its source or in ``out``. Copies without the GIL; thread-safe as long as no other thread
@@ -67,8 +67,8 @@ def copy_blocks(sources, files, offsets, Py_ssize_t block_bytes, out, places, su
     else:
         stride = _check_rows(target, &rows, block_bytes, "out")
         places_end = rows - 1
-    found = np.empty(count, dtype=np.uint64) if sums is None else sums
-    cdef uint64_t *sum = _sums(held, found, count, True, "sums")
+    found = np.empty(count, dtype=np.uint64)
+    cdef uint64_t *sum = _sums(held, found, count, True, "found")
     cdef const char **from_ = <const char **>malloc(max(count, 1) * sizeof(char *))
     cdef char **to = <char **>malloc(max(count, 1) * sizeof(char *))
     try:

@@ -36,7 +36,6 @@ def copy_blocks(
     block_bytes: int,
     out: _Buffer,
     places: npt.NDArray[np.int64],
-    sums: npt.NDArray[np.uint64] | None = None,
     in_all: int = 0,
 ) -> npt.NDArray[np.uint64]: ...
 def _copy_and_hash_with(source: _Buffer, out: _Buffer, place: int, stream: bool, variant: str) -> int: ...

@@ -139,8 +139,9 @@ class Exchange:
     def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
         """Send calls again whose connection had died without notice, or has no place."""
         for call in calls:
-            if call.without_place:
-                self.core.give_up_lane(call.link, call.error or Timeout("no place"))
+            refusal = call.error
+            if call.without_place and refusal is not None:
+                self.core.give_up_lane(call.link, refusal)
             call.renew(self.core.next_id())
         self.send(calls, deadline, patience_s)
 

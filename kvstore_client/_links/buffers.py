@@ -83,8 +83,7 @@ def writable_rows(value: Any, block_bytes: int) -> Rows:
 
 
 class ResultMemory:
-    """Memory for results, used again when nothing refers to it any more: page faults of new memory take as long as a
-    quarter of a transfer. Thread-safe."""
+    """Memory for results, used again when nothing refers to it any more: new memory costs page faults. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

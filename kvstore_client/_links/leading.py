@@ -85,9 +85,7 @@ class Leading:
                 return
             alone = self._read_alone(min(left, WAIT_S))
             events = [] if alone else epoll.poll(min(left, LOOK_ANYWAY_S), 64)
-            if not (
-                alone or events
-            ):  # if a shard sends less than it announced, bytes below the low-water mark wake nobody
+            if not (alone or events):  # bytes below the low-water mark wake nobody, if no more come than those
                 for each in self._links():
                     each.receive(READ_BUDGET_BYTES)
             for fd, _ in events:

@@ -44,8 +44,9 @@ DELAY_HALF_LIFE_S: Final = 5.0  # the mean delay fades, so that a shard that was
 class Link:
     """One client's connection to a shard. Thread-safe, by the locks that the module's docstring names.
 
-    `hello()` makes the client's HELLO; `on_drop()` is called when a connection is lost. `shared_memory`: connect to a
-    shard on this host over its Unix socket, where it lends blocks in shared memory; "auto": if that is possible.
+    `hello()` makes the client's HELLO; `wake()` makes the caller that reads the links look again. `shared_memory`:
+    connect to a shard on this host over its Unix socket, where it lends blocks in shared memory; "auto": if that is
+    possible.
     `lanes`: all links of the client to this shard, the first of which stands for the shard (see `lanes`).
     """
 
@@ -55,7 +56,7 @@ class Link:
         host: str,
         port: int,
         hello: Callable[[], wire.Hello],
-        on_drop: Callable[[], None],
+        wake: Callable[[], None],
         shared_memory: SharedMemory = "auto",
     ) -> None:
         self.lanes: Sequence[Link] = (self,)
@@ -73,7 +74,7 @@ class Link:
         self.weight = 1.0
         self.reset_locks()
         self._hello = hello
-        self._on_drop = on_drop
+        self._wake = wake
         self.shared_memory = shared_memory
         self._notices: deque[bytes] = deque()  # messages that were posted and not sent
         self._dealer: Dealer | None = None  # of the connection `sock`
@@ -229,7 +230,7 @@ class Link:
         self.close()
         for answer in owed:
             answer.fail(error)
-        self._on_drop()
+        self._wake()
 
     # ---- liveness and load -----------------------------------------------------------------------------------
 
@@ -375,7 +376,7 @@ class Link:
         """Give up an answer. After this call, no byte of the reply is written to the caller's memory, and nothing that
         was lent is kept."""
         try:
-            self._on_drop()  # whoever is reading the link stops waiting for more
+            self._wake()  # whoever is reading the link stops waiting for more
             with self.receive_lock:
                 if answer.sent_at > self.last_received:
                     self.unanswered = True

@@ -45,10 +45,7 @@ class PlacedBlocks(GetAnswer):
     def land(self) -> Landing | None:
         if len(self.attributes):
             return None
-        places = self.target.places(self.positions)
-        if places is None:
-            return None
-        self._landing = self.target.landing(self.id, places)
+        self._landing = self.target.landing(self.id, self.positions)
         return self._landing
 
     def settle(self) -> None:
@@ -112,13 +109,9 @@ class BlockTarget:
         self.bad: list[int] = []
         self.at_once = MAX_REFERENCES  # blocks that are copied from shared memory at a time, at most
 
-    def places(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64] | None:
-        """The rows for these blocks, if they have some before they come."""
+    def landing(self, request_id: int, positions: npt.NDArray[np.intp]) -> Landing | None:
+        """What receives these blocks, if their places are known before they come. Then `landed` is called."""
         return None
-
-    def landing(self, request_id: int, places: npt.NDArray[np.int64]) -> Landing:
-        """What receives blocks in these rows."""
-        raise NotImplementedError
 
     def landed(
         self, positions: npt.NDArray[np.intp], right: npt.NDArray[np.bool_], wrong: npt.NDArray[np.bool_]
@@ -169,13 +162,10 @@ class IntoTarget(BlockTarget):
         self._slots = slots
         self.present = np.zeros(count, dtype=np.bool_)
 
-    def places(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64] | None:
+    def landing(self, request_id: int, positions: npt.NDArray[np.intp]) -> Landing | None:
         self.present[positions] = False  # a row may hold its block from an earlier try, and is about to be overwritten
-        if self._slots is None:
-            return np.ascontiguousarray(positions, dtype=np.int64)
-        return np.array(self._slots, dtype=np.int64)[positions]
-
-    def landing(self, request_id: int, places: npt.NDArray[np.int64]) -> Landing:
+        slots = self._slots
+        places = np.ascontiguousarray(positions if slots is None else np.array(slots)[positions], dtype=np.int64)
         return Landing(request_id, self._rows, places, self.block_bytes, self.verify, frame_blocks(self.block_bytes))
 
     def landed(
