@@ -3,12 +3,13 @@
 A trace is a file in Mooncake's format (--trace), a part of one (--parts), or one that is made (--synthetic). A
 reference to a block is a hit when it and every block before it in its request were there. Capacities are shares of a
 trace's different blocks. At the end stands how far `default` is from the best of LRU, S3-FIFO and ARC on each trace.
-With --endpoint the trace is replayed against a running server too, and both hit rates must agree within a point.
+With --live it is replayed against a real server too, and both hit rates must agree within a point.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 from benchmarks.eviction.baselines import Arc, Optimum, S3Fifo, Sieve
 from benchmarks.eviction.cost import BLOCKS, CHAIN, QUICK_BLOCKS, FullIndex
-from benchmarks.eviction.live import AGREEMENT, LiveError, replay_live
+from benchmarks.eviction.live import AGREEMENT, LiveError, own_server, replay_live
 from benchmarks.eviction.parts import parts_of
 from benchmarks.eviction.simulator import POLICIES, Cache, ServerCache, replay
 from benchmarks.eviction.synthetic import SYNTHETIC, make_trace
@@ -96,7 +97,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=[*POLICIES, *BASELINES], action="append", help="default: all of them")
     parser.add_argument("--requests", type=_count, metavar="N", help="only the first N requests of each trace")
     parser.add_argument("--million", action="store_true", help=f"time the policies in an index of {BLOCKS} blocks")
-    parser.add_argument("--endpoint", metavar="tcp://HOST:PORT", help="replay against this server too")
+    parser.add_argument("--live", action="store_true", help="replay against a server too, started for each capacity")
+    parser.add_argument("--endpoint", metavar="tcp://HOST:PORT", help="--live, against this server, which runs")
     parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw hit rate against capacity")
 
 
@@ -109,7 +111,7 @@ def main() -> int:
     try:
         for trace in _traces(benchmark):
             _simulate(benchmark, trace)
-            if options.endpoint:
+            if options.live or options.endpoint:
                 _replay_live(benchmark, trace)
     except (TraceError, LiveError, KVStoreError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -195,12 +197,14 @@ def _hit_rate(name: str, trace: Trace, capacity: int, call_blocks: int | None, p
 def _replay_live(benchmark: Benchmark, trace: Trace) -> None:
     options = benchmark.options
     for way, share in itertools.product(options.calls, options.capacities):
-        with benchmark.progress() as bar:
+        wanted = _capacity(trace, share)
+        server = contextlib.nullcontext(options.endpoint) if options.endpoint else own_server(wanted)
+        with benchmark.progress() as bar, server as endpoint:
             task = bar.add_task(f"{trace.name}: live at {share:g} %", total=len(trace.chains))
             result = replay_live(
                 trace,
-                options.endpoint,
-                _capacity(trace, share),
+                endpoint,
+                wanted,
                 way,
                 lambda done, bar=bar, task=task: bar.update(task, advance=done, refresh=True),  # type: ignore[misc]
             )

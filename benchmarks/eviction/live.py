@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from benchmarks.eviction.simulator import ServerCache, replay
 from benchmarks.eviction.traces import Chain, Trace
+from benchmarks.remote_kv_cache.processes import kvstore_server
 from kvstore.sizes import format_size
 from kvstore.wire import NamespaceInfo, ShardInfo
 from kvstore.wire.status import segment_slots
@@ -23,6 +25,8 @@ from kvstore_client import KVStoreClient, Namespace
 
 AGREEMENT: Final = 0.01  # between live and simulated hit rate
 MAX_BLOCK_BYTES: Final = 64 << 10  # larger ones only take longer
+_SEGMENT_BYTES: Final = 1 << 20
+_BLOCK_BYTES: Final = 4096  # about, on a server of our own
 
 
 class LiveError(Exception):
@@ -72,6 +76,13 @@ class LiveCache:
             parent = keys[start - 1] if start else None
             self._moving.set(part, self._blocks[: len(part)], deferred=False, parent=parent, position=start)
         return run
+
+
+def own_server(wanted: int) -> AbstractContextManager[str]:
+    """A server of this checkout with room for about `wanted` blocks. -> its endpoint."""
+    segments = -(-wanted * _BLOCK_BYTES // _SEGMENT_BYTES)
+    flags = ("--memory", f"{segments * _SEGMENT_BYTES}B", "--segment", f"{_SEGMENT_BYTES}B")
+    return kvstore_server(0, flags=flags)
 
 
 def replay_live(

@@ -29,8 +29,9 @@ from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import Answer
 from kvstore_client._links.lanes import LaneReaders, without
-from kvstore_client._links.leading import LOOK_ANYWAY_S, Leading
+from kvstore_client._links.leading import Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link, SharedMemory
+from kvstore_client._links.polling import LOOK_ANYWAY_S
 from kvstore_client._links.probing import Prober
 from kvstore_client._links.view import Node, Place, View
 from kvstore_client._links.watching import Watch

@@ -11,18 +11,16 @@ A shard on this host has one lane only, where shared memory is used.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import select
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
-from kvstore_client._links.leading import LOOK_ANYWAY_S, READ_BUDGET_BYTES, WAIT_S
+from kvstore_client._links.leading import READ_BUDGET_BYTES, WAIT_S
 from kvstore_client._links.link import Link
+from kvstore_client._links.polling import LOOK_ANYWAY_S, Poller
 from kvstore_client._links.view import Numbers
 
 MAX_CONNECTIONS: Final = 16
@@ -110,21 +108,13 @@ class LaneReader:
     def __init__(self, number: int, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
         self._closed = False
-        self._links: dict[int, Link] = {}  # by descriptor
-        self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._poller = Poller()
         self._thread = threading.Thread(target=self._run, name=f"kvstore-lane-{number}", daemon=True)
         self._thread.start()
 
     def watch(self, link: Link) -> None:
         """Read the link's new connection."""
-        sock = link.sock
-        fd = sock.fileno() if sock is not None else -1
-        if fd >= 0:  # else another thread has just dropped it
-            self._links[fd] = link
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                self._epoll.register(fd, select.EPOLLIN)
+        self._poller.watch(link)
 
     def _run(self) -> None:
         try:
@@ -134,35 +124,25 @@ class LaneReader:
             log.exception("the thread that reads connections ended")
 
     def _read(self) -> None:
-        # Bytes below a socket's low-water mark wake nobody, which matters only while an answer is on its way.
-        busy = any(link.pending for link in list(self._links.values()))
-        events = self._epoll.poll(LOOK_ANYWAY_S if busy else None, 64)
-        if not events:
-            for link in list(self._links.values()):
+        links = self._poller.links
+        busy = any(link.pending for link in links)
+        readable = self._poller.poll(LOOK_ANYWAY_S if busy else None)
+        if readable is None:
+            readable = links
+        if len(readable) == 1:
+            readable[0].receive(READ_BUDGET_BYTES, self._poller.wake_fd, WAIT_S)
+        else:
+            for link in readable:
                 link.receive(READ_BUDGET_BYTES)
-        for fd, _ in events:
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
-                continue
-            readable = self._links.get(fd)
-            if readable is None or readable.sock is None or readable.sock.fileno() != fd:
-                self._links.pop(fd, None)
-                with contextlib.suppress(OSError, ValueError):  # epoll forgets a closed socket by itself
-                    self._epoll.unregister(fd)
-            elif len(events) == 1:
-                readable.receive(READ_BUDGET_BYTES, self._wake_fd, WAIT_S)
-            else:
-                readable.receive(READ_BUDGET_BYTES)
         self._arrived()
 
     def close(self) -> None:
         """End the thread."""
         self._closed = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._poller.wake()
         self._thread.join()
-        self.forget()
+        self._poller.close()
 
     def forget(self) -> None:
         """In a child process, where the thread is not: close the child's descriptors."""
-        self._epoll.close()
-        os.close(self._wake_fd)
+        self._poller.close()

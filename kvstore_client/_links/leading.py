@@ -7,20 +7,16 @@ thread, without a hand-over, and no thread exists for receiving.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvstore_client._links.link import Link
 from kvstore_client._links.ownership import Ownership
+from kvstore_client._links.polling import LOOK_ANYWAY_S, Poller
 
 # Most bytes read from one link before the leader checks for complete replies. Less is slower where shards share cores.
 READ_BUDGET_BYTES: Final = 4 << 20
-LOOK_ANYWAY_S: Final = 0.1
 # If only one link owes answers, the leader stays with it for so long: then it needs the interpreter's lock, for which
 # it may have to wait, only now and then.
 WAIT_S: Final = 0.02
@@ -37,26 +33,16 @@ class Leading:
         self._links = links
         self._look_after = look_after
         self._closed = False
-        self._epoll = select.epoll()
-        self._by_fd: dict[int, Link] = {}
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._poller = Poller()
         self._lead = Ownership()  # its owner is the `ready` of the caller that leads
 
     def watch(self, link: Link) -> None:
-        """Poll the link's new connection. epoll forgets a closed connection by itself."""
-        sock = link.sock
-        fd = sock.fileno() if sock is not None else -1
-        if fd >= 0:  # else another thread has just dropped it
-            self._by_fd[fd] = link
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                self._epoll.register(fd, select.EPOLLIN)
+        """Read the link's new connection."""
+        self._poller.watch(link)
 
     def wake(self) -> None:
         """Make the leader check again: calls failed without a byte arriving (epoll forgets a closed socket)."""
-        if self._close_wake_fd.alive:
-            os.eventfd_write(self._wake_fd, 1)
+        self._poller.wake()
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Wait until `ready()` or the deadline, and read links meanwhile. -> whether it is ready. Returns early when
@@ -78,26 +64,13 @@ class Leading:
         return True
 
     def _read_links(self, ready: Callable[[], bool], deadline: float) -> None:
-        epoll, by_fd = self._epoll, self._by_fd
         while not ready():
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return
-            alone = self._read_alone(min(left, WAIT_S))
-            events = [] if alone else epoll.poll(min(left, LOOK_ANYWAY_S), 64)
-            if not (alone or events):  # bytes below the low-water mark wake nobody, if no more come than those
-                for each in self._links():
-                    each.receive(READ_BUDGET_BYTES)
-            for fd, _ in events:
-                if fd == self._wake_fd:
-                    os.eventfd_read(fd)
-                    continue
-                link = by_fd.get(fd)
-                if link is None or link.sock is None or link.sock.fileno() != fd:
-                    # A connection that has ended, whose socket stays open until what it was lent is given back.
-                    with contextlib.suppress(OSError, ValueError):
-                        epoll.unregister(fd)
-                else:
+            if not self._read_alone(min(left, WAIT_S)):
+                readable = self._poller.poll(min(left, LOOK_ANYWAY_S))
+                for link in self._links() if readable is None else readable:
                     link.receive(READ_BUDGET_BYTES)
             self._look_after()
             self._lead.wake()
@@ -108,7 +81,7 @@ class Leading:
         owing = [link for link in self._links() if link.pending]
         if len(owing) != 1 or not owing[0].landing:
             return False
-        owing[0].receive(READ_BUDGET_BYTES, self._wake_fd, wait_s)
+        owing[0].receive(READ_BUDGET_BYTES, self._poller.wake_fd, wait_s)
         return True
 
     def close(self) -> None:
@@ -118,8 +91,7 @@ class Leading:
         try:
             while not lead.take(self, LOOK_ANYWAY_S):
                 self.wake()
-            self._epoll.close()  # the leader has returned, so nobody polls any more
-            self._close_wake_fd()
+            self._poller.close()  # the leader has returned, so nobody polls any more
         finally:
             if lead.owner is self:
                 lead.owner = None
@@ -127,5 +99,4 @@ class Leading:
 
     def forget(self) -> None:
         """In a child process: close the child's descriptors. The parent polls on."""
-        self._epoll.close()
-        self._close_wake_fd()
+        self._poller.close()

@@ -49,12 +49,16 @@ def test_a_server_that_could_not_agree_is_refused(start_server: StartServer) -> 
             replay_live(TRACE, server.endpoint, 300)
 
 
+@pytest.mark.parametrize("started", [True, False], ids=["a server that runs", "one of its own"])
 def test_the_program_prints_both_hit_rates(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: bool, start_server: StartServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = start_server("--policy", "lru", memory="1MiB", segment="1MiB")
+    where = ["--live"]
+    if started:
+        where = ["--endpoint", start_server("--policy", "lru", memory="1MiB", segment="1MiB").endpoint]
     arguments = ["--synthetic", "agents", "--requests", "300", "--capacities", "5", "--policy", "lru"]
-    monkeypatch.setattr(sys, "argv", ["python -m benchmarks.eviction", *arguments, "--endpoint", server.endpoint])
+    monkeypatch.setattr(sys, "argv", ["python -m benchmarks.eviction", *arguments, *where])
     assert program.main() == 0
     line = capsys.readouterr().out.strip().splitlines()[-1]
-    assert line.startswith("agents at 5 %: lru, ") and line.endswith(": agree")
+    policy = "lru" if started else "default"
+    assert line.startswith(f"agents at 5 %: {policy}, ") and line.endswith(": agree")
