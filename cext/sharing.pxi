@@ -169,3 +169,75 @@ cdef class LentBlock:
     @property
     def in_use(self):
         return self.views > 0
+
+
+cdef extern from *:
+    """
+    enum { KV_RING_IDS = 496 };
+    struct kv_ring {  /* what one side writes and what the other one does are in different cache lines */
+        uint64_t put, unused_1[7];  /* ids that were put there since the beginning; the writer's */
+        uint64_t taken, waits, unused_2[6];  /* ids that were taken, and whether their reader waits; the reader's */
+        uint64_t ids[KV_RING_IDS];
+    };
+
+    /* -> 1 if the id is there and nobody waits for it. */
+    static int kv_ring_put(struct kv_ring *ring, uint64_t *put, uint64_t id) {
+        uint64_t in_it = *put - __atomic_load_n(&ring->taken, __ATOMIC_ACQUIRE);
+        if (in_it >= KV_RING_IDS) return 0;
+        __atomic_store_n(&ring->ids[*put % KV_RING_IDS], id, __ATOMIC_RELAXED);
+        __atomic_store_n(&ring->put, ++*put, __ATOMIC_SEQ_CST);
+        return !__atomic_load_n(&ring->waits, __ATOMIC_SEQ_CST);
+    }
+
+    /* -> how many ids were copied to `ids`; -1 if the writer wrote nonsense, which is skipped. */
+    static int kv_ring_take(struct kv_ring *ring, uint64_t *taken, int waits, uint64_t *ids) {
+        __atomic_store_n(&ring->waits, (uint64_t)waits, __ATOMIC_SEQ_CST);
+        uint64_t put = __atomic_load_n(&ring->put, __ATOMIC_SEQ_CST), count = put - *taken;
+        int found = count > KV_RING_IDS ? -1 : (int)count;
+        for (int i = 0; i < found; i++)
+            ids[i] = __atomic_load_n(&ring->ids[(*taken + i) % KV_RING_IDS], __ATOMIC_RELAXED);
+        *taken = put;
+        __atomic_store_n(&ring->taken, put, __ATOMIC_RELEASE);
+        return found;
+    }
+    """
+    enum:
+        KV_RING_IDS
+    struct kv_ring:
+        pass
+    int kv_ring_put(kv_ring *ring, uint64_t *put, uint64_t id) nogil
+    int kv_ring_take(kv_ring *ring, uint64_t *taken, int waits, uint64_t *ids) nogil
+
+
+cdef class IdRing:
+    """Numbers that one process puts into memory that another one maps, too, and takes them from: a message for which
+    nobody is woken. Neither side relies on what the other one writes there.
+
+    ``memory``: ``IdRing.NBYTES`` writable bytes at a multiple of 8, zeros before the first use. One object a side; each
+    is thread-safe while the GIL is held, which it is.
+    """
+
+    NBYTES = sizeof(kv_ring)
+
+    cdef _Buffers held
+    cdef kv_ring *ring
+    cdef uint64_t count  # ids that were put or taken by this side
+
+    def __cinit__(self, memory):
+        self.held = _Buffers(1)
+        cdef Py_buffer *view = self.held.take(memory, PyBUF_SIMPLE | PyBUF_WRITABLE, "memory")
+        if view.len != sizeof(kv_ring) or <size_t>view.buf % 8:
+            raise ValueError(f"{view.len} bytes of memory: expected {sizeof(kv_ring)}, at a multiple of 8")
+        self.ring = <kv_ring *>view.buf
+
+    def put(self, uint64_t id):
+        """Puts a number there. Returns False if there is no room for it, or the other side waits for it: then it must
+        be told in another way."""
+        return bool(kv_ring_put(self.ring, &self.count, id))
+
+    def take(self, bint waits=False):
+        """Returns the numbers that were put there since the last time, in order. ``waits``: from now on, the other
+        side's `put` returns False, until the next call without."""
+        cdef uint64_t[496] ids
+        cdef int i, found = kv_ring_take(self.ring, &self.count, waits, ids)
+        return [ids[i] for i in range(found)]

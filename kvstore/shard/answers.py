@@ -72,6 +72,7 @@ class Answers:
             peer.reply(wire.ShareReply(request.id))
         elif isinstance(request, wire.Release):
             if peer.leases is not None:
+                peer.leases.collect()
                 peer.leases.release(request.id, request.count)
                 reading = peer.streams.get(request.id)
                 if reading is not None:
@@ -112,6 +113,8 @@ class Answers:
         peer.replicas = request.replicas
         self.sets.note_replicas(peer, self._store.get(peer.namespace))
         peer.client = request.client[:64]
+        if peer.leases is not None:
+            peer.leases.ring_wanted = request.release_ring
         self.places.show_cookie(peer, request.cookie)
         config = self._config
         peer.reply(
@@ -219,6 +222,7 @@ class Answers:
     def info(self) -> wire.ShardInfo:
         """The state and the counters of this shard."""
         config, state, arena = self._config, self._state, self._store.arena
+        self.lending.collect()
         with open("/proc/self/statm") as statm:
             rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return wire.ShardInfo(

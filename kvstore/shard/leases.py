@@ -2,9 +2,13 @@
 
 A GET by references does not send blocks: it tells where they are, and lends them. A block that is lent keeps its slot,
 as while it is being sent, so it is not evicted and its segment is not given back. A lease ends when the client gives it
-back (RELEASE), or when the client has closed its end of the connection, which the kernel does for a process that is
-gone. It does not end by time: a client that sleeps may read on when it wakes up. Therefore all leases together have a
-limit, and one connection may hold as much as is left for the others. Beyond it, blocks are sent through the socket.
+back, or when the client has closed its end of the connection, which the kernel does for a process that is gone. It does
+not end by time: a client that sleeps may read on when it wakes up. Therefore all leases together have a limit, and one
+connection may hold as much as is left for the others. Beyond it, blocks are sent through the socket.
+
+A client gives blocks back with RELEASE, or by the id of their GET in its release ring, which wakes nobody: the shard
+looks there before it lends more, and ten times a second. When it waits for blocks, the ring tells the client to send a
+message.
 
 When the shard closes a connection, its leases stay until the client has closed its end as well: see `Holders`.
 Used by the loop's thread only.
@@ -13,9 +17,13 @@ Used by the loop's thread only.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
+import mmap
 import os
 import select
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -24,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore._cext import IdRing
 from kvstore.shard.account import LEASES, Share
 from kvstore.store.arena import Arena
 from kvstore.store.namespace import NamespaceStore
@@ -33,6 +42,8 @@ from kvstore.wire.zmtp import frame
 
 LENT_SHARE: Final = 0.5  # of the shard's memory, that may be lent at a time
 LEASE_BYTES: Final = 512  # what the lease of a part takes beside its slots
+
+log = logging.getLogger(__name__)
 
 
 class Lending:
@@ -44,6 +55,13 @@ class Lending:
         self.held_bytes = 0
         self.blocks = 0
         self.total_bytes = 0  # since the start
+        self.with_ring: weakref.WeakSet[Leases] = weakref.WeakSet()
+
+    def collect(self) -> None:
+        """Release what clients have named in their rings."""
+        if self.held_bytes:
+            for leases in self.with_ring:
+                leases.collect()
 
 
 class References(NamedTuple):
@@ -70,10 +88,13 @@ class Lent:
 
 
 class Leases:
-    """What one connection was lent. `share`: its part of the account of memory."""
+    """What one connection was lent. `share`: its part of the account of memory. `ring_wanted`: it takes a release
+    ring."""
 
     def __init__(self, lending: Lending, share: Share) -> None:
         self.held_bytes = 0
+        self.ring_wanted = False
+        self._ring: IdRing | None = None
         self._lending = lending
         self._share = share
         self._lent: dict[int, deque[tuple[NamespaceStore, Slots]]] = {}  # by id of the GET, the oldest first
@@ -82,6 +103,15 @@ class Leases:
 
     def room(self, namespace: NamespaceStore) -> int:
         """How many blocks of a namespace may be lent to this connection now."""
+        self.collect()
+        room = self._room(namespace)
+        if not room and self.held_bytes:
+            self._lending.collect()
+            self.collect(waits=True)  # what the client releases from now on, it tells by a message
+            room = self._room(namespace)
+        return room
+
+    def _room(self, namespace: NamespaceStore) -> int:
         lending = self._lending
         # Afterwards it has as much as is left for the others: so a client that hangs holds half of what may be lent.
         room_bytes = (lending.limit_bytes - lending.held_bytes - self.held_bytes) // 2
@@ -127,6 +157,9 @@ class Leases:
             lent.descriptors.append(descriptor)
             lent.extents.append(frame(wire.encode(wire.Extent(0, number, arena.segment_bytes)), False))
             self._told[segment] = number
+        if self.ring_wanted:
+            self.ring_wanted = False
+            self._make_ring(lent)
         self._lent.setdefault(request_id, deque()).append((namespace, slots))
         nbytes = len(slots) * namespace.block_bytes
         self.held_bytes += nbytes
@@ -135,6 +168,31 @@ class Leases:
         lending.blocks += len(slots)
         self._share.take(LEASES, LEASE_BYTES + slots.nbytes)
         return lent
+
+    def _make_ring(self, lent: Lent) -> None:
+        """Have a release ring sent with a reply."""
+        try:
+            file = os.memfd_create("kvstore-releases", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:  # the client sends messages instead
+            log.warning("no ring for releases: %s", error)
+            return
+        try:
+            os.ftruncate(file, IdRing.NBYTES)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._ring = IdRing(mmap.mmap(file, IdRing.NBYTES))
+        except OSError as error:
+            log.warning("no ring for releases: %s", error)
+            os.close(file)
+            return
+        self._lending.with_ring.add(self)
+        lent.descriptors.append(file)
+        lent.extents.append(frame(wire.encode(wire.ReleaseRing(0, IdRing.NBYTES)), False))
+
+    def collect(self, waits: bool = False) -> None:
+        """Release what the client has named in the ring. `waits`: have it send a message next time."""
+        if self._ring is not None:
+            for request_id in self._ring.take(waits):
+                self.release(request_id, 0)
 
     def release(self, request_id: int, count: int) -> None:
         """The client reads the first `count` blocks lent to a GET no more; 0: none of them. Does nothing for what was

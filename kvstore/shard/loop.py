@@ -347,6 +347,7 @@ class Shard:
             self._poll.modify(peer.sock.fileno(), events)
 
     def _enforce_deadlines(self, now: float) -> None:
+        self._answers.lending.collect()
         for reader in list(self._readers.values()):
             peer = reader.peer
             held_back = self._held_back(reader)

@@ -36,6 +36,7 @@ from kvstore.wire.messages import (
     Extent,
     Hello,
     Part,
+    ReleaseRing,
     Reply,
     Retired,
     Welcome,
@@ -311,7 +312,7 @@ class Dealer:
                 self._following = answer.following
                 if isinstance(reply, Part) and reply.references:
                     self._take_loan(answer, reply)
-            elif isinstance(reply, Extent | Retired):
+            elif isinstance(reply, Extent | Retired | ReleaseRing):
                 self._take_files(reply)
             elif isinstance(reply, Error) and reply.id == 0:
                 raise _broken(f"it refuses a message: {reply.message}")
@@ -329,12 +330,14 @@ class Dealer:
                     self.pending.pop(answer.id, None)
                     answer.done = True
 
-    def _take_files(self, message: Extent | Retired) -> None:
+    def _take_files(self, message: Extent | Retired | ReleaseRing) -> None:
         if self.files is None:
             raise _broken(f"{type(message).__name__.upper()} on a connection that is not local")
         try:
             if isinstance(message, Extent):
                 self.files.add(message.number, message.nbytes)
+            elif isinstance(message, ReleaseRing):
+                self.files.add_ring(message.nbytes)
             else:
                 self.files.retire(message.numbers)
         except (SharedMemoryError, ValueError) as error:

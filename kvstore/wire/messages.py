@@ -104,6 +104,7 @@ class Hello(_Header, tag=1, frozen=True):
     credentials: bytes = b""
     replicas: int = 1  # copies that this client keeps of each block; nodes that move blocks keep as many
     cookie: str = ""  # the node's, from its record in the cluster: a supervisor shows that it belongs to the cluster
+    release_ring: bool = False  # on a Unix socket: the client takes RELEASE_RING
 
 
 class Set(_Header, tag=2, frozen=True):
@@ -412,6 +413,14 @@ class Taken(_Header, tag=80, frozen=True):
     count: int
 
 
+class ReleaseRing(_Header, tag=81, frozen=True):
+    """Shared memory whose descriptor comes with this message's bytes: a `shared.IdRing`, into which the client may put
+    the ids of GETs instead of a RELEASE of all their blocks."""
+
+    id: int  # 0
+    nbytes: int
+
+
 class Error(_Header, tag=127, frozen=True):
     """A request was refused. `id` 0: the message was so malformed that its request is not known."""
 
@@ -441,6 +450,7 @@ Reply: TypeAlias = (
     | Retired
     | ShareReply
     | Taken
+    | ReleaseRing
     | Error
 )
 

@@ -9,6 +9,7 @@ the shard files of its own memory, with SHARE, and its SETs refer to them: the s
 from __future__ import annotations
 
 import array
+import mmap
 import os
 import socket
 import threading
@@ -20,7 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import distinct_files
+from kvstore._cext import IdRing, distinct_files
 from kvstore.pages import FileMap
 from kvstore.wire.messages import MAX_FRAME_BLOCKS
 
@@ -72,6 +73,7 @@ class SharedFiles:
         self._lock = threading.RLock()  # a finalizer may return a loan while its thread holds this lock
         self._maps: dict[int, memoryview] = {}  # by number
         self._loans: set[Loan] = set()  # made and not returned
+        self.ring: IdRing | None = None  # where GETs are released
 
     def add(self, number: int, nbytes: int) -> None:
         """Map the file that was just named. Raises `SharedMemoryError`, and `OSError` if it cannot be mapped."""
@@ -82,6 +84,18 @@ class SharedFiles:
             if number in self._maps or not 0 < nbytes == os.fstat(descriptor).st_size:
                 raise SharedMemoryError(f"file {number} of {nbytes} bytes: its descriptor is of another file")
             self._maps[number] = FileMap(descriptor, nbytes).memory
+        finally:
+            os.close(descriptor)
+
+    def add_ring(self, nbytes: int) -> None:
+        """Map the release ring that was just named. Raises like `add`."""
+        if not self.descriptors:
+            raise SharedMemoryError("a release ring came without its descriptor")
+        descriptor = self.descriptors.popleft()
+        try:
+            if self.ring is not None or not IdRing.NBYTES == nbytes == os.fstat(descriptor).st_size:
+                raise SharedMemoryError(f"a release ring of {nbytes} bytes: expected one, of {IdRing.NBYTES} bytes")
+            self.ring = IdRing(mmap.mmap(descriptor, nbytes))
         finally:
             os.close(descriptor)
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvstore import wire
 from kvstore._cext import LentBlock
 from kvstore_client._links.call import Call
 from kvstore_client._links.targets import BorrowTarget
@@ -106,7 +105,7 @@ class Lingering:
             lending.call_when_gone(self._gone.append)
         if not lending.in_use():
             for call in lending.lending_calls():
-                call.link.post(wire.encode(wire.Release(call.id, 0)))
+                call.link.release(call.id)
             lending.return_loans()
             with contextlib.suppress(ValueError):  # another thread was faster
                 self._lendings.remove(lending)

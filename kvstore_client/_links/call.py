@@ -110,7 +110,9 @@ class Call:
         lent = answer.read_lent()
         # A loan is released bit by bit, so that the shard sees that a slow reader reads.
         count = answer.to_release(1 if lent is not None else RELEASE_BYTES)
-        if count:
+        if count and lent is not None and answer.done and len(answer.lent) == 1:
+            self.link.release(answer.id)
+        elif count:
             self.link.post(wire.encode(wire.Release(answer.id, count)))
         if lent is not None:
             lent.give_back()

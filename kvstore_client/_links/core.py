@@ -142,7 +142,7 @@ class Core:
     def hello(self) -> wire.Hello:
         """The HELLO of this client. Only HELLO has the request id 0."""
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
-        return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas)
+        return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas, release_ring=True)
 
     def _new_link(self, name: str, host: str, port: int) -> Link:
         first = Link(name, host, port, self.hello, self._wake, self._shared_memory)

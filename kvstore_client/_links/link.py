@@ -297,6 +297,13 @@ class Link:
         self._notices.append(zmtp.frame(header, False))
         self.send_notices()
 
+    def release(self, request_id: int) -> None:
+        """Give back all blocks that were lent to a GET that is complete. The shard is not woken for it."""
+        dealer = self._dealer
+        ring = dealer.files.ring if dealer is not None and dealer.files is not None else None
+        if ring is None or not ring.put(request_id):
+            self.post(wire.encode(wire.Release(request_id, 0)))
+
     def send_notices(self) -> None:
         """Send what was posted, unless another thread is sending: it calls this when it is done."""
         while self._notices:

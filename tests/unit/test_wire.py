@@ -112,7 +112,7 @@ SHARD_INFO = wire.ShardInfo(
 )
 
 REQUESTS: dict[str, wire.Request] = {
-    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e"),
+    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True),
     "hello_empty": wire.Hello(0, 2),
     "set": wire.Set(
         2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280, b"", 4242
@@ -167,6 +167,7 @@ REPLIES: dict[str, wire.Reply] = {
     "retired": wire.Retired(0, bytes([7] + [0] * 7)),
     "share_reply": wire.ShareReply(13),
     "taken": wire.Taken(2, 16),
+    "release_ring": wire.ReleaseRing(0, 4096),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {
