@@ -268,7 +268,8 @@ cdef class Receiver:
                 elif self.end > BUFFER_BYTES // 2:
                     memmove(self.buffer, self.buffer + self.start, self.end - self.start)
                     self.start, self.end = 0, self.end - self.start
-                pieces[0].iov_base, pieces[0].iov_len = self.buffer + self.end, BUFFER_BYTES - self.end
+                wanted = BUFFER_BYTES - self.end
+                pieces[0].iov_base, pieces[0].iov_len = self.buffer + self.end, wanted
                 n = 1
             got = kv_receive(fd, pieces, n, self.fds if self.has_descriptors else NULL, &self.fd_count)
             if got == 0:
@@ -282,8 +283,8 @@ cdef class Receiver:
                 short = True
                 continue
             self.received += got
+            short = got < wanted
             if direct:
-                short = got < wanted
                 if not until:  # else its time is what is limited
                     budget[0] -= got
                 placed = min(got, self.left)

@@ -136,39 +136,67 @@ def distinct_files(numbers):
     return distinct, found
 
 
-cdef class LentBlock:
-    """Bytes of a block that another process shares: read-only, through the buffer protocol, in any number of views.
+cdef class LentBlocks:
+    """Blocks that another process shares: block i is the ``block_bytes`` bytes at ``offsets[i]`` of
+    ``sources[files[i]]``, contiguous buffers; ``files`` and ``offsets`` are n numbers each, contiguous int64.
 
-    ``in_use``: whether a view of it exists, also an indirect one, such as an array made of a memoryview. The bytes must
-    not change or go before then. Thread-safe while the GIL is held.
+    It lives as long as a view of one of them, also an indirect one, such as an array made of a memoryview. The bytes must
+    not change or go before then. Raises ValueError, TypeError or IndexError when an argument is not as described.
+    Thread-safe while the GIL is held, which it is.
     """
 
     cdef object __weakref__
     cdef _Buffers held
-    cdef char *start
-    cdef Py_ssize_t nbytes
-    cdef Py_ssize_t views
+    cdef char **starts
+    cdef Py_ssize_t count, block_bytes
+    cdef char *next  # the block of which a view is made
 
-    def __cinit__(self, source, Py_ssize_t offset, Py_ssize_t nbytes):
-        """The ``nbytes`` bytes at ``offset`` of ``source``, a C-contiguous buffer. Raises IndexError if they are not
-        all within it."""
-        self.held = _Buffers(1)
-        cdef Py_buffer *view = self.held.take(source, PyBUF_SIMPLE, "source")
-        if not (nbytes > 0 and 0 <= offset <= view.len - nbytes):
-            raise IndexError(f"{nbytes} bytes at {offset}: not within the {view.len} bytes of the source")
-        self.start = <char *>view.buf + offset
-        self.nbytes = nbytes
+    def __cinit__(self, sources, files, offsets, Py_ssize_t block_bytes):
+        cdef list given = list(sources)
+        cdef Py_ssize_t i, source_count = len(given)
+        cdef _Buffers numbers = _Buffers(2)
+        cdef Py_buffer *view = _int64s(numbers, files, "files", True)
+        cdef const int64_t *file = <const int64_t *>view.buf
+        self.count, self.block_bytes = view.shape[0], block_bytes
+        view = _int64s(numbers, offsets, "offsets", True)
+        cdef const int64_t *offset = <const int64_t *>view.buf
+        if view.shape[0] != self.count or block_bytes < 1:
+            raise ValueError(f"{self.count} files and {view.shape[0]} offsets of blocks of {block_bytes} bytes: expected "
+                             "as many, of at least a byte")
+        self.held = _Buffers(source_count)
+        for i in range(source_count):
+            self.held.take(given[i], PyBUF_SIMPLE, f"sources[{i}]")
+        self.starts = <char **>malloc(max(self.count, 1) * sizeof(char *))
+        if self.starts == NULL:
+            raise MemoryError()
+        for i in range(self.count):
+            if not 0 <= file[i] < source_count:
+                raise IndexError(f"files[{i}] is {file[i]}, but there are {source_count} sources")
+            view = &self.held.views[file[i]]
+            if not 0 <= offset[i] <= view.len - block_bytes:
+                raise IndexError(f"offsets[{i}] is {offset[i]}: a block of {block_bytes} bytes there is not within the "
+                                 f"{view.len} bytes of its source")
+            self.starts[i] = <char *>view.buf + offset[i]
+
+    def __dealloc__(self):
+        free(self.starts)
+
+    def views(self):
+        """Returns a read-only memoryview of each block."""
+        cdef Py_ssize_t i
+        cdef list made = []
+        try:
+            for i in range(self.count):
+                self.next = self.starts[i]
+                made.append(memoryview(self))
+        finally:
+            self.next = NULL
+        return made
 
     def __getbuffer__(self, Py_buffer *view, int flags):
-        PyBuffer_FillInfo(view, self, self.start, self.nbytes, 1, flags)
-        self.views += 1
-
-    def __releasebuffer__(self, Py_buffer *view):
-        self.views -= 1
-
-    @property
-    def in_use(self):
-        return self.views > 0
+        if self.next == NULL:
+            raise BufferError("blocks that were lent: only `views` makes views of them")
+        PyBuffer_FillInfo(view, self, self.next, self.block_bytes, 1, flags)
 
 
 cdef extern from *:

@@ -49,11 +49,15 @@ class IdRing:
     def take(self, waits: bool = False) -> list[int]: ...
 
 @final
-class LentBlock(Buffer):
-    def __init__(self, source: _Buffer, offset: int, nbytes: int) -> None: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-    @property
-    def in_use(self) -> bool: ...
+class LentBlocks:
+    def __init__(
+        self,
+        sources: Iterable[_Buffer],
+        files: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
+        block_bytes: int,
+    ) -> None: ...
+    def views(self) -> list[memoryview]: ...
 
 # receiving
 

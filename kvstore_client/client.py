@@ -298,8 +298,10 @@ class KVStoreClient:
         blocks: list[memoryview | None] = []
         borrowed = self._reader.borrow(packed, unique, verify, options)
         try:
-            blocks += [borrowed.blocks[origin] for origin in first.tolist()]
-            hits = sum(block is not None for block in blocks)
+            found = borrowed.blocks
+            blocks += found if len(unique) == len(packed) else [found[origin] for origin in first.tolist()]
+            del found
+            hits = int(np.count_nonzero(borrowed.present[first]))
             self.stats.hits += hits
             self.stats.misses += len(packed) - hits
             yield blocks

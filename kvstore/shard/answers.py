@@ -25,6 +25,7 @@ from kvstore.shard.stream import Stream
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
 from kvstore.wire import ErrorCode, WireError
+from kvstore.wire.remote_memory import DESCRIPTORS, Sharing
 
 MAX_PINNED_SHARE: Final = 0.5
 COUNT_PINS_S: Final = 0.1
@@ -42,8 +43,9 @@ class Answers:
         disk: DiskTier | None,
         state: ShardState,
         places: Places,
+        sharing: Sharing = DESCRIPTORS,
     ) -> None:
-        self.lending = Lending(store.arena)
+        self.lending = Lending(store.arena, sharing)
         self.places = places
         self._config = config
         self._store = store

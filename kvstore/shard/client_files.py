@@ -1,8 +1,7 @@
 """Memory that a client on this host shares, from which the shard copies blocks: source -> slot.
 
 A file must be sealed against shrinking, so that reading it never fails. The client may change what is in it at any
-time; then the checksum, which is computed on the way, does not match what the client said, and the SET is refused. The
-pages that were read count as resident memory of this process, so the mappings let go of them again and again.
+time; then the checksum, which is computed on the way, does not match what the client said, and the SET is refused.
 
 Used by the loop's thread only.
 """
@@ -14,24 +13,17 @@ import fcntl
 import functools
 import os
 import threading
-from collections import deque
 from queue import SimpleQueue
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import copy_blocks, distinct_files
-from kvstore.pages import FileMap
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire import ErrorCode, Share, WireError
+from kvstore.wire.remote_memory import RemoteMemoryError, Sharing, Touched
 from kvstore.wire.shared import MAX_FILES, STAGED
 from kvstore.wire.zmtp import ZMTPError
-
-MAX_PAGE_BYTES: Final = 64 << 10
-TOUCHED_BYTES: Final = 32 << 20  # of clients' memory that this process has read, before it lets go of the pages
-
 
 _closing: SimpleQueue[int] = SimpleQueue()
 
@@ -61,69 +53,33 @@ def close_foreign(descriptor: int) -> None:
         os.close(descriptor)
 
 
-class Touched:
-    """What the shard has read of the memory of all its clients since it last let go of the pages."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._maps: set[FileMap] = set()
-
-    def add(self, maps: list[FileMap], nbytes: int) -> None:
-        """So many bytes of these were read."""
-        self._maps.update(maps)
-        self._bytes += nbytes
-        if self._bytes >= TOUCHED_BYTES:
-            touched, self._maps, self._bytes = self._maps, set(), 0
-            for each in touched:
-                each.forget_pages()
-
-    def forget(self, maps: list[FileMap]) -> None:
-        """These mappings end."""
-        self._maps.difference_update(maps)
-
-
 class ClientFiles:
     """The files that one client has shared. `touched`: of all clients."""
 
-    def __init__(self, touched: Touched) -> None:
-        self._touched = touched
-        self._maps: dict[int, FileMap] = {}  # by number
-        self._descriptors: deque[int] = deque()  # that have come, and whose message has not been read
+    def __init__(self, sharing: Sharing, touched: Touched) -> None:
+        self._memory = sharing.remote(must_stay=True, touched=touched, close=close_foreign)
+        self._numbers: set[int] = set()
 
     def take(self, descriptors: list[int]) -> None:
         """Keep descriptors that have come on the connection. Raises `ZMTPError` if there are several."""
-        self._descriptors.extend(descriptors)
-        if len(self._descriptors) > 1:  # who keeps to the protocol waits for the answer to each SHARE
+        self._memory.receive(descriptors)
+        if self._memory.waiting > 1:  # who keeps to the protocol waits for the answer to each SHARE
             self.close()
             raise ZMTPError("several descriptors came at once: expected one, with the bytes of a SHARE")
 
     def share(self, request: Share) -> None:
-        """Map the file whose descriptor came last. Raises `WireError`."""
-        if not self._descriptors:
-            raise WireError(ErrorCode.PROTOCOL, "SHARE without a descriptor: expected one with its bytes", request.id)
-        descriptor = self._descriptors.popleft()
+        """Attach the file that came last. Raises `WireError`."""
+        if len(self._numbers) >= MAX_FILES:
+            self._memory.discard()
+            raise WireError(
+                ErrorCode.LIMIT, f"SHARE of file {request.number}: expected {MAX_FILES} files at most", request.id
+            )
         try:
-            if request.number in self._maps or len(self._maps) >= MAX_FILES:
-                raise WireError(
-                    ErrorCode.LIMIT,
-                    f"SHARE of file {request.number}: expected a number not in use, and {MAX_FILES} files at most",
-                    request.id,
-                )
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            size = os.fstat(descriptor).st_size
-            huge = os.fstat(descriptor).st_blksize > MAX_PAGE_BYTES  # reading it may fail when no huge page is free
-            if not seals & fcntl.F_SEAL_SHRINK or size != request.nbytes or huge:
-                raise WireError(
-                    ErrorCode.PROTOCOL,
-                    f"SHARE of a file of {size} bytes with seals {seals:#x}: expected {request.nbytes} bytes, sealed "
-                    "against shrinking, and not from the reserve of huge pages",
-                    request.id,
-                )
-            self._maps[request.number] = FileMap(descriptor, size)
-        except (OSError, ValueError, OverflowError) as error:  # no memfd, or it cannot be mapped
-            raise WireError(ErrorCode.PROTOCOL, f"SHARE of a file that cannot be used: {error}", request.id) from None
-        finally:
-            close_foreign(descriptor)
+            self._memory.attach(request.number, request.nbytes, request.handle)
+        except (RemoteMemoryError, OSError, ValueError, OverflowError) as error:  # no memfd, or it cannot be mapped
+            problem = f"SHARE of file {request.number}, which cannot be used: {error}"
+            raise WireError(ErrorCode.PROTOCOL, problem, request.id) from None
+        self._numbers.add(request.number)
 
     def copy(self, namespace: NamespaceStore, slots: Slots, frame: bytes, count: int) -> npt.NDArray[np.uint64]:
         """Copy the blocks that a frame of a SET names to their slots; a negative slot: the block is not wanted.
@@ -136,23 +92,12 @@ class ClientFiles:
         wanted = slots >= 0
         some = entries if wanted.all() else entries[wanted]
         if len(some):
-            numbers, which = distinct_files(some["file"])
             try:
-                maps = [self._maps[number] for number in numbers]
-                found = copy_blocks(
-                    [each.memory for each in maps],
-                    which,
-                    some["offset"].astype(np.int64),
-                    block_bytes,
-                    namespace.arena.memory,
-                    namespace.memory.offsets(slots[wanted]),
-                    in_all=count * block_bytes,
-                )
-            except KeyError as error:
-                raise WireError(ErrorCode.PROTOCOL, f"a block in file {error}, which was not shared") from None
-            except IndexError as error:
-                raise WireError(ErrorCode.PROTOCOL, f"a block outside its file: {error}") from None
-            self._touched.add(maps, len(some) * block_bytes)
+                blocks = self._memory.blocks(some["file"], some["offset"], block_bytes)
+                places = namespace.memory.offsets(slots[wanted])
+                found = blocks.read(namespace.arena.memory, places, count * block_bytes)
+            except RemoteMemoryError as error:
+                raise WireError(ErrorCode.PROTOCOL, str(error)) from None
             wrong = np.flatnonzero(found != some["sum"])
             if len(wrong):
                 raise WireError(
@@ -165,7 +110,4 @@ class ClientFiles:
 
     def close(self) -> None:
         """The connection has ended."""
-        while self._descriptors:
-            close_foreign(self._descriptors.popleft())
-        self._touched.forget(list(self._maps.values()))
-        self._maps.clear()
+        self._memory.close()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -37,6 +38,7 @@ from kvstore.shard.account import LEASES, Share
 from kvstore.store.arena import Arena
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
+from kvstore.wire.remote_memory import Handle, Sharing
 from kvstore.wire.shared import MAX_DESCRIPTORS, MAX_REFERENCES, REFERENCE
 from kvstore.wire.zmtp import frame
 
@@ -49,8 +51,9 @@ log = logging.getLogger(__name__)
 class Lending:
     """What all connections together were lent, in bytes of blocks."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, sharing: Sharing) -> None:
         self.arena = arena
+        self.sharing = sharing
         self.limit_bytes = int(arena.segments * arena.segment_bytes * LENT_SHARE)
         self.held_bytes = 0
         self.blocks = 0
@@ -65,10 +68,10 @@ class Lending:
 
 
 class References(NamedTuple):
-    """Where blocks are: entries as PART carries them, and the files that the client has not got, with descriptors."""
+    """Where blocks are: entries as PART carries them, and the files that the client has not got."""
 
     entries: npt.NDArray[np.void]
-    new: list[tuple[int, int]]  # segment, descriptor
+    new: list[tuple[int, Handle]]  # by segment
 
 
 class Lent:
@@ -136,13 +139,14 @@ class Leases:
                 if not arena.export(segment):
                     return None
             numbers = arena.numbers[segments]
-        new: list[tuple[int, int]] = []
+        new: list[tuple[int, Handle]] = []
         try:
             for segment in set(segments[self._told[segments] != numbers].tolist()):
-                new.append((segment, arena.open_to_read(segment)))
+                opened = functools.partial(arena.open_to_read, segment)
+                new.append((segment, self._lending.sharing.offer(arena.view(segment), opened)))
         except OSError:
-            for _, descriptor in new:
-                os.close(descriptor)
+            for _, handle in new:
+                handle.close()
             return None
         entries = np.empty(len(slots), dtype=REFERENCE)
         entries["file"], entries["offset"] = numbers, offsets
@@ -152,12 +156,13 @@ class Leases:
         """Lend blocks whose slots are referenced, at `places`: from now on the lease holds the slots."""
         lending = self._lending
         arena, lent = lending.arena, Lent(places.entries.tobytes())
-        for segment, descriptor in places.new:
+        for segment, handle in places.new:
             number = int(arena.numbers[segment])
-            lent.descriptors.append(descriptor)
-            lent.extents.append(frame(wire.encode(wire.Extent(0, number, arena.segment_bytes)), False))
+            lent.descriptors += handle.descriptors
+            extent = wire.Extent(0, number, arena.segment_bytes, handle.data)
+            lent.extents.append(frame(wire.encode(extent), False))
             self._told[segment] = number
-        if self.ring_wanted:
+        if self.ring_wanted and lending.sharing.mapped:
             self.ring_wanted = False
             self._make_ring(lent)
         self._lent.setdefault(request_id, deque()).append((namespace, slots))

@@ -21,7 +21,7 @@ from kvstore import wire
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
-from kvstore.shard.client_files import ClientFiles, Touched
+from kvstore.shard.client_files import ClientFiles
 from kvstore.shard.leases import Holders, Leases
 from kvstore.shard.neighbours import Neighbours
 from kvstore.shard.peer import Peer, Place
@@ -32,6 +32,7 @@ from kvstore.shard.state import ShardState
 from kvstore.shard.turns import Line
 from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
+from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Touched
 from kvstore.wire.shared import peer_credentials
 
 log = logging.getLogger("kvstore.shard")
@@ -51,9 +52,16 @@ DEAD_PEER_MS: Final = 30_000
 class Shard:
     """The event loop, and the connections, store and disk tier that it serves. One thread."""
 
-    def __init__(self, config: ShardConfig, listener: socket.socket, local: socket.socket | None = None) -> None:
-        """local: the Unix socket on which it listens for clients on this host."""
+    def __init__(
+        self,
+        config: ShardConfig,
+        listener: socket.socket,
+        local: socket.socket | None = None,
+        sharing: Sharing = DESCRIPTORS,
+    ) -> None:
+        """local: the Unix socket on which it listens for clients on this host. sharing: how memory is shared there."""
         self._config = config
+        self._sharing = sharing
         self._state = ShardState(time.monotonic())
         self._store = Store(
             config.memory_bytes,
@@ -80,7 +88,7 @@ class Shard:
         self._disk: DiskTier | None = None
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
-        self._answers = Answers(config, self._store, self._disk, self._state, self._places)
+        self._answers = Answers(config, self._store, self._disk, self._state, self._places, sharing)
         self._neighbours = Neighbours(config, self._store)
 
     # ---- the loop --------------------------------------------------------------------------------------------
@@ -261,7 +269,7 @@ class Shard:
             self._to_flush,
             self._forget,
             Leases(self._answers.lending, share),
-            ClientFiles(self._touched),
+            ClientFiles(self._sharing, self._touched),
         )
 
     def _tell_retired(self, arena: Arena) -> None:

@@ -181,10 +181,10 @@ class Peer:
     @property
     def backed_up(self) -> bool:
         """The client does not read its replies, or too many wait for the disk: read no more from it."""
-        return (
-            self._replies_bytes > (0 if self.share.full else MAX_QUEUED_REPLIES_BYTES)
-            or self._promised > MAX_PROMISED_REPLIES
-        )
+        if self._promised > MAX_PROMISED_REPLIES:
+            return True
+        queued = self._replies_bytes
+        return queued > 0 and (queued > MAX_QUEUED_REPLIES_BYTES or self.share.full)
 
     @property
     def promised(self) -> bool:

@@ -62,14 +62,16 @@ class Line(Generic[T]):
     """Who waits for a part of a turn, by pace; first come first served among those of one pace."""
 
     def __init__(self) -> None:
-        self._lines: dict[Pace, OrderedDict[T, None]] = {pace: OrderedDict() for pace in Pace}
+        self._lines: list[OrderedDict[T, None]] = [OrderedDict() for _ in Pace]
+        self._waiting: set[T] = set()  # in any of them
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return len(self._waiting)
 
     def add(self, item: T, pace: Pace) -> None:
         """Let an item wait, unless it does."""
-        if not any(item in line for line in self._lines.values()):
+        if item not in self._waiting:
+            self._waiting.add(item)
             self._lines[pace][item] = None
 
     def turn(self) -> Iterator[T]:
@@ -77,10 +79,14 @@ class Line(Generic[T]):
 
         Items that are added meanwhile wait for the next turn.
         """
-        for pace, line in self._lines.items():
-            until = time.monotonic() + LIMITS_S[pace]
+        for pace, line in enumerate(self._lines):
+            if not line:
+                continue
+            until = time.monotonic() + LIMITS_S[Pace(pace)]
             for _ in range(len(line)):
-                yield line.popitem(last=False)[0]
+                item = line.popitem(last=False)[0]
+                self._waiting.discard(item)
+                yield item
                 if time.monotonic() > until:
                     break
 

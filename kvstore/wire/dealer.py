@@ -46,7 +46,8 @@ from kvstore.wire.messages import (
     frame_blocks,
 )
 from kvstore.wire.namespace import decode_namespace
-from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles, SharedMemoryError
+from kvstore.wire.remote_memory import DESCRIPTORS, RemoteMemoryError, Sharing
+from kvstore.wire.shared import MAX_REFERENCES, Loan, SharedFiles
 from kvstore.wire.zmtp import Landing
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
@@ -191,15 +192,17 @@ class Dealer:
     """One connection of a DEALER, from the greeting on. Implements `zmtp.FrameSink`.
 
     `on_answer(answer, began_at)` is called when a message of an answer has begun, if the answer's `sent_at` is set.
-    Does not own the socket.
+    Does not own the socket. `sharing`: how a shard on this host shares memory.
     """
 
-    def __init__(self, sock: socket.socket, on_answer: Callable[[Answer, float], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, on_answer: Callable[[Answer, float], None], sharing: Sharing = DESCRIPTORS
+    ) -> None:
         self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket
         self.receiver = zmtp.Receiver(sock, self)
         if sock.family == socket.AF_UNIX:
-            self.files = files = SharedFiles(sock)
-            self.receiver = zmtp.Receiver(sock, self, files.descriptors.extend)
+            self.files = files = SharedFiles(sock, sharing)
+            self.receiver = zmtp.Receiver(sock, self, files.memory.receive)
         self.pending: dict[int, Answer] = {}  # by request id
         self.pong = b""  # the PONG frame that the owner must send; empty: none
         self._sock = sock
@@ -334,13 +337,8 @@ class Dealer:
         if self.files is None:
             raise _broken(f"{type(message).__name__.upper()} on a connection that is not local")
         try:
-            if isinstance(message, Extent):
-                self.files.add(message.number, message.nbytes)
-            elif isinstance(message, ReleaseRing):
-                self.files.add_ring(message.nbytes)
-            else:
-                self.files.retire(message.numbers)
-        except (SharedMemoryError, ValueError) as error:
+            self.files.take(message)
+        except (RemoteMemoryError, ValueError) as error:
             raise _broken(str(error)) from None
 
     def _take_loan(self, answer: Answer, part: Part) -> None:
@@ -348,7 +346,7 @@ class Dealer:
             raise _broken("a PART with references that were not asked for")
         try:
             loan = self.files.lend(part.references, len(answer.part_positions), answer.block_bytes)
-        except SharedMemoryError as error:
+        except RemoteMemoryError as error:
             raise _broken(str(error)) from None
         answer.lent.append(Lent(answer.part_positions, answer.part_sums, loan, self.files))
 

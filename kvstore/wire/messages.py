@@ -262,11 +262,12 @@ class Release(_Header, tag=15, frozen=True):
 
 class Share(_Header, tag=16, frozen=True):
     """A file of the client's memory, whose descriptor comes with this message's bytes, on a Unix socket. SETs refer to
-    it by `number`. It must be sealed against shrinking."""
+    it by `number`. It must be sealed against shrinking. `handle`: what another kind of memory needs to be attached."""
 
     id: int
     number: int
     nbytes: int
+    handle: bytes = b""
 
 
 # ---- shard -> client -------------------------------------------------------------------------------------------
@@ -386,11 +387,13 @@ class PurgeReply(_Header, tag=76, frozen=True):
 
 
 class Extent(_Header, tag=77, frozen=True):
-    """A file of shared memory, whose descriptor comes with this message's bytes. PARTs refer to it by `number`."""
+    """A file of shared memory, whose descriptor comes with this message's bytes. PARTs refer to it by `number`.
+    `handle`: what another kind of memory needs to be attached."""
 
     id: int  # 0
     number: int
     nbytes: int
+    handle: bytes = b""
 
 
 class Retired(_Header, tag=78, frozen=True):

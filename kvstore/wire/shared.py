@@ -9,21 +9,17 @@ the shard files of its own memory, with SHARE, and its SETs refer to them: the s
 from __future__ import annotations
 
 import array
-import mmap
-import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore._cext import IdRing, distinct_files
-from kvstore.pages import FileMap
-from kvstore.wire.messages import MAX_FRAME_BLOCKS
+from kvstore._cext import IdRing
+from kvstore.wire.messages import MAX_FRAME_BLOCKS, Extent, ReleaseRing, Retired
+from kvstore.wire.remote_memory import RemoteBlocks, RemoteMemoryError, Sharing
 
 MAX_DESCRIPTORS: Final = 200  # in one message; Linux takes 253
 MAX_REFERENCES: Final = 1024  # in one PART
@@ -39,10 +35,6 @@ def staged_blocks(block_bytes: int) -> int:
     return max(1, min(MAX_FRAME_BLOCKS, STAGED_BYTES // block_bytes))
 
 
-class SharedMemoryError(Exception):
-    """A message refers to memory that was not shared, or a descriptor is not what it should be."""
-
-
 def send_with_descriptors(sock: socket.socket, views: Sequence[memoryview | bytes], descriptors: Sequence[int]) -> int:
     """Send bytes, the first of which carries the descriptors. -> how many bytes were sent. Raises `OSError`."""
     rights = array.array("i", descriptors)
@@ -51,73 +43,47 @@ def send_with_descriptors(sock: socket.socket, views: Sequence[memoryview | byte
 
 @dataclass(frozen=True, eq=False)
 class Loan:
-    """Blocks that a PART lent: block i is the bytes at `offsets[i]` of `maps[which[i]]`. Valid until it is returned."""
+    """Blocks that a PART lent. They may be read until the loan is returned."""
 
-    maps: list[memoryview]
-    which: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
+    blocks: RemoteBlocks
 
 
 class SharedFiles:
-    """The files of a shard's memory that a connection was given, mapped to read.
+    """The files of a shard's memory that a connection was given.
 
     The shard takes the end of the connection as permission to reuse what it lent: so the socket is closed only when the
-    last loan has been returned. The thread that reads the connection uses this object; `returned` and `close` are
-    thread-safe.
+    last loan has been returned. The thread that reads the connection uses this object; `returned`, `release` and
+    `close` are thread-safe.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.descriptors: deque[int] = deque()  # that have come, and whose message has not been read
+    def __init__(self, sock: socket.socket, sharing: Sharing) -> None:
+        self.memory = sharing.remote(must_stay=False)
         self._sock = sock
         self._closed = False
         self._lock = threading.RLock()  # a finalizer may return a loan while its thread holds this lock
-        self._maps: dict[int, memoryview] = {}  # by number
         self._loans: set[Loan] = set()  # made and not returned
-        self.ring: IdRing | None = None  # where GETs are released
+        self._ring: IdRing | None = None  # where GETs are released
 
-    def add(self, number: int, nbytes: int) -> None:
-        """Map the file that was just named. Raises `SharedMemoryError`, and `OSError` if it cannot be mapped."""
-        if not self.descriptors:
-            raise SharedMemoryError(f"file {number} came without its descriptor")
-        descriptor = self.descriptors.popleft()
-        try:
-            if number in self._maps or not 0 < nbytes == os.fstat(descriptor).st_size:
-                raise SharedMemoryError(f"file {number} of {nbytes} bytes: its descriptor is of another file")
-            self._maps[number] = FileMap(descriptor, nbytes).memory
-        finally:
-            os.close(descriptor)
+    def take(self, message: Extent | Retired | ReleaseRing) -> None:
+        """Attach what was just shared, or detach what is gone. Raises like `RemoteMemory.attach`."""
+        if isinstance(message, Extent):
+            self.memory.attach(message.number, message.nbytes, message.handle)
+        elif isinstance(message, ReleaseRing):
+            self._ring = self.memory.attach_ring(message.nbytes)
+        else:
+            for number in np.frombuffer(message.numbers, dtype="<u8").tolist():
+                self.memory.detach(number)
 
-    def add_ring(self, nbytes: int) -> None:
-        """Map the release ring that was just named. Raises like `add`."""
-        if not self.descriptors:
-            raise SharedMemoryError("a release ring came without its descriptor")
-        descriptor = self.descriptors.popleft()
-        try:
-            if self.ring is not None or not IdRing.NBYTES == nbytes == os.fstat(descriptor).st_size:
-                raise SharedMemoryError(f"a release ring of {nbytes} bytes: expected one, of {IdRing.NBYTES} bytes")
-            self.ring = IdRing(mmap.mmap(descriptor, nbytes))
-        finally:
-            os.close(descriptor)
-
-    def retire(self, numbers: bytes) -> None:
-        """Forget files. Their mapping ends when nothing refers to it any more."""
-        for number in np.frombuffer(numbers, dtype="<u8").tolist():
-            self._maps.pop(number, None)
+    def release(self, request_id: int) -> bool:
+        """Put the id of a GET in the release ring. -> False if the shard must be sent a RELEASE instead."""
+        return self._ring is not None and self._ring.put(request_id)
 
     def lend(self, data: bytes, count: int, block_bytes: int) -> Loan:
-        """-> the blocks that the references in a PART name. Raises `SharedMemoryError`."""
+        """-> the blocks that the references in a PART name. Raises `RemoteMemoryError`."""
         references = np.frombuffer(data, dtype=REFERENCE) if len(data) == count * REFERENCE.itemsize else None
         if references is None:
-            raise SharedMemoryError(f"{len(data)} bytes of references to {count} blocks: expected 16 a block")
-        numbers, which = distinct_files(references["file"])
-        try:
-            maps = [self._maps[number] for number in numbers]
-        except KeyError as error:
-            raise SharedMemoryError(f"a block in file {error}, which was not shared") from None
-        offsets = references["offset"].astype(np.int64)
-        if count and not (offsets.min() >= 0 and offsets.max() <= min(map(len, maps)) - block_bytes):
-            raise SharedMemoryError(f"a block of {block_bytes} bytes outside its file")
-        loan = Loan(maps, which, offsets)
+            raise RemoteMemoryError(f"{len(data)} bytes of references to {count} blocks: expected 16 a block")
+        loan = Loan(self.memory.blocks(references["file"], references["offset"], block_bytes))
         with self._lock:
             self._loans.add(loan)
         return loan
@@ -136,9 +102,7 @@ class SharedFiles:
             self._closed = True
             if forked or not self._loans:
                 self._sock.close()
-        while self.descriptors:
-            os.close(self.descriptors.popleft())
-        self._maps.clear()
+        self.memory.close()
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:

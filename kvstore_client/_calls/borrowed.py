@@ -17,7 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvstore._cext import LentBlock
+import numpy as np
+import numpy.typing as npt
+
+from kvstore._cext import LentBlocks
 from kvstore_client._links.call import Call
 from kvstore_client._links.targets import BorrowTarget
 
@@ -41,6 +44,11 @@ class Borrowed:
         """By position: a read-only view, or None for a miss."""
         return self._lending.target.blocks
 
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """By position: whether the block is there."""
+        return self._lending.target.present
+
     def end(self) -> None:
         """Forget the views, and give back what was lent: now, or when the last thing that refers to a block is gone."""
         self._lingering.end(self._lending)
@@ -53,7 +61,7 @@ class Lending:
         self.target = target
         self.calls: list[Call] = []
         self.holder: weakref.ref[Borrowed] | None = None  # until it has ended
-        self.views: list[weakref.ref[LentBlock]] = []  # after that: the blocks that were lent
+        self.views: list[weakref.ref[LentBlocks]] = []  # after that: what keeps the blocks that were lent
 
     def in_use(self) -> bool:
         """Whether anything refers to one of the blocks, or still may."""
@@ -69,8 +77,8 @@ class Lending:
             target.exporters = []
         self.holder = None
 
-    def call_when_gone(self, gone: Callable[[weakref.ref[LentBlock]], None]) -> None:
-        """Have `gone` called for each block when nothing refers to it any more."""
+    def call_when_gone(self, gone: Callable[[weakref.ref[LentBlocks]], None]) -> None:
+        """Have `gone` called when nothing refers to some of the blocks any more."""
         exporters = [view() for view in self.views]
         self.views = [weakref.ref(exporter, gone) for exporter in exporters if exporter is not None]
 

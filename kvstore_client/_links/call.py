@@ -16,6 +16,7 @@ from kvstore import wire
 from kvstore._cext import BlockFrames
 from kvstore.wire import ErrorCode
 from kvstore.wire.dealer import Answer
+from kvstore.wire.remote_memory import RemoteMemoryError
 from kvstore_client._links.link import Link
 from kvstore_client._links.targets import PlacedBlocks
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, from_wire
@@ -107,7 +108,13 @@ class Call:
         if not answer.lent:
             return False
         assert isinstance(answer, PlacedBlocks)
-        lent = answer.read_lent()
+        try:
+            lent = answer.read_lent()
+        except RemoteMemoryError as error:
+            self.fail(ConnectionLost(f"{self.link}: {error}"))
+            answer.return_loans()
+            self.link.leave_shared_memory(str(error))
+            return True
         # A loan is released bit by bit, so that the shard sees that a slow reader reads.
         count = answer.to_release(1 if lent is not None else RELEASE_BYTES)
         if count and lent is not None and answer.done and len(answer.lent) == 1:

@@ -20,18 +20,19 @@ def go_local(
     deadline: float,
     shake_hands: Callable[[socket.socket, float], tuple[Dealer, wire.Welcome]],
     must: str,
+    problem: str = "",
 ) -> tuple[socket.socket, Dealer]:
     """-> a connection to the same shard over its Unix socket, if it is on this host, instead of `sock`.
 
     must: the shard's name in errors, if it must be on this host; else empty. Then raises `ConnectionLost` if it cannot
-    be reached there.
+    be reached there. problem: why this is not to be tried, if it is not.
     """
-    path, problem = welcome.unix_socket, ""
+    path = welcome.unix_socket
     if not path:
         problem = "the server has no Unix socket (--unix-socket)"
     elif not os.path.exists(path):
         problem = f"its Unix socket {path} is not on this host, or this user may not look there"
-    else:
+    elif not problem:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             local.settimeout(max(0.001, deadline - time.monotonic()))

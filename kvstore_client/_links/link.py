@@ -26,9 +26,10 @@ from kvstore import wire
 from kvstore._cext import send_views
 from kvstore.wire import zmtp
 from kvstore.wire.dealer import Answer, Dealer, GetAnswer, Refusal
+from kvstore.wire.remote_memory import DESCRIPTORS, Sharing
 from kvstore_client._links.going_local import go_local
 from kvstore_client._links.ownership import Ownership
-from kvstore_client._links.resolving import resolve
+from kvstore_client._links.resolving import connected
 from kvstore_client._links.staging import Staging
 from kvstore_client.errors import ConnectionLost, KVStoreError, ProtocolError, Timeout, from_wire
 
@@ -36,6 +37,7 @@ PING_AFTER_S: Final = 1.0  # silence, while an answer is owed, after which a PIN
 DEAD_AFTER_S: Final = 2.5  # silence after which a shard is dead; one that vanishes is noticed within 3 s
 SharedMemory = Literal["auto"] | bool
 _PING: Final = zmtp.command(b"PING", bytes(2))  # a time to live of 0: the shard need not watch us in turn
+WITHOUT_MEMORY_S: Final = 30.0  # for which a shard whose memory could not be read is used without
 DELAY_WEIGHT: Final = 0.2  # weight of the newest answer in the mean delay
 GIVE_BACK_S: Final = 0.2  # for the rest of a small message, when the socket takes nothing more
 DELAY_HALF_LIFE_S: Final = 5.0  # the mean delay fades, so that a shard that was slow is tried again
@@ -49,6 +51,8 @@ class Link:
     possible.
     `lanes`: all links of the client to this shard, the first of which stands for the shard (see `lanes`).
     """
+
+    sharing: Sharing = DESCRIPTORS  # how memory is shared with a shard on this host
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class Link:
         self._notices: deque[bytes] = deque()  # messages that were posted and not sent
         self._dealer: Dealer | None = None  # of the connection `sock`
         self.staging: Staging | None = None  # of the connection `sock`, if it is local
+        self._problem, self._problem_at = "", -math.inf  # why and when the shard's memory could not be read
         self._doubted = 0.0  # when the present silence was first noticed
         self._pinged = 0.0
         self._delay_s = 0.0  # moving mean of the time from a request's last byte to the first byte of its answer
@@ -133,7 +138,7 @@ class Link:
         """Connect, greet, say HELLO. Raises `ConnectionLost`, `Timeout`, `ProtocolError`, or the server's refusal."""
         deadline = time.monotonic() + timeout_s
         try:
-            sock = self._open(deadline)
+            sock = connected(self.host, self.port, deadline, self._note_unconnected)
         except TimeoutError:
             raise Timeout(f"{self}: no connection within {timeout_s:.3g} s") from None
         except OSError as error:
@@ -144,9 +149,9 @@ class Link:
             if self.fixed_name and name != self.name:
                 raise ConnectionLost(f"{self}: expected shard {self.name} there, but shard {name} answered")
             if self.shared_memory is not False:
-                sock, dealer = go_local(
-                    sock, dealer, welcome, deadline, self.shake_hands, str(self) if self.shared_memory is True else ""
-                )
+                problem = self._problem if time.monotonic() - self._problem_at < WITHOUT_MEMORY_S else ""
+                must = str(self) if self.shared_memory is True else ""
+                sock, dealer = go_local(sock, dealer, welcome, deadline, self.shake_hands, must, problem)
             self._dealer = dealer
             self.staging = Staging(welcome.block_bytes) if dealer.files is not None and welcome.block_bytes else None
             self.sock = sock
@@ -174,20 +179,8 @@ class Link:
             with contextlib.suppress(OSError):  # the connection failed by itself
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _open(self, deadline: float) -> socket.socket:
-        addresses = resolve(self.host, self.port, max(0.001, deadline - time.monotonic()))
-        for left, (family, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-            self._unconnected = sock = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
-                sock.connect(address)
-            except OSError:
-                sock.close()
-                if left == 1:
-                    raise
-            else:
-                return sock
-        raise OSError(f"{self.host} has no address")
+    def _note_unconnected(self, sock: socket.socket) -> None:
+        self._unconnected = sock
 
     def shake_hands(self, sock: socket.socket, deadline: float) -> tuple[Dealer, wire.Welcome]:
         """Greet and say HELLO on a connected socket. Raises `OSError`, `ZMTPError`, `WireError` and `Refusal`."""
@@ -196,7 +189,7 @@ class Link:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         os.set_inheritable(sock.fileno(), False)
-        dealer = Dealer(sock, self._learn_delay)
+        dealer = Dealer(sock, self._learn_delay, self.sharing)
         dealer.greet(deadline)
         welcome = dealer.say_hello(self._hello(), deadline)
         self.last_received = self.last_moved = time.monotonic()
@@ -215,6 +208,11 @@ class Link:
             dealer.files.close(forked)
         elif sock is not None:
             sock.close()
+
+    def leave_shared_memory(self, problem: str) -> None:
+        """The shard's memory cannot be read: close the connection, and connect without shared memory for a while."""
+        self._problem, self._problem_at = problem, time.monotonic()
+        self.drop(ConnectionLost(f"{self}: {problem}"))
 
     def drop(self, error: KVStoreError) -> None:
         """Close the connection and fail all calls in flight with `error`. Takes `receive_lock`."""
@@ -299,9 +297,8 @@ class Link:
 
     def release(self, request_id: int) -> None:
         """Give back all blocks that were lent to a GET that is complete. The shard is not woken for it."""
-        dealer = self._dealer
-        ring = dealer.files.ring if dealer is not None and dealer.files is not None else None
-        if ring is None or not ring.put(request_id):
+        files = self._dealer.files if self._dealer is not None else None
+        if files is None or not files.release(request_id):
             self.post(wire.encode(wire.Release(request_id, 0)))
 
     def send_notices(self) -> None:

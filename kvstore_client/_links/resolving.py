@@ -12,6 +12,8 @@ import ipaddress
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, TypeAlias
 
@@ -75,3 +77,22 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def connected(host: str, port: int, deadline: float, trying: Callable[[socket.socket], None]) -> socket.socket:
+    """-> a socket that is connected to one of the host's addresses. `trying(sock)` is told each socket before it
+    connects. Raises `OSError`."""
+    addresses = resolve(host, port, max(0.001, deadline - time.monotonic()))
+    for left, (family, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        trying(sock)
+        try:
+            sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            if left == 1:
+                raise
+        else:
+            return sock
+    raise OSError(f"{host} has no address")

@@ -1,10 +1,12 @@
-"""Gives a shard on this host memory of this process: sends SHARE with a descriptor."""
+"""Gives a shard on this host memory of this process: sends SHARE."""
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 
 from kvstore import wire
 from kvstore.wire import zmtp
@@ -20,13 +22,17 @@ def share(link: Link, region: SharedRegion, request_id: int, deadline: float) ->
     was lost, or is not free by the deadline."""
     me = object()
     try:
+        handle = link.sharing.offer(region.memory, lambda: os.dup(region.descriptor))
+    except OSError:
+        return None
+    try:
         if not link.sending.take(me, max(0.0, deadline - time.monotonic())):
             return None
         sock, answer = link.sock, Answer(request_id)
         if sock is None or not link.local or not link.owe(answer):
             return None
-        data = zmtp.frame(wire.encode(wire.Share(request_id, region.number, region.nbytes)), False)
-        link.send(sock, data[_begin(sock, data, region.descriptor, deadline) :], deadline)
+        data = zmtp.frame(wire.encode(wire.Share(request_id, region.number, region.nbytes, handle.data)), False)
+        link.send(sock, data[_begin(sock, data, handle.descriptors, deadline) :], deadline)
         answer.sent_at = time.monotonic()
         return answer
     except (OSError, ValueError, Timeout) as error:
@@ -36,17 +42,18 @@ def share(link: Link, region: SharedRegion, request_id: int, deadline: float) ->
         link.drop(ConnectionLost(f"{link}: a call was interrupted"))
         raise
     finally:
+        handle.close()
         if link.sending.owner is me:
             link.sending.owner = None
             link.sending.wake()
             link.send_notices()
 
 
-def _begin(sock: socket.socket, data: bytes, descriptor: int, deadline: float) -> int:
-    """Send the first bytes, and the descriptor with them. -> how many. Raises `Timeout`, `OSError` and `ValueError`."""
+def _begin(sock: socket.socket, data: bytes, descriptors: Sequence[int], deadline: float) -> int:
+    """Send the first bytes, and the descriptors with them. -> how many. Raises `Timeout`, `OSError`, `ValueError`."""
     while True:
         try:
-            return send_with_descriptors(sock, [data], [descriptor])
+            return send_with_descriptors(sock, [data], descriptors)
         except BlockingIOError:
             poll = select.poll()
             poll.register(sock, select.POLLOUT)

@@ -13,11 +13,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import LentBlock, checksum_into, copy_blocks
+from kvstore._cext import LentBlocks, checksum_into
 from kvstore.wire import ErrorCode, Part, Reply, WireError, frame_blocks
 from kvstore.wire.attributes import Attributes
 from kvstore.wire.dealer import FrameBuffers, GetAnswer, Lent
-from kvstore.wire.shared import MAX_REFERENCES, Loan
+from kvstore.wire.remote_memory import RemoteBlocks
+from kvstore.wire.shared import MAX_REFERENCES
 from kvstore.wire.zmtp import Landing
 from kvstore_client._links.buffers import Rows
 
@@ -79,8 +80,7 @@ class PlacedBlocks(GetAnswer):
         end = lent.read + self.target.at_once
         some = slice(lent.read, end)
         positions = self.positions[lent.positions[some]].tolist()
-        loan = Loan(lent.loan.maps, lent.loan.which[some], lent.loan.offsets[some])
-        self.hit += self.target.copy(positions, loan, lent.sums[some])
+        self.hit += self.target.copy(positions, lent.loan.blocks.some(some), lent.sums[some])
         self.arrived += len(positions)
         lent.read += len(positions)
         self.read += len(positions)
@@ -127,7 +127,7 @@ class BlockTarget:
         """Take in blocks whose bytes have arrived. -> how many of them have the right bytes."""
         raise NotImplementedError
 
-    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
+    def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
         """Copy blocks from shared memory. -> how many of them have the right bytes."""
         raise NotImplementedError
 
@@ -193,11 +193,11 @@ class IntoTarget(BlockTarget):
         self.present[positions] = good
         return sum(good)
 
-    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
+    def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
         self.present[positions] = False
         slots = self._slots
         places = np.array(positions if slots is None else [slots[position] for position in positions], dtype=np.int64)
-        found = copy_blocks(loan.maps, loan.which, loan.offsets, self.block_bytes, self._rows, places)
+        found = blocks.read(self._rows, places)
         good = self._copied(found, positions, sums)
         self.present[positions] = good
         return sum(good)
@@ -224,10 +224,10 @@ class QueueTarget(BlockTarget):
         views = self._blocks(self._filling.pop(positions[0]))
         return self._hand_out(positions, views, self._check(views, positions, sums))
 
-    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
+    def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
         filled = self._take(len(positions) * self.block_bytes)
         places = np.arange(0, len(filled), self.block_bytes, dtype=np.int64)
-        found = copy_blocks(loan.maps, loan.which, loan.offsets, self.block_bytes, filled, places)
+        found = blocks.read(filled, places)
         return self._hand_out(positions, self._blocks(filled), self._copied(found, positions, sums))
 
     def _take(self, nbytes: int) -> memoryview:
@@ -254,20 +254,15 @@ class BorrowTarget(QueueTarget):
         self.at_once = MAX_REFERENCES
         self.blocks: list[memoryview | None] = [None] * count
         self.lent: list[tuple[PlacedBlocks, Lent]] = []  # to be returned
-        self.exporters: list[LentBlock] = []  # of the blocks in the server's memory
+        self.present = np.zeros(count, dtype=np.bool_)
+        self.exporters: list[LentBlocks] = []  # of the blocks in the server's memory
 
-    @property
-    def present(self) -> npt.NDArray[np.bool_]:
-        """Which blocks are there."""
-        return np.array([block is not None for block in self.blocks], dtype=np.bool_)
-
-    def copy(self, positions: list[int], loan: Loan, sums: npt.NDArray[np.uint64]) -> int:
-        exporters = [
-            LentBlock(loan.maps[which], offset, self.block_bytes)
-            for which, offset in zip(loan.which.tolist(), loan.offsets.tolist(), strict=True)
-        ]
-        self.exporters += exporters
-        views = [memoryview(exporter) for exporter in exporters]
+    def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
+        exporter = blocks.lent()
+        if exporter is None:
+            return super().copy(positions, blocks, sums)
+        self.exporters.append(exporter)
+        views = exporter.views()
         return self._hand_out(positions, views, self._check(views, positions, sums))
 
     def keep(self, answer: PlacedBlocks, lent: Lent) -> bool:
@@ -278,4 +273,5 @@ class BorrowTarget(QueueTarget):
         for position, view, ok in zip(positions, views, good, strict=True):
             if ok:
                 self.blocks[position] = view
+        self.present[positions] = good
         return sum(good)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore._cext import IdRing
-from kvstore.wire import shared
+from kvstore.wire import remote_memory
 from kvstore_client import KVStoreClient
 from tests.attack.scale import FULL
 from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, shard_info, wait_until
@@ -33,7 +33,7 @@ def test_nonsense_in_a_release_ring_releases_nothing_of_others(
             rings.append(memory)
             return IdRing(memory)
 
-    monkeypatch.setattr(shared, "IdRing", Kept)
+    monkeypatch.setattr(remote_memory, "IdRing", Kept)
     with (
         server.unharmed(),
         KVStoreClient(server.endpoint, namespace, shared_memory=True) as honest,

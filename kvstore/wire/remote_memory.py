@@ -1,0 +1,247 @@
+"""Memory of the process at the other end of a connection: how blocks move by reference.
+
+Messages always travel on the connection's socket. Blocks travel in one of two ways: *in band*, in the messages that
+name them, as over TCP; or *by reference*: a message says where a block is in the sender's memory, and the receiver
+reads it there. What reads it is a `RemoteMemory`, made by a `Sharing`. `DESCRIPTORS`, for two processes of one host, is
+the one that the server and the client have; docs/transports.md has the contract for others, such as RDMA, and
+`tests/unit/test_remote_memory.py` holds every implementation to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore._cext import IdRing, LentBlocks, copy_blocks, distinct_files
+from kvstore.pages import FileMap
+
+TOUCHED_BYTES: Final = 32 << 20  # of others' memory that this process has read, before it lets go of the pages
+MAX_PAGE_BYTES: Final = 64 << 10
+
+Places = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
+
+
+class RemoteMemoryError(Exception):
+    """The other side names memory that it has not shared, or that is not what it says it is; or its memory cannot be
+    read any more."""
+
+
+class Handle(NamedTuple):
+    """What the other side needs to attach a piece of memory: bytes for a message, and descriptors that go with them,
+    which the holder of the handle closes."""
+
+    data: bytes = b""
+    descriptors: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        """Close the descriptors: they were sent, or will not be."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class RemoteBlocks(Protocol):
+    """Blocks in the other side's memory, whose places were checked."""
+
+    def read(self, out: Any, places: Places, in_all: int = 0) -> Sums:
+        """Read the blocks to `out`, as `copy_blocks` does. Returns when all bytes are there. -> the checksums of what
+        was read. Raises `RemoteMemoryError`; then `out` may hold anything in these places."""
+
+    def some(self, part: slice) -> RemoteBlocks:
+        """Some of the blocks."""
+
+    def lent(self) -> LentBlocks | None:
+        """The blocks where they are; None: this process cannot address them, and must read them."""
+
+
+class RemoteMemory(Protocol):
+    """The memory that the other side of one connection has shared. One thread at a time; `RemoteBlocks` in any."""
+
+    @property
+    def waiting(self) -> int:
+        """How many descriptors have come whose message has not been read."""
+
+    def receive(self, descriptors: list[int]) -> None:
+        """Take over descriptors that came beside bytes."""
+
+    def discard(self) -> None:
+        """Close the descriptor of a message that is refused, if it has one."""
+
+    def attach(self, number: int, nbytes: int, handle: bytes) -> None:
+        """The other side shares a piece of memory under a number. Raises `RemoteMemoryError`, and `OSError` or
+        `ValueError` if it cannot be attached."""
+
+    def attach_ring(self, nbytes: int) -> IdRing:
+        """The other side shares a release ring. Only where memory is mapped. Raises like `attach`."""
+
+    def detach(self, number: int) -> None:
+        """The piece is not referred to any more. Does nothing if there is none of that number."""
+
+    def blocks(self, numbers: npt.NDArray[np.uint64], offsets: npt.NDArray[np.uint64], size: int) -> RemoteBlocks:
+        """-> the blocks of `size` bytes at these offsets of these pieces. Raises `RemoteMemoryError` if one is outside
+        its piece, or its piece is not attached."""
+
+    def close(self) -> None:
+        """The connection has ended. Blocks that were found before can still be read, if the memory is still there."""
+
+
+class Sharing(Protocol):
+    """A way to share memory between the two sides of a connection. Stateless, thread-safe.
+
+    mapped: whether each side can address the other's memory. Only then can blocks be borrowed, and loans be returned
+    through a ring.
+    """
+
+    mapped: bool
+
+    def offer(self, memory: memoryview, descriptor: Callable[[], int]) -> Handle:
+        """Offer a piece of this process's memory to the other side. `descriptor()` makes a new descriptor of the file
+        it is in. Raises `OSError`."""
+
+    def remote(
+        self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close
+    ) -> RemoteMemory:
+        """The other side's memory. `must_stay`: attach only what the other side cannot take away. `touched`: who is to
+        know what was read; None: nobody. `close`: closes descriptors that came from there."""
+
+
+class Touched:
+    """What a process has read of others' files since it last let go of the pages: while it has them, they count as its
+    own memory."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._maps: set[FileMap] = set()
+
+    def add(self, maps: list[FileMap], nbytes: int) -> None:
+        """So many bytes of these were read."""
+        self._maps.update(maps)
+        self._bytes += nbytes
+        if self._bytes >= TOUCHED_BYTES:
+            touched, self._maps, self._bytes = self._maps, set(), 0
+            for each in touched:
+                each.forget_pages()
+
+    def forget(self, maps: Iterable[FileMap]) -> None:
+        """These mappings end."""
+        self._maps.difference_update(maps)
+
+
+class _MappedBlocks:
+    def __init__(self, maps: list[FileMap], which: Places, offsets: Places, size: int, touched: Touched | None) -> None:
+        self._maps, self._which, self._offsets, self._size, self._touched = maps, which, offsets, size, touched
+
+    def read(self, out: Any, places: Places, in_all: int = 0) -> Sums:
+        memories = [each.memory for each in self._maps]
+        sums = copy_blocks(memories, self._which, self._offsets, self._size, out, places, in_all=in_all)
+        if self._touched is not None:
+            self._touched.add(self._maps, len(places) * self._size)
+        return sums
+
+    def some(self, part: slice) -> RemoteBlocks:
+        return _MappedBlocks(self._maps, self._which[part], self._offsets[part], self._size, self._touched)
+
+    def lent(self) -> LentBlocks:
+        return LentBlocks([each.memory for each in self._maps], self._which, self._offsets, self._size)
+
+
+class _MappedMemory:
+    """Files whose descriptors came over a Unix socket, mapped to read."""
+
+    def __init__(self, must_stay: bool, touched: Touched | None, close: Callable[[int], None]) -> None:
+        self._must_stay = must_stay
+        self._touched = touched
+        self._close = close
+        self._descriptors: deque[int] = deque()  # that have come, and whose message has not been read
+        self._maps: dict[int, FileMap] = {}  # by number
+
+    @property
+    def waiting(self) -> int:
+        return len(self._descriptors)
+
+    def receive(self, descriptors: list[int]) -> None:
+        self._descriptors.extend(descriptors)
+
+    def discard(self) -> None:
+        if self._descriptors:
+            self._close(self._descriptors.popleft())
+
+    def _take(self) -> int:
+        if not self._descriptors:
+            raise RemoteMemoryError("it came without a descriptor")
+        return self._descriptors.popleft()
+
+    def attach(self, number: int, nbytes: int, handle: bytes) -> None:
+        descriptor = self._take()
+        try:
+            if number in self._maps:
+                raise RemoteMemoryError(f"file {number} is attached already: expected another number")
+            status = os.fstat(descriptor)
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) if self._must_stay else 0
+            huge = self._must_stay and status.st_blksize > MAX_PAGE_BYTES  # reading may fail when no huge page is free
+            unsealed = self._must_stay and not seals & fcntl.F_SEAL_SHRINK
+            if handle or not 0 < nbytes == status.st_size or unsealed or huge:
+                sealed = ", sealed against shrinking, and not from the reserve of huge pages" if self._must_stay else ""
+                raise RemoteMemoryError(
+                    f"a file of {status.st_size} bytes with seals {seals:#x}: expected {nbytes} bytes{sealed}"
+                )
+            self._maps[number] = FileMap(descriptor, nbytes)
+        finally:
+            self._close(descriptor)
+
+    def attach_ring(self, nbytes: int) -> IdRing:
+        descriptor = self._take()
+        try:
+            if not IdRing.NBYTES == nbytes == os.fstat(descriptor).st_size:
+                raise RemoteMemoryError(f"a release ring of {nbytes} bytes: expected {IdRing.NBYTES} bytes")
+            return IdRing(mmap.mmap(descriptor, nbytes))
+        finally:
+            self._close(descriptor)
+
+    def detach(self, number: int) -> None:
+        found = self._maps.pop(number, None)  # the mapping ends when nothing refers to it any more
+        if found is not None and self._touched is not None:
+            self._touched.forget([found])
+
+    def blocks(self, numbers: npt.NDArray[np.uint64], offsets: npt.NDArray[np.uint64], size: int) -> RemoteBlocks:
+        distinct, which = distinct_files(numbers)
+        try:
+            maps = [self._maps[number] for number in distinct]
+        except KeyError as error:
+            raise RemoteMemoryError(f"a block in file {error}, which was not shared") from None
+        places = offsets.astype(np.int64)
+        ends = np.array([each.nbytes for each in maps], dtype=np.int64) - size
+        if len(places) and not (places.min() >= 0 and (places <= ends[which]).all()):
+            raise RemoteMemoryError(f"a block of {size} bytes outside its file")
+        return _MappedBlocks(maps, which, places, size, self._touched)
+
+    def close(self) -> None:
+        while self._descriptors:
+            self._close(self._descriptors.popleft())
+        if self._touched is not None:
+            self._touched.forget(self._maps.values())
+        self._maps.clear()
+
+
+class _Descriptors:
+    """Files of shared memory, whose descriptors travel over a Unix socket beside the message that names them."""
+
+    mapped = True
+
+    def offer(self, memory: memoryview, descriptor: Callable[[], int]) -> Handle:
+        return Handle(descriptors=(descriptor(),))
+
+    def remote(
+        self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close
+    ) -> _MappedMemory:
+        return _MappedMemory(must_stay, touched, close)
+
+
+DESCRIPTORS: Final = _Descriptors()

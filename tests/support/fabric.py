@@ -1,0 +1,138 @@
+"""A third way to move blocks by reference: within one process, by a thread that stands for a network card.
+
+It has what RDMA has and mapped memory has not: the other side's memory is registered and known by a key, cannot be
+addressed, and is read by somebody else, who completes later, out of order, or never.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore._cext import IdRing, LentBlocks, copy_blocks, distinct_files
+from kvstore.wire.remote_memory import Handle, Places, RemoteBlocks, RemoteMemoryError, Sums, Touched
+
+
+@dataclass
+class _Read:
+    """Work for the card."""
+
+    memories: list[memoryview]
+    which: Places
+    offsets: Places
+    size: int
+    out: Any
+    places: Places
+    sums: Sums | None = None
+    completed: threading.Event = field(default_factory=threading.Event)
+
+
+class Fabric:
+    """A `Sharing`. `reads`: how many blocks it has moved. `broken`: reads fail."""
+
+    mapped = False
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.broken = False
+        self._registered: dict[bytes, memoryview] = {}
+        self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._card = threading.Thread(target=self._run, name="fabric")
+        self._card.start()
+
+    def offer(self, memory: memoryview, descriptor: Callable[[], int]) -> Handle:
+        key = secrets.token_bytes(8)
+        self._registered[key] = memory
+        return Handle(data=key)
+
+    def remote(
+        self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close
+    ) -> _FabricMemory:
+        return _FabricMemory(self)
+
+    def find(self, key: bytes) -> memoryview | None:
+        """The memory that was registered with a key."""
+        return self._registered.get(key)
+
+    def read(self, read: _Read) -> Sums:
+        """Have the card read, and wait for its completion."""
+        self._queue.put(read)
+        read.completed.wait()
+        if read.sums is None:
+            raise RemoteMemoryError("the fabric is broken")
+        return read.sums
+
+    def _run(self) -> None:
+        while (read := self._queue.get()) is not None:
+            if not self.broken:
+                read.sums = copy_blocks(read.memories, read.which, read.offsets, read.size, read.out, read.places)
+                self.reads += len(read.places)
+            read.completed.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+        self._card.join()
+
+
+class _FabricBlocks:
+    def __init__(self, fabric: Fabric, memories: list[memoryview], which: Places, offsets: Places, size: int) -> None:
+        self._fabric, self._memories, self._which, self._offsets, self._size = fabric, memories, which, offsets, size
+
+    def read(self, out: Any, places: Places, in_all: int = 0) -> Sums:
+        return self._fabric.read(_Read(self._memories, self._which, self._offsets, self._size, out, places))
+
+    def some(self, part: slice) -> RemoteBlocks:
+        return _FabricBlocks(self._fabric, self._memories, self._which[part], self._offsets[part], self._size)
+
+    def lent(self) -> LentBlocks | None:
+        return None
+
+
+class _FabricMemory:
+    waiting = 0
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._attached: dict[int, memoryview] = {}
+
+    def receive(self, descriptors: list[int]) -> None:
+        raise AssertionError("no descriptors travel here")
+
+    def discard(self) -> None:
+        """There are none."""
+
+    def attach(self, number: int, nbytes: int, handle: bytes) -> None:
+        memory = self._fabric.find(handle)
+        if memory is None or len(memory) != nbytes or number in self._attached:
+            raise RemoteMemoryError(f"piece {number} of {nbytes} bytes: its key is of other memory, or it is attached")
+        self._attached[number] = memory
+
+    def attach_ring(self, nbytes: int) -> IdRing:
+        raise RemoteMemoryError("a release ring: this memory is not mapped")
+
+    def detach(self, number: int) -> None:
+        self._attached.pop(number, None)
+
+    def blocks(self, numbers: npt.NDArray[np.uint64], offsets: npt.NDArray[np.uint64], size: int) -> RemoteBlocks:
+        distinct, which = distinct_files(numbers)
+        missing = [number for number in distinct if number not in self._attached]
+        if missing:
+            raise RemoteMemoryError(f"a block in piece {missing[0]}, which was not shared")
+        memories = [self._attached[number] for number in distinct]
+        ends = np.array([len(memory) for memory in memories], dtype=np.int64) - size
+        places = offsets.astype(np.int64)
+        if len(places) and not (places.min() >= 0 and (places <= ends[which]).all()):
+            raise RemoteMemoryError(f"a block of {size} bytes outside its piece")
+        return _FabricBlocks(self._fabric, memories, which, places, size)
+
+    def close(self) -> None:
+        self._attached.clear()
