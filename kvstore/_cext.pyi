@@ -42,6 +42,25 @@ def _copy_and_hash_with(source: _Buffer, out: _Buffer, place: int, stream: bool,
 def distinct_files(numbers: npt.NDArray[np.uint64]) -> tuple[list[int], npt.NDArray[np.int64]]: ...
 
 @final
+class Parts:
+    part_sent: bool
+    def __init__(
+        self,
+        id: int,
+        positions: _Buffer,
+        sums: _Buffer,
+        memory: _Buffer,
+        offsets: npt.NDArray[np.int64],
+        block_bytes: int,
+        per_part: int,
+        last: bool,
+        hit: int,
+        miss: int,
+        attributes: bytes = b"",
+    ) -> None: ...
+    def send(self, sock: socket) -> int: ...
+
+@final
 class IdRing:
     NBYTES: ClassVar[int]
     def __init__(self, memory: _Buffer) -> None: ...

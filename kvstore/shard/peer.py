@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore import wire
+from kvstore._cext import Parts
 from kvstore.shard.account import (
     CHAINS,
     CONNECTION_BYTES,
@@ -99,6 +100,7 @@ class Peer:
         state.account.take(CONNECTIONS, CONNECTION_BYTES)
         self._turn: deque[Stream] = deque()  # streams that may have parts to send
         self._sending: list[bytes | memoryview] = []
+        self._parts: Parts | None = None  # whose next part is being sent
         self._sent: Outgoing | None = None
 
     def remember(self, keys: bytes) -> None:
@@ -187,6 +189,11 @@ class Peer:
         return queued > 0 and (queued > MAX_QUEUED_REPLIES_BYTES or self.share.full)
 
     @property
+    def _busy(self) -> bool:
+        """Bytes wait for the kernel to take them."""
+        return bool(self._sending) or self._parts is not None
+
+    @property
     def promised(self) -> bool:
         """A reply waits for the disk."""
         return self._promised > 0
@@ -195,15 +202,15 @@ class Peer:
     def idle(self) -> bool:
         """There is nothing to send, now or later."""
         lent = self.leases is not None and self.leases.held_bytes > 0
-        return not (self._sending or self._replies or self.streams or self._promised or self.jobs or lent)
+        return not (self._busy or self._replies or self.streams or self._promised or self.jobs or lent)
 
     def stalled(self, now: float) -> bool:
         """Bytes wait to be sent, and the client has taken none for `STALL_S`."""
-        return bool(self._sending) and now - self._progress > STALL_S
+        return self._busy and now - self._progress > STALL_S
 
     def keep_alive(self, now: float) -> None:
         """Queue a PING if nothing was sent for `KEEP_ALIVE_S` and no bytes are waiting to be sent."""
-        if not self._sending and now - self._progress > KEEP_ALIVE_S:
+        if not self._busy and now - self._progress > KEEP_ALIVE_S:
             self.queue(zmtp.command(b"PING", bytes(2)))
 
     # ---- sending ---------------------------------------------------------------------------------------------
@@ -213,12 +220,16 @@ class Peer:
         budget = WRITE_BUDGET_BYTES
         try:
             while budget > 0:
-                if not self._sending and not self._next_outgoing(now):
+                if not self._busy and not self._next_outgoing(now):
                     if self.closing:
                         self.close("closed after an error")
                     return False
-                outgoing = self._sent
-                if outgoing is not None and outgoing.descriptors and outgoing.release is not None:
+                outgoing, parts = self._sent, self._parts
+                if parts is not None:
+                    sent = parts.send(self.sock)
+                    if parts.part_sent:
+                        self._parts = None
+                elif outgoing is not None and outgoing.descriptors and outgoing.release is not None:
                     sent = send_with_descriptors(self.sock, self._sending[:_IOV], outgoing.descriptors)
                     outgoing.release()  # they have gone with the first byte
                 else:
@@ -226,8 +237,9 @@ class Peer:
                 self._state.bytes_out += sent
                 self._progress = now
                 budget -= sent
-                self._sending = zmtp.advance(self._sending, sent)
-                if not self._sending:
+                if parts is None:
+                    self._sending = zmtp.advance(self._sending, sent)
+                if not self._busy:
                     self._release_sent()
         except BlockingIOError:
             return True
@@ -255,7 +267,7 @@ class Peer:
                 self.end_stream(stream)
             else:
                 self._turn.append(stream)
-            self._sending, self._sent = outgoing.views, outgoing
+            self._sending, self._parts, self._sent = outgoing.views, outgoing.parts, outgoing
             self._progress = now
             return True
         return False

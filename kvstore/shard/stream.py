@@ -17,6 +17,7 @@ for the client to read what it was lent before. If it gives nothing back, or oth
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore._cext import Parts
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import STREAM_BYTES
 from kvstore.shard.leases import Leases, References
@@ -33,7 +35,7 @@ from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
 from kvstore.store.tier import Slots
 from kvstore.wire import GROUP_BYTES, Get, Part, encode
-from kvstore.wire.zmtp import frame, frame_head
+from kvstore.wire.zmtp import frame
 
 PATIENCE_S: Final = 0.1  # for a client to give back what it was lent, before blocks are sent to it instead
 READ_AHEAD_BYTES: Final = 32 << 20  # how far ahead of its next part a GET has blocks read from disk
@@ -43,10 +45,12 @@ Positions = npt.NDArray[np.uint32]
 
 @dataclass(eq=False)
 class Outgoing:
-    """Bytes to send, and a call to make when the kernel has taken them or the connection ends."""
+    """Bytes to send, and a call to make when the kernel has taken them or the connection ends. `parts`: its next part
+    is to be sent, instead of `views`."""
 
     views: list[bytes | memoryview]
-    release: Callable[[], None] | None = None
+    parts: Parts | None = None
+    release: Callable[[], object] | None = None
     descriptors: Sequence[int] = ()  # that go with the first byte
 
 
@@ -58,6 +62,7 @@ class Stream:
         "_attributes",
         "_count",
         "_disk",
+        "_ends",
         "_fetched",
         "_group",
         "_hit",
@@ -68,6 +73,7 @@ class Stream:
         "_limit_s",
         "_miss",
         "_next",
+        "_parts",
         "_places",
         "_resume",
         "_store",
@@ -113,6 +119,8 @@ class Stream:
         self._used = request.refresh  # whether this GET counts as a use of its blocks
         self._waiting = array("I")  # positions; an array, because many GETs of many keys may wait
         self._group: deque[tuple[Positions, Slots]] = deque()  # parts that are ready, not yet sent
+        self._parts: Parts | None = None  # what sends them, unless they are lent or empty
+        self._ends = False  # the last of them ends the reply
         self._hit = self._miss = 0
         self._limit_s = request.deadline_ms / 1000
         self.deadline = now + self._limit_s
@@ -214,6 +222,23 @@ class Stream:
                 positions, slots = positions[:group], slots[:group]
         for at in range(0, max(1, len(positions)), per_frame):
             self._group.append((positions[at : at + per_frame], slots[at : at + per_frame]))
+        self._ends = self._next == self._count and not self._waiting
+        self._parts = None
+        if len(positions) and self._places is None:
+            attributes = namespace.attributes_of(slots, now) if self._attributes else b""
+            self._parts = Parts(
+                self.id,
+                positions,
+                namespace.memory.index.checksums(slots),
+                namespace.arena.memory,
+                namespace.memory.offsets(slots),
+                block_bytes,
+                per_frame,
+                self._ends,
+                self._hit,
+                self._miss,
+                attributes,
+            )
         return True
 
     def close(self) -> None:
@@ -288,30 +313,10 @@ class Stream:
         return positions[there], slots[there]
 
     def _part(self, namespace: NamespaceStore, positions: Positions, slots: Slots, now: float) -> Outgoing:
-        block_bytes = namespace.block_bytes
+        """-> the next part of the group."""
         self._hit += len(positions)
-        self.done = last = not self._group and self._next == self._count and not self._waiting
-        sums = namespace.memory.index.checksums(slots).tobytes()
-        following = sum(len(later) for later, _ in self._group) * block_bytes
-        attributes = namespace.attributes_of(slots, now) if self._attributes else b""
-        lent = None
-        if self._places is not None and self._leases is not None:
-            lent = self._leases.lend(self.id, namespace, slots, self._places)
-        references = lent.references if lent is not None else b""
-        header = encode(
-            Part(
-                self.id,
-                positions.astype("<u4").tobytes(),
-                sums,
-                last,
-                self._hit,
-                self._miss,
-                following,
-                attributes,
-                references,
-            )
-        )
-        if last and self._used:
+        self.done = self._ends and not self._group
+        if self.done and self._used:
             namespace.hits += self._hit
             namespace.misses += self._miss
             # Reading from disk touched the blocks one by one; touch the chain as a whole, so that its tail is evicted
@@ -320,19 +325,33 @@ class Stream:
                 keys = bytes(self._keys)
                 namespace.memory.index.contains(keys, now, True, self._store.ticks(self._count))
         if not len(positions):
-            return Outgoing([frame(header, False)])
+            return self._empty_part()
         if self._disk is not None and self._used:
             self._disk.writing.was_read(namespace, slots, now)
-        if lent is not None:
-            return Outgoing([b"".join(lent.extents) + frame(header, False)], lent.close, lent.descriptors)
-        head = frame(header, True) + frame_head(len(positions) * block_bytes, False)
-        views: list[bytes | memoryview] = [head, *namespace.views(slots)]
-        return Outgoing(views, lambda: self._release(namespace, slots))
+        if self._parts is None:
+            return self._lend(namespace, positions, slots, now)
+        return Outgoing([], self._parts, functools.partial(namespace.memory.index.release, slots))
 
-    @staticmethod
-    def _release(namespace: NamespaceStore, slots: Slots) -> None:
-        namespace.memory.index.release(slots)
+    def _lend(self, namespace: NamespaceStore, positions: Positions, slots: Slots, now: float) -> Outgoing:
+        assert self._leases is not None and self._places is not None
+        lent = self._leases.lend(self.id, namespace, slots, self._places)
+        part = Part(
+            self.id,
+            positions.tobytes(),
+            namespace.memory.index.checksums(slots).tobytes(),
+            self.done,
+            self._hit,
+            self._miss,
+            0,
+            namespace.attributes_of(slots, now) if self._attributes else b"",
+            lent.references,
+        )
+        message = b"".join([*lent.extents, frame(encode(part), False)])
+        return Outgoing([message], None, lent.close, lent.descriptors)
+
+    def _empty_part(self) -> Outgoing:
+        return Outgoing([frame(encode(Part(self.id, b"", b"", self.done, self._hit, self._miss)), False)])
 
     def _end(self) -> Outgoing:
         self.done = True
-        return Outgoing([frame(encode(Part(self.id, b"", b"", True, self._hit, self._miss)), False)])
+        return self._empty_part()
