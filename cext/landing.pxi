@@ -1,4 +1,4 @@
-# Landing: where the blocks of a GET go, and the header of the PART that announces them.
+# Landing: where the blocks of a GET go, and the header of the PART that announces them; where those of a SET go.
 #
 # What is read from the network is not trusted: a part fits when each of its positions is one that was asked for and has
 # not come. Everything here runs without the interpreter's lock.
@@ -240,3 +240,60 @@ cdef class Landing:
         two bool arrays."""
         states = np.frombuffer(PyBytes_FromStringAndSize(<char *>self.ground.states, self.ground.count), dtype=np.uint8)
         return states == RIGHT, states == WRONG
+
+
+cdef class Payload:
+    """Where the payload of a SET goes: block i to byte ``offsets[i]`` of ``memory``, in frames of ``per_frame`` blocks.
+
+    A sink gives it to its ``Receiver`` instead of memory for one frame: then that receives all payload frames of the
+    message by itself, as far as each has the right size and comes in its turn. Keeps ``memory`` exported. Raises
+    ValueError, TypeError or IndexError when an argument is not as described.
+
+    ``arrived``: blocks whose frames are complete.
+    """
+
+    cdef _Buffers held
+    cdef Ground ground
+    cdef readonly Py_ssize_t arrived
+
+    def __cinit__(self, memory, offsets, Py_ssize_t block_bytes, Py_ssize_t per_frame):
+        self.held = _Buffers(2)
+        cdef Py_buffer *view = self.held.take(memory, PyBUF_SIMPLE | PyBUF_WRITABLE, "memory")
+        cdef Py_buffer *numbers = _int64s(self.held, offsets, "offsets", True)
+        cdef const int64_t *offset = <const int64_t *>numbers.buf
+        cdef Ground *ground = &self.ground
+        cdef Py_ssize_t i
+        if block_bytes < 1 or per_frame < 1:
+            raise ValueError(f"blocks of {block_bytes} bytes, {per_frame} a frame: expected 1 at least")
+        ground.count, ground.block_bytes, ground.most = numbers.shape[0], block_bytes, per_frame
+        ground.rows = <char **>malloc(max(ground.count, 1) * sizeof(char *))
+        ground.states = <uint8_t *>calloc(max(ground.count, 1), 1)
+        ground.positions = <uint32_t *>malloc(per_frame * sizeof(uint32_t))
+        if ground.rows == NULL or ground.states == NULL or ground.positions == NULL:
+            raise MemoryError()
+        for i in range(ground.count):
+            if not 0 <= offset[i] <= view.len - block_bytes:
+                raise IndexError(f"offsets[{i}] is {offset[i]}: a block of {block_bytes} bytes there is not within the "
+                                 f"{view.len} bytes of memory")
+            ground.rows[i] = <char *>view.buf + offset[i]
+
+    def __dealloc__(self):
+        free(self.ground.rows)
+        free(self.ground.states)
+        free(self.ground.positions)
+
+    cdef bint begin_frame(self, uint64_t size) noexcept nogil:
+        """Whether the next payload frame has this size. Then it begins."""
+        cdef Ground *ground = &self.ground
+        cdef Py_ssize_t i, n = min(ground.most, ground.count - self.arrived)
+        if n < 1 or size != <uint64_t>(n * ground.block_bytes):
+            return False
+        for i in range(n):
+            ground.positions[i] = <uint32_t>(self.arrived + i)
+        ground.part_count, ground.arrived, ground.into = n, 0, 0
+        return True
+
+    cdef bint end_frame(self) noexcept nogil:
+        """A frame is complete. Returns whether it was the last."""
+        self.arrived += self.ground.part_count
+        return self.arrived == self.ground.count

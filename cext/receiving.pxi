@@ -18,6 +18,8 @@ cdef enum Stop:
     FRAME  # a frame begins for which the sink must be asked
     ENDED  # the frame of the sink is complete
     LANDED  # the last part of a GET is complete
+    PAID  # the last frame of a payload is complete, or its message has ended
+    PAUSED  # the sink's time is over
     BULKY  # a large frame is arriving
     ARRIVED  # more has come: go on
     MISPLACED  # another frame came than the payload of the PART before it
@@ -74,6 +76,10 @@ cdef class Receiver:
     cdef Py_ssize_t part_bytes  # of the payload that must come next
     cdef uint64_t following  # bytes of payload that are certain to come after that part
     cdef bint following_is_known  # the last message belonged to a landing; else the sink knows
+    # The payload of a SET that is received here:
+    cdef Payload payload
+    cdef bint pays  # the frame that is arriving belongs to it
+    cdef public double slice_end  # by the monotonic clock: when the sink wants to be asked between its frames; 0: never
 
     def __cinit__(self, sock, sink, on_descriptors=None):
         self.sock, self.sink, self.on_descriptors = sock, sink, on_descriptors
@@ -183,6 +189,12 @@ cdef class Receiver:
             elif stop == LANDED:
                 told = True
                 self._landed()
+            elif stop == PAID:
+                self.payload = None
+                if not self.more:
+                    self._deliver(None)
+            elif stop == PAUSED:
+                self.paused = True
             elif stop == DESCRIPTORS:
                 self._hand_over_descriptors()
             elif stop == DRAINED:
@@ -214,12 +226,19 @@ cdef class Receiver:
         """
         cdef int fd = self.sock.fileno()
         cdef Py_ssize_t coming = self.left if self.in_frame else 0
-        if self.following_is_known:
+        if self.payload is not None:
+            coming += self._left_of_payload()
+        elif self.following_is_known:
             coming += self.following
         else:
             coming += self.sink.bytes_after_frame()
         if fd >= 0:
             self._set_low_water(fd, coming)
+
+    cdef Py_ssize_t _left_of_payload(self) noexcept nogil:
+        """Bytes of it in the frames after the one that is arriving."""
+        cdef Py_ssize_t begun = self.payload.ground.part_count if self.pays else 0
+        return (self.payload.ground.count - self.payload.arrived - begun) * self.payload.ground.block_bytes
 
     cdef void _set_low_water(self, int fd, Py_ssize_t coming) noexcept nogil:
         cdef int low_water = 1
@@ -388,6 +407,13 @@ cdef class Receiver:
                 if not self.lands:
                     return ENDED
                 self.in_frame = self.lands = self.native = False
+                if self.pays:
+                    self.pays, self.ground = False, NULL
+                    if self.payload.end_frame() or not self.more:
+                        return PAID
+                    if self.slice_end and kv_now() >= self.slice_end:
+                        return PAUSED
+                    continue
                 self.begins = True
                 if self.ground != NULL and self.ground.last:
                     return LANDED
@@ -428,12 +454,22 @@ cdef class Receiver:
             self.start += self.head
             self.left, self.in_frame, self.lands = self.part_bytes, True, True
             return ENDED
+        if self.payload is not None:
+            if not self.payload.begin_frame(size):
+                return FRAME  # its sink says what is wrong with it
+            self._begin_payload_frame()
+            return ENDED
         if self.begins and self.table_size:
             if size <= <uint64_t>(available - self.head):
                 return self._take_part(data + self.head)
             if size <= <uint64_t>(BUFFER_BYTES // 2 - self.head):
                 return DRAINED  # it may be the header of a PART: the rest of it comes into the buffer, too
         return FRAME
+
+    cdef void _begin_payload_frame(self) noexcept nogil:
+        self.start += self.head
+        self.left, self.in_frame, self.lands, self.pays = <Py_ssize_t>self.size, True, True, True
+        self.ground = &self.payload.ground
 
     cdef Stop _take_part(self, const uint8_t *data) noexcept nogil:
         """Read the header of a PART that lands. Returns FRAME if it is another message, or breaks a rule."""
@@ -470,7 +506,14 @@ cdef class Receiver:
                 raise ZMTPError(f"a command of {self.size} bytes: expected at most {MAX_COMMAND_BYTES}")
         else:
             self.following_is_known = False
+            self.payload = None  # if there is one, this frame does not fit
             views = self.sink.begin_frame(self.size, self.more)
+            if isinstance(views, Payload):
+                self.payload = views
+                if not self.payload.begin_frame(self.size):
+                    raise ValueError(f"begin_frame gave a payload whose next frame does not have {self.size} bytes")
+                self._begin_payload_frame()
+                return
         self.start += self.head
         self.to_scratch = False
         if views is None:

@@ -81,6 +81,11 @@ class LentBlocks:
 # receiving
 
 @final
+class Payload:
+    arrived: int
+    def __init__(self, memory: _Buffer, offsets: npt.NDArray[np.int64], block_bytes: int, per_frame: int) -> None: ...
+
+@final
 class Landing:
     def __init__(
         self, id: int, rows: _Buffer, places: npt.NDArray[np.int64], block_bytes: int, verify: bool, most: int
@@ -94,6 +99,7 @@ class Landing:
 @final
 class Receiver:
     paused: bool
+    slice_end: float
     received: int
     def __init__(
         self, sock: socket, sink: FrameSink, on_descriptors: Callable[[list[int]], None] | None = None

@@ -13,6 +13,7 @@ import time
 from typing import Final, NoReturn
 
 from kvstore import wire
+from kvstore._cext import Payload
 from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES, LimitReached
 from kvstore.shard.answers import Answers
 from kvstore.shard.peer import Peer, Place
@@ -97,7 +98,7 @@ class MessageReader:
         self.last_heard = now
         began, used = time.monotonic(), time.thread_time()
         new = self._receiver.received < PREFERRED_BYTES
-        self._until = began + (NEW_SLICE_S if new else SLICE_S)
+        self._until = self._receiver.slice_end = began + (NEW_SLICE_S if new else SLICE_S)
         self._read(1 if new else READ_BUDGET_BYTES)  # 1: what one system call brings
         self._cost.add(time.thread_time() - used)
 
@@ -154,7 +155,7 @@ class MessageReader:
         elif name == b"ERROR":
             raise ZMTPError(f"the client reports {body[1:]!r}")
 
-    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+    def begin_frame(self, size: int, more: bool) -> list[memoryview] | Payload | None:
         if not self._ready:
             raise ZMTPError("a frame before READY")
         if size > wire.MAX_BLOCK_BYTES:
@@ -162,7 +163,7 @@ class MessageReader:
         if self._frame == 0:
             self.deadline = self._state.now + MESSAGE_S
         try:
-            views = self._place(size)
+            views: list[memoryview] | Payload | None = self._place(size)
         except WireError as error:
             self._refuse(error)
             views = zmtp.discard_views(size)
@@ -171,7 +172,7 @@ class MessageReader:
             self.peer.share.take(FRAMES, size)
         return views
 
-    def _place(self, size: int) -> list[memoryview] | None:
+    def _place(self, size: int) -> list[memoryview] | Payload | None:
         """-> the memory for the next frame; None to have it collected in a buffer."""
         if self._skipping:
             return zmtp.discard_views(size)
@@ -194,7 +195,7 @@ class MessageReader:
             self.peer.share.check(size)
         return None
 
-    def _place_payload(self, write: Write, size: int) -> list[memoryview] | None:
+    def _place_payload(self, write: Write, size: int) -> list[memoryview] | Payload | None:
         left = write.request.count - write.arrived
         if write.request.references:
             most = min(left, staged_blocks(write.namespace.block_bytes))
@@ -221,8 +222,12 @@ class MessageReader:
                 f"a payload frame of {size} bytes: expected {count} block(s) of {block_bytes} bytes, "
                 f"{count * block_bytes} bytes",
             )
-        slots = write.slots[write.arrived : write.arrived + count]
-        write.arrived += count
+        if not write.placed and int(write.slots.min()) >= 0:
+            memory, offsets = namespace.arena.memory, namespace.memory.offsets(write.slots)
+            write.payload = Payload(memory, offsets, block_bytes, namespace.frame_blocks)
+            return write.payload
+        slots = write.slots[write.placed : write.placed + count]
+        write.placed += count
         if int(slots.min()) >= 0:
             return namespace.views(slots)
         views: list[memoryview] = []

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import BlockIndex
+from kvstore._cext import BlockIndex, Payload
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVALS
 from kvstore.shard.peer import Peer
@@ -50,8 +50,14 @@ class Write:
     ends_chain: bool
     attributes: Attributes | None = None  # of blocks copied from another shard
     evicted: int = 0  # blocks that made room for these
-    arrived: int = 0  # blocks
+    placed: int = 0  # blocks for whose bytes there is, or was, a place; unless `payload` knows
+    payload: Payload | None = None  # where all blocks go; None: they are placed frame by frame
     sums: bytes = b""  # of a SET by references: the checksums so far
+
+    @property
+    def arrived(self) -> int:
+        """Blocks that are there, or are arriving."""
+        return self.placed if self.payload is None else self.payload.arrived
 
 
 class Sets:
@@ -111,7 +117,7 @@ class Sets:
         count = len(frame) // STAGED.itemsize
         slots = write.slots[write.arrived : write.arrived + count]
         write.sums += peer.files.copy(write.namespace, slots, frame, write.request.count).astype("<u8").tobytes()
-        write.arrived += count
+        write.placed += count
         self._state.bytes_in += count * write.namespace.block_bytes
         if more:
             peer.reply(wire.Taken(write.request.id, write.arrived))

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NoReturn, Protocol
 
-from kvstore._cext import Landing, Receiver
+from kvstore._cext import Landing, Payload, Receiver
 
 __all__ = [
     "COMMAND",
@@ -30,6 +30,7 @@ __all__ = [
     "SIGNATURE",
     "FrameSink",
     "Landing",
+    "Payload",
     "Receiver",
     "ZMTPError",
     "advance",
@@ -135,9 +136,11 @@ def discard_views(size: int) -> list[memoryview]:
 class FrameSink(Protocol):
     """The owner of a connection's frames. Called by the thread that is in `Receiver.receive`."""
 
-    def begin_frame(self, size: int, more: bool) -> list[memoryview] | None:
+    def begin_frame(self, size: int, more: bool) -> list[memoryview] | Payload | None:
         """-> the memory for the frame's `size` bytes: writable views of exactly that length together, or None to have
-        them collected in a new buffer; then the sink must have checked the size. May raise to end the connection."""
+        them collected in a new buffer; then the sink must have checked the size. Or a `Payload`, for this frame and
+        those of the same payload after it, of which the sink is told only if the message ends with one of them. May
+        raise to end the connection."""
 
     def end_frame(self, data: bytes | bytearray | None, more: bool) -> None:
         """The frame is complete. `data`: its bytes if it was collected, None if it was read into the views."""
