@@ -102,15 +102,18 @@ class _Rows(np.ndarray):
     region: SharedRegion
 
 
-def host_memory(rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+def host_memory(rows: int, row_bytes: int, *, wait: bool = True) -> npt.NDArray[np.uint8]:
     """-> an array of `(rows, row_bytes)` uint8, zeros, in memory that servers on this host copy blocks from.
 
     Use it as the source of `set`, and as the destination of reads like any other array. Its pages are taken now, and
-    are huge where the kernel gives them; that takes a second for some GiB. Raises `OSError` if the kernel has none of
-    them. A child process shares the memory with its parent.
+    are huge where the kernel gives them; that takes a second for some GiB. `wait=False`: a thread takes them, in the
+    background. Raises `OSError` if the kernel has none of them. A child process shares the memory with its parent.
     """
     region = SharedRegion(max(1, rows * row_bytes))
-    region.populate()
+    if wait:
+        region.populate()
+    else:
+        threading.Thread(target=region.populate, name="kvstore-pages", daemon=True).start()
     array = np.frombuffer(region.memory, dtype=np.uint8)[: rows * row_bytes].reshape(rows, row_bytes)
     _registry.add(region)
     found = array.view(_Rows)

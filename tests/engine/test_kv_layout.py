@@ -188,6 +188,33 @@ def test_the_pages_of_a_host_pool_are_not_touched_until_they_are_used() -> None:
     assert pool.nbytes > 1 << 29
 
 
+def test_a_shared_pool_is_memory_that_a_server_on_this_host_copies_from() -> None:
+    from kvstore_client.memory import region_of
+
+    tensors = caches("LBHNC")
+    layout = block_layout(tensors)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    pool = layout.pool(5, shared=True)
+    assert pool.shape == (5, layout.block_bytes) and not pool.any()
+    region = region_of(pool.ctypes.data, pool.nbytes)
+    assert region is not None and region.nbytes == pool.nbytes
+    layout.swap_out([4, 0], pool, [3, 1]).wait()
+    layout.swap_in(pool, [3, 1], [1, 3]).wait()
+    for name, tensor in tensors.items():
+        assert equal(tensor[[1, 3]], before[name][[4, 0]])
+
+
+def test_where_the_system_has_no_memory_to_share_the_pool_is_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvstore_client.memory
+
+    def refused(*arguments: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(kvstore_client.memory.os, "memfd_create", refused)
+    layout = block_layout(caches("LBHNC"))
+    assert layout.pool(5, shared=True).shape == (5, layout.block_bytes)
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096

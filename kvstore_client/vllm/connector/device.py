@@ -105,18 +105,22 @@ class SideStreams:
         return DeviceCopy(done, (batch, keep))
 
 
-def pinned_rows(rows: int, row_bytes: int, device: torch.device) -> npt.NDArray[np.uint8]:
+def pinned_rows(
+    rows: int, row_bytes: int, device: torch.device, pool: npt.NDArray[np.uint8] | None = None
+) -> npt.NDArray[np.uint8]:
     """Uninitialized page-locked memory of shape (rows, row_bytes), freed when the last view of it is gone. If the
     system refuses to lock that much, the memory stays pageable and a warning is logged: copies are slower, and copies
-    out then block.
+    out then block. `pool`: memory of that shape, at the beginning of a page, to be locked; None: it is made.
 
     torch's own pinned memory is not used: its size is rounded up to a power of two, up to twice what is needed.
     """
     size = rows * row_bytes
-    # Memory is locked in whole pages, so these pages must hold nothing else.
-    memory = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
-    first = -memory.ctypes.data % mmap.PAGESIZE
-    pool = memory[first : first + size].reshape(rows, row_bytes)
+    memory = pool
+    if pool is None or memory is None:
+        # Memory is locked in whole pages, so these pages must hold nothing else.
+        memory = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
+        first = -memory.ctypes.data % mmap.PAGESIZE
+        pool = memory[first : first + size].reshape(rows, row_bytes)
     register, unregister = host_register()
     torch.cuda.set_device(device)
     if register(pool.ctypes.data, size):

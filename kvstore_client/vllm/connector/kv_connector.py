@@ -217,6 +217,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             timeout_s=self._options.timeout_s,
             replica=replica(self._vllm_config),
             counters=self._counters,
+            store_on_host=self._options.store_on_host,
         )
         logger.info("kvstore: blocks are stored at %s as %s", self._options.endpoint, namespace)
         logger.info(

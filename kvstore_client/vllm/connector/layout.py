@@ -14,6 +14,7 @@ that ``runs`` finds.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -23,7 +24,18 @@ import torch
 
 from kvstore import _cext
 from kvstore_client.engine.transfer import Rows
+from kvstore_client.memory import host_memory
 from kvstore_client.vllm.connector.device import Addresses, Runs, SideStreams, pinned_rows
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def _shared_rows(rows: int, row_bytes: int) -> Rows | None:
+    try:
+        return host_memory(rows, row_bytes, wait=False)
+    except OSError as error:
+        logger.warning("kvstore: blocks are copied once more on their way to the server on this host: %s", error)
+        return None
 
 
 class Copy(Protocol):
@@ -91,12 +103,14 @@ class BlockLayout:
         inner = "x".join(str(size) for size in tensors[0].shape[1:])
         self.description = f"{len(pages)}x{order}({inner})"
 
-    def pool(self, rows: int) -> Rows:
+    def pool(self, rows: int, shared: bool = False) -> Rows:
         """Uninitialized host memory of shape (rows, block_bytes), uint8: page-locked if the cache lies on a device,
-        else pages that nobody has touched yet."""
+        else pages that nobody has touched yet. `shared`: memory from which a server on this host copies blocks by
+        itself, if the system has such memory."""
+        memory = _shared_rows(rows, self.block_bytes) if shared else None
         if self._streams is not None:
-            return pinned_rows(rows, self.block_bytes, self._device)
-        return np.empty((rows, self.block_bytes), dtype=np.uint8)
+            return pinned_rows(rows, self.block_bytes, self._device, memory)
+        return np.empty((rows, self.block_bytes), dtype=np.uint8) if memory is None else memory
 
     def fence(self) -> None:
         """Called by the model's thread before other threads may call ``swap_in``. Those copies then wait for all work

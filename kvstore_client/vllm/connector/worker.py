@@ -59,15 +59,16 @@ class WorkerHalf:
         timeout_s: float,
         replica: tuple[int, int],
         counters: Counters,
+        store_on_host: bool = False,
     ) -> None:
         """slots: rows of the host pool. timeout_s: how long a load may take, from the call of `load`. replica: the
         index of this rank among the ranks with the same part of every block, and their number; one of them sends each
-        block."""
+        block. store_on_host: a server on this host is to copy blocks out of the host pool by itself."""
         self._layout = layout
         self._timeout_s = timeout_s
         self._replica, self._replicas = replica
         self._counters = counters
-        self._pool = layout.pool(slots)
+        self._pool = layout.pool(slots, shared=store_on_host)
         self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters)
         # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
         # room for the blocks of the next steps; they displace the oldest blocks in the queue.

@@ -9,7 +9,7 @@ import difflib
 import re
 import threading
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
 
@@ -28,6 +28,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 class Size(int):
     """Bytes, given as a whole number or as text with a unit: 68719476736 or "64GiB"."""
+
+
+_THIS_HOST: Final = ("localhost", "127.0.0.1", "::1")
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,12 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"tenant has {len(self.tenant)} characters; expected a name of at most {MAX_TENANT}, the same in "
                 "every engine that shares blocks"
             )
+
+    @property
+    def store_on_host(self) -> bool:
+        """Whether blocks are set in a server on this host, as far as the addresses tell."""
+        nodes = parse_endpoints(self.endpoint).nodes
+        return bool(self.local) or (bool(nodes) and all(host.lower() in _THIS_HOST for host, _ in nodes))
 
 
 _converting = threading.Lock()  # msgspec crashes when two threads are the first to use a type at the same time

@@ -1,0 +1,54 @@
+"""The host pool of an engine whose server is on its host: the server copies blocks out of it by itself."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
+from tests.support.harness import StartServer, make_keys, make_namespace
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    from kvstore_client.engine.guard import Counters, StoreGuard
+    from kvstore_client.vllm.connector.layout import BlockLayout
+    from kvstore_client.vllm.connector.plan import Saves
+    from kvstore_client.vllm.connector.worker import WorkerHalf
+    from kvstore_client.vllm.shared.store_options import StoreOptions
+
+
+def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--unix-socket", str(tmp_path / "s"))
+    counters = Counters()
+    layout = BlockLayout(caches("LBHNC"), BLOCKS)
+    namespace = make_namespace(layout.block_bytes, "shared-pool")
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=5, counters=counters)
+    worker = WorkerHalf(guard, layout, slots=16, timeout_s=5, replica=(0, 1), counters=counters, store_on_host=True)
+    keys = make_keys(4)
+    worker.save(Saves(0, keys=keys, parents=[None, *keys[:3]], block_ids=[0, 1, 2, 3], slots=[5, 1, 8, 3]))
+    worker.await_copies()
+    worker.close()
+    blocks = guard.call(lambda client: client.get(keys).blocks, None)
+    assert blocks is not None and b"".join(map(bytes, blocks)) == swapped_out(layout, 0, 1, 2, 3).tobytes()
+    staging = guard.call(lambda client: client._core.links[0].staging, None)
+    assert staging is not None and staging.ring is None and len(staging.shared) == 1
+    guard.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local", "on_host"),
+    [
+        ("tcp://127.0.0.1:7070", "", True),
+        ("localhost:7070", "", True),
+        ("[::1]:7070", "", True),
+        ("tcp://store-1:7070", "", False),
+        (["localhost:7070", "store-1:7070"], "", False),
+        ("etcd://127.0.0.1:2379/fleet", "", False),
+        ("etcd://10.0.0.1:2379/fleet", "localhost:7070", True),
+    ],
+)
+def test_a_store_is_on_the_host_if_its_address_says_so(endpoint: str | list[str], local: str, on_host: bool) -> None:
+    assert StoreOptions(endpoint=endpoint, local=local).store_on_host == on_host
