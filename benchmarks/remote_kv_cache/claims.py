@@ -356,8 +356,8 @@ REMOTE_CLAIMS: Final = (
     ),
     Claim(
         _MODULE,
-        "first token of 8192 tokens from a server on the engine's host, engine restarted: ≤ 1.3 x from the engine's CPU "
-        "tier",
+        "first token of 8192 tokens from a server on the engine's host, engine restarted: ≤ 1.3 x from the engine's "
+        "CPU tier",
         "test_long_prefill",
         f"--parts '{FIRST_TOKEN}'",
         _restarted(1.3),
