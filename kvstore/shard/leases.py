@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import functools
 import logging
-import mmap
 import os
 import select
 import socket
@@ -34,6 +33,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore._cext import IdRing
+from kvstore.pages import FileMap
 from kvstore.shard.account import LEASES, Share
 from kvstore.store.arena import Arena
 from kvstore.store.namespace import NamespaceStore
@@ -184,7 +184,7 @@ class Leases:
         try:
             os.ftruncate(file, IdRing.NBYTES)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._ring = IdRing(mmap.mmap(file, IdRing.NBYTES))
+            self._ring = IdRing(FileMap(file, IdRing.NBYTES, writable=True).memory)
         except OSError as error:
             log.warning("no ring for releases: %s", error)
             os.close(file)

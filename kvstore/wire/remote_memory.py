@@ -10,7 +10,6 @@ the one that the server and the client have; docs/transports.md has the contract
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -201,7 +200,7 @@ class _MappedMemory:
         try:
             if not IdRing.NBYTES == nbytes == os.fstat(descriptor).st_size:
                 raise RemoteMemoryError(f"a release ring of {nbytes} bytes: expected {IdRing.NBYTES} bytes")
-            return IdRing(mmap.mmap(descriptor, nbytes))
+            return IdRing(FileMap(descriptor, nbytes, writable=True).memory)
         finally:
             self._close(descriptor)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.wire import remote_memory
 from kvstore_client import KVStoreClient
 from kvstore_client._links import targets
 from tests.support.harness import (
@@ -50,8 +51,12 @@ def break_checksums(patch: pytest.MonkeyPatch) -> None:
         landed(self, positions, right & False, right | bad)
 
     patch.setattr(targets.IntoTarget, "landed", all_wrong)
-    copy = targets.copy_blocks
-    patch.setattr(targets, "copy_blocks", lambda *arguments: copy(*arguments) ^ np.uint64(1))
+    copy = remote_memory.copy_blocks
+
+    def wrong_copies(*arguments: Any, **options: Any) -> Any:
+        return copy(*arguments, **options) ^ np.uint64(1)
+
+    patch.setattr(remote_memory, "copy_blocks", wrong_copies)
 
 
 def test_only_damaged_blocks_are_deleted_as_damaged(server: Server, new_namespace: MakeNamespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 from pathlib import Path
 
@@ -24,12 +23,12 @@ def test_nonsense_in_a_release_ring_releases_nothing_of_others(
     server = start_server("--unix-socket", str(tmp_path / "s"))
     namespace, keys, rng = new_namespace(BLOCK), make_keys(64), random.Random(5)
     blocks = blocks_of(keys, BLOCK)
-    rings: list[mmap.mmap] = []
+    rings: list[memoryview] = []
 
     class Kept:
         NBYTES = IdRing.NBYTES
 
-        def __new__(cls, memory: mmap.mmap) -> IdRing:  # type: ignore[misc] # a stand-in that makes the real thing
+        def __new__(cls, memory: memoryview) -> IdRing:  # type: ignore[misc] # a stand-in that makes the real thing
             rings.append(memory)
             return IdRing(memory)
 

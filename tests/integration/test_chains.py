@@ -122,7 +122,9 @@ def test_shards_agree_where_a_chain_longer_than_their_memory_ends(
         refused, _ = set_chain([client], keys)
         present, usable = present_and_usable(client, keys)
         assert usable >= 0.95 * present and usable >= 0.8 * SLOTS
-        assert present + refused + evicted_of(client) == 2000
+        wait_until(  # shards tell each other what they evicted, a little later
+            lambda: present_and_usable(client, keys)[0] + refused + evicted_of(client) == 2000, 10, "every block counts"
+        )
         assert set_chain([client], other)[0] == 0
         assert present_and_usable(client, other) == (300, 300)
         present, usable = present_and_usable(client, keys)
