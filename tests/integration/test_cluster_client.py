@@ -307,7 +307,8 @@ def test_a_replica_that_lost_its_blocks_gets_them_again(cluster: Cluster, namesp
             assert alone.delete(KEYS) == COUNT
         wait_until(
             lambda: list(client.get(KEYS).blocks) == BLOCKS and holders(cluster, namespace)["a"].all(),
-            what="what a second replica had is set on the first",
+            30,
+            "what a second replica had is set on the first",
         )
         assert client.stats.repaired >= COUNT
 
