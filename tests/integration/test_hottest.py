@@ -114,6 +114,7 @@ def test_replies_nobody_takes_are_bounded_for_all_clients_together(start_server:
     raws = [RawClient(server, receive_buffer=1 << 16) for _ in range(24)]
     try:
         for raw in raws:
+            raw.sock.settimeout(60)  # the lists are made one after the other
             raw.hello(namespace.canonical())
             raw.send(pack(HOTTEST, 1, 10_000, 0, 1 << 20))
         answers = [raw.reply()[0] for raw in reversed(raws)]  # who was refused is at the end
