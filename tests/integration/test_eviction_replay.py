@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.eviction import __main__ as program
 from benchmarks.eviction.baselines import Optimum
-from benchmarks.eviction.live import AGREEMENT, LiveError, replay_live
+from benchmarks.eviction.live import AGREEMENT, LiveError, own_server, replay_live
 from benchmarks.eviction.simulator import POLICIES, replay
 from benchmarks.eviction.synthetic import make_trace
 from kvstore_client import KVStoreClient, Namespace
@@ -49,16 +49,17 @@ def test_a_server_that_could_not_agree_is_refused(start_server: StartServer) -> 
             replay_live(TRACE, server.endpoint, 300)
 
 
-@pytest.mark.parametrize("started", [True, False], ids=["a server that runs", "one of its own"])
 def test_the_program_prints_both_hit_rates(
-    started: bool, start_server: StartServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ["--live"]
-    if started:
-        where = ["--endpoint", start_server("--policy", "lru", memory="1MiB", segment="1MiB").endpoint]
+    server = start_server("--policy", "lru", memory="1MiB", segment="1MiB")
     arguments = ["--synthetic", "agents", "--requests", "300", "--capacities", "5", "--policy", "lru"]
-    monkeypatch.setattr(sys, "argv", ["python -m benchmarks.eviction", *arguments, *where])
+    monkeypatch.setattr(sys, "argv", ["python -m benchmarks.eviction", *arguments, "--endpoint", server.endpoint])
     assert program.main() == 0
     line = capsys.readouterr().out.strip().splitlines()[-1]
-    policy = "lru" if started else "default"
-    assert line.startswith(f"agents at 5 %: {policy}, ") and line.endswith(": agree")
+    assert line.startswith("agents at 5 %: lru, ") and line.endswith(": agree")
+
+
+def test_a_server_of_its_own_has_the_room_that_is_wanted() -> None:
+    with own_server(1500) as endpoint:
+        assert replay_live(TRACE, endpoint, 1500).capacity == pytest.approx(1500, rel=0.02)
