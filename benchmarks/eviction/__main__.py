@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=_count, metavar="N", help="only the first N requests of each trace")
     parser.add_argument("--million", action="store_true", help=f"time the policies in an index of {BLOCKS} blocks")
     parser.add_argument("--live", action="store_true", help="replay against a server too, started for each capacity")
-    parser.add_argument("--endpoint", metavar="tcp://HOST:PORT", help="--live, against this server, which runs")
+    parser.add_argument("--endpoint", metavar="tcp://HOST:PORT", help="--live, but against this running server")
     parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw hit rate against capacity")
 
 

@@ -51,7 +51,7 @@ class Answers:
         self._store = store
         self._disk = disk
         self._state = state
-        self.sets = Sets(store, disk, state)
+        self.sets = Sets(store, disk, state, self.lending)
         self.background = Background(store, disk, state.account, self.sets.reply_for_good)
 
     def handle(self, peer: Peer, request: wire.Request) -> None:

@@ -7,8 +7,8 @@ not end by time: a client that sleeps may read on when it wakes up. Therefore al
 connection may hold as much as is left for the others. Beyond it, blocks are sent through the socket.
 
 A client gives blocks back with RELEASE, or by the id of their GET in its release ring, which wakes nobody: the shard
-looks there before it lends more, and ten times a second. When it waits for blocks, the ring tells the client to send a
-message.
+looks there before it lends more, before it makes room for a SET, and ten times a second. When it waits for blocks,
+the ring tells the client to send a message.
 
 When the shard closes a connection, its leases stay until the client has closed its end as well: see `Holders`.
 Used by the loop's thread only.

@@ -16,6 +16,7 @@ from kvstore import wire
 from kvstore._cext import BlockIndex, Payload
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVALS
+from kvstore.shard.leases import Lending
 from kvstore.shard.peer import Peer
 from kvstore.shard.state import ShardState
 from kvstore.store.chains import part_of
@@ -63,10 +64,11 @@ class Write:
 class Sets:
     """Stores the blocks of SETs. Used by the loop's thread only."""
 
-    def __init__(self, store: Store, disk: DiskTier | None, state: ShardState) -> None:
+    def __init__(self, store: Store, disk: DiskTier | None, state: ShardState, lending: Lending) -> None:
         self._store = store
         self._disk = disk
         self._state = state
+        self._lending = lending
 
     def note_replicas(self, peer: Peer, namespace: NamespaceStore | None) -> None:
         """Note the largest number of copies that a client keeps: nodes that move blocks make as many copies."""
@@ -80,6 +82,7 @@ class Sets:
         self._state.sets += 1
         if self._state.draining:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        self._lending.collect()  # blocks that were given back may go; those still lent are passed over
         namespace = self._store.open(peer.namespace, request.key_bytes)
         self.note_replicas(peer, namespace)
         existed = None

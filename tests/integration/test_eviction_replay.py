@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,13 @@ def test_a_live_server_has_the_simulated_hit_rate(
     assert most / 4 < result.live < most  # it had to evict, and was of use
     with KVStoreClient(server.endpoint, NAMESPACE) as client:
         assert not any(namespace.blocks for shard in client.info().shards for namespace in shard.namespaces)
+
+
+def test_reads_in_shared_memory_evict_as_simulated(start_server: StartServer, tmp_path: Path) -> None:
+    """Blocks that the client has given back can be evicted at once, though no message said so."""
+    server = start_server("--policy", "lru", "--unix-socket", str(tmp_path / "s"), memory="1MiB", segment="1MiB")
+    result = replay_live(TRACE, server.endpoint, 300)
+    assert result.live == result.simulated
 
 
 def test_a_server_that_could_not_agree_is_refused(start_server: StartServer) -> None:

@@ -1,7 +1,7 @@
 """A third way to move blocks by reference: within one process, by a thread that stands for a network card.
 
 It has what RDMA has and mapped memory has not: the other side's memory is registered and known by a key, cannot be
-addressed, and is read by somebody else, who completes later, out of order, or never.
+addressed, and is read by somebody else, who completes later or fails.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def pinned_rows(
     torch's own pinned memory is not used: its size is rounded up to a power of two, up to twice what is needed.
     """
     size = rows * row_bytes
-    memory = pool
+    memory = None if pool is None else pool.base
     if pool is None or memory is None:
         # Memory is locked in whole pages, so these pages must hold nothing else.
         memory = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
