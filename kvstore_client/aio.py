@@ -48,6 +48,7 @@ class AsyncKVStoreClient:
         min_copies: int = 1,
         shared_memory: SharedMemory = "auto",
         connections: int = DEFAULT_CONNECTIONS,
+        nixl: bool = False,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -62,6 +63,7 @@ class AsyncKVStoreClient:
             min_copies=min_copies,
             shared_memory=shared_memory,
             connections=connections,
+            nixl=nixl,
         )
         self._timeout_s = timeout_s
         self._client: KVStoreClient | None = None

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore.wire.nixl import shared_nixl
 from kvstore_client import _arguments
 from kvstore_client._calls.batches import first_occurrences
 from kvstore_client._calls.chains import Parent, chains_of
@@ -74,7 +75,8 @@ class KVStoreClient:
     if the server allows it; True: raise `ConnectionLost` if it does not; False: never. `stats.path` tells what is used.
     `connections`, 1 to 16: how many to each shard, where no shared memory is used. Each beside the first one has a
     thread that reads it; large reads are spread over all of them. The first is opened here, the others in the
-    background; the server counts each against its limits.
+    background; the server counts each against its limits. `nixl`: read blocks of servers on other hosts with NIXL, if
+    they allow it (``--nixl``); where its reads fail, and for sets, the connection is used.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class KVStoreClient:
         min_copies: int = 1,
         shared_memory: SharedMemory = "auto",
         connections: int = DEFAULT_CONNECTIONS,
+        nixl: bool = False,
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
@@ -104,7 +107,17 @@ class KVStoreClient:
         ):
             raise ValueError(f'shared_memory={shared_memory!r}: expected "auto", True or False')
         connections = _arguments.whole_number("connections", connections, 1, MAX_CONNECTIONS)
-        self._core = Core(endpoints, namespace.canonical(), timeout_s, replicas, shared_memory, connections)
+        if not isinstance(nixl, bool):
+            raise TypeError(f"nixl={nixl!r}: expected True or False")
+        self._core = Core(
+            endpoints,
+            namespace.canonical(),
+            timeout_s,
+            replicas,
+            shared_memory,
+            connections,
+            shared_nixl() if nixl else None,
+        )
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)

@@ -124,6 +124,13 @@ def connections(results: Results) -> str:
     return markdown(("one client", "GB/s", "x plain socket"), rows)
 
 
+def nixl(results: Results) -> str:
+    """Reads with NIXL beside reads in band."""
+    case = results["test_nixl"].cases[0]
+    rows = [(name, f"{case.rate(name).median:.2f}", spread_text(case.to_limit(name))) for name in sorted(case.limits)]
+    return markdown((f"get_into, UCX over {case.parameters['ucx_tls']}", "GB/s", "x plain socket"), rows)
+
+
 def beside_python(results: Results) -> str:
     """Transfers beside a thread that counts."""
     case = results["test_beside_python"].cases[0]
@@ -234,6 +241,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
     "connections": ("test_connections", connections),
+    "nixl": ("test_nixl", nixl),
     "beside_python": ("test_beside_python", beside_python),
     "lookup": ("test_lookup", lookup),
     "sharding": ("test_sharding", sharding),

@@ -105,7 +105,12 @@ def namespace(model: str, block_bytes: int) -> Namespace:
 
 
 def connect(
-    endpoint: str, model: str, block_bytes: int, shared_memory: bool = False, connections: int = DEFAULT_CONNECTIONS
+    endpoint: str,
+    model: str,
+    block_bytes: int,
+    shared_memory: bool = False,
+    connections: int = DEFAULT_CONNECTIONS,
+    nixl: bool = False,
 ) -> KVStoreClient:
     """A client over TCP, or over shared memory, with the library's other defaults, except for a longer deadline, which
     a slow machine meets."""
@@ -115,6 +120,7 @@ def connect(
         timeout_s=TIMEOUT_S,
         shared_memory=shared_memory,
         connections=connections,
+        nixl=nixl,
     )
 
 

@@ -89,6 +89,16 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
 
+    nixl: Annotated[
+        bool,
+        Setting(
+            SERVER,
+            "Let clients that ask for it read blocks with NIXL: with RDMA, where there is a network card for it. In a "
+            "trusted network only: it opens ports without authentication.",
+            more="transports.md#nixl",
+        ),
+    ] = False
+
     memory: Annotated[Size, Setting(MEMORY, "Block memory of all shards together, split evenly.")] = Size(4 << 30)
     segment: Annotated[Size, Setting(MEMORY, "Unit in which memory goes to namespaces. No block can be larger.")] = (
         Size(32 << 20)

@@ -27,6 +27,7 @@ import kvstore
 from kvstore.cluster.members import DirectoryError, Member
 from kvstore.disk.config import DiskConfig
 from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout
+from kvstore.extras import nixl_package
 from kvstore.logs import fields
 from kvstore.node import unix_sockets
 from kvstore.node.children import Child, StartError, bind
@@ -74,6 +75,8 @@ class Supervisor:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
+        if config.nixl and not nixl_package():
+            raise StartError("--nixl: NIXL is not installed; expected pip install llm-kvstore[nixl]")
         self._disk = _open_disk(config)
         listeners = bind(config.host, config.port, config.shards)
         self._unix_users = unix_sockets.users_of(config)
@@ -301,6 +304,7 @@ class Supervisor:
             unix_fd=child.unix.fileno() if child.unix is not None else -1,
             unix_path=child.unix_path,
             unix_users=self._unix_users,
+            nixl=self.config.nixl,
             ready_fd=ready_fd,
             heard_fd=self._heard_fds[child.number] if self._heard_fds else -1,
             told_fds=[fd for number, fd in enumerate(self._told_fds) if number != child.number],

@@ -15,7 +15,7 @@ from kvstore import __version__, wire
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import MAX_HELD_BYTES, REMOVAL_BYTES
 from kvstore.shard.background import Background
-from kvstore.shard.leases import Lending
+from kvstore.shard.leases import Leases, Lending
 from kvstore.shard.peer import Peer
 from kvstore.shard.places import Places
 from kvstore.shard.sets import Sets
@@ -25,7 +25,7 @@ from kvstore.shard.stream import Stream
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
 from kvstore.wire import ErrorCode, WireError
-from kvstore.wire.remote_memory import DESCRIPTORS, Sharing
+from kvstore.wire.remote_memory import Sharing
 
 MAX_PINNED_SHARE: Final = 0.5
 COUNT_PINS_S: Final = 0.1
@@ -43,9 +43,11 @@ class Answers:
         disk: DiskTier | None,
         state: ShardState,
         places: Places,
-        sharing: Sharing = DESCRIPTORS,
+        nixl: Sharing | None,
     ) -> None:
-        self.lending = Lending(store.arena, sharing)
+        """nixl: how clients on other hosts may read this shard's memory; None: they may not."""
+        self.lending = Lending(store.arena)
+        self._nixl = nixl
         self.places = places
         self._config = config
         self._store = store
@@ -115,6 +117,9 @@ class Answers:
         peer.replicas = request.replicas
         self.sets.note_replicas(peer, self._store.get(peer.namespace))
         peer.client = request.client[:64]
+        if request.nixl and self._nixl is not None and peer.leases is None:
+            self._store.arena.lending = True
+            peer.leases = Leases(self.lending, peer.share, self._nixl)
         if peer.leases is not None:
             peer.leases.ring_wanted = request.release_ring
         self.places.show_cookie(peer, request.cookie)
@@ -131,6 +136,7 @@ class Answers:
                 zone=config.zone,
                 unix_socket=config.unix_path,
                 instance=self._state.instance,
+                nixl=peer.leases is not None and peer.files is None,
             )
         )
 
@@ -265,4 +271,5 @@ class Answers:
             unix_socket=config.unix_path,
             lent_blocks=self.lending.blocks,
             lent_bytes=self.lending.held_bytes,
+            nixl=self._nixl is not None,
         )

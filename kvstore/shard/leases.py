@@ -1,4 +1,4 @@
-"""Leases: the blocks that clients on this host read in shared memory.
+"""Leases: the blocks that clients read in this shard's memory: on this host, or with a network card.
 
 A GET by references does not send blocks: it tells where they are, and lends them. A block that is lent keeps its slot,
 as while it is being sent, so it is not evicted and its segment is not given back. A lease ends when the client gives it
@@ -51,12 +51,12 @@ log = logging.getLogger(__name__)
 class Lending:
     """What all connections together were lent, in bytes of blocks."""
 
-    def __init__(self, arena: Arena, sharing: Sharing) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.sharing = sharing
         self.limit_bytes = int(arena.segments * arena.segment_bytes * LENT_SHARE)
         self.held_bytes = 0
         self.blocks = 0
+        self.remote_blocks = 0  # of them, those lent to clients that do not map this process's memory
         self.total_bytes = 0  # since the start
         self.with_ring: weakref.WeakSet[Leases] = weakref.WeakSet()
 
@@ -91,15 +91,16 @@ class Lent:
 
 
 class Leases:
-    """What one connection was lent. `share`: its part of the account of memory. `ring_wanted`: it takes a release
-    ring."""
+    """What one connection was lent. `share`: its part of the account of memory. `sharing`: how the client reads it.
+    `ring_wanted`: it takes a release ring."""
 
-    def __init__(self, lending: Lending, share: Share) -> None:
+    def __init__(self, lending: Lending, share: Share, sharing: Sharing) -> None:
         self.held_bytes = 0
         self.ring_wanted = False
         self._ring: IdRing | None = None
         self._lending = lending
         self._share = share
+        self._sharing = sharing
         self._lent: dict[int, deque[tuple[NamespaceStore, Slots]]] = {}  # by id of the GET, the oldest first
         # By segment: the number of the file that the client was given of it.
         self._told = np.zeros(lending.arena.segments, dtype=np.uint64)
@@ -143,7 +144,7 @@ class Leases:
         try:
             for segment in set(segments[self._told[segments] != numbers].tolist()):
                 opened = functools.partial(arena.open_to_read, segment)
-                new.append((segment, self._lending.sharing.offer(arena.view(segment), opened)))
+                new.append((segment, self._sharing.offer(arena.view(segment), opened)))
         except OSError:
             for _, handle in new:
                 handle.close()
@@ -162,7 +163,7 @@ class Leases:
             extent = wire.Extent(0, number, arena.segment_bytes, handle.data)
             lent.extents.append(frame(wire.encode(extent), False))
             self._told[segment] = number
-        if self.ring_wanted and lending.sharing.mapped:
+        if self.ring_wanted and self._sharing.mapped:
             self.ring_wanted = False
             self._make_ring(lent)
         self._lent.setdefault(request_id, deque()).append((namespace, slots))
@@ -171,6 +172,7 @@ class Leases:
         lending.held_bytes += nbytes
         lending.total_bytes += nbytes
         lending.blocks += len(slots)
+        lending.remote_blocks += 0 if self._sharing.mapped else len(slots)
         self._share.take(LEASES, LEASE_BYTES + slots.nbytes)
         return lent
 
@@ -224,6 +226,7 @@ class Leases:
         self.held_bytes -= nbytes
         self._lending.held_bytes -= nbytes
         self._lending.blocks -= len(slots)
+        self._lending.remote_blocks -= 0 if self._sharing.mapped else len(slots)
         self._share.give_back(LEASES, account_bytes)
 
     def release_all(self) -> None:

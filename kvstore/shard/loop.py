@@ -4,6 +4,8 @@ A level-triggered epoll loop over the listening socket and its connections. All 
 threads is done between two polls, in this thread; bytes move inside system calls with the GIL released. The loop
 accepts, reads, flushes, enforces deadlines, gives the disk tier its turns, and drains. `answers` handles the requests.
 
+Over 400 lines because all that happens in a turn, in its order, is in one place.
+
 The supervisor starts it (`kvstore.shard.process`).
 """
 
@@ -32,6 +34,7 @@ from kvstore.shard.state import ShardState
 from kvstore.shard.turns import Line
 from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
+from kvstore.wire.nixl import Nixl
 from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Touched
 from kvstore.wire.shared import peer_credentials
 
@@ -43,6 +46,7 @@ ACCEPTS: Final = 64  # connections accepted in a turn
 NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ACCEPT_PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
 HOUSEKEEPING_S: Final = 0.1
+PROGRESS_S: Final = 0.001  # how often clients without a network card of their own are helped to read
 DISK_TURN_S: Final = 0.02  # how often the loop wakes while the disk tier has work that is started by time
 DISK_FINISH_S: Final = 300.0  # how long a clean stop may take to write the blocks that are only in memory
 QUIET_BYTES: Final = 1 << 20  # less payload than this does not count as traffic
@@ -69,7 +73,7 @@ class Shard:
             config.policy,
             config.rules,
             shared=len(config.shards) > 1,
-            lends=local is not None,
+            lends=local is not None or config.nixl,
         )
         log.info("%d bytes of block memory in %s", config.memory_bytes, self._store.arena.pages)
         self._readers: dict[int, MessageReader] = {}  # by descriptor
@@ -88,7 +92,10 @@ class Shard:
         self._disk: DiskTier | None = None
         if config.disk is not None:
             self._disk = DiskTier(self._store, config.disk, self._poll)
-        self._answers = Answers(config, self._store, self._disk, self._state, self._places, sharing)
+        self._nixl: Sharing | None = Nixl() if config.nixl else None
+        if self._nixl is not None:
+            self._store.arena.withdraw = self._nixl.withdraw
+        self._answers = Answers(config, self._store, self._disk, self._state, self._places, self._nixl)
         self._neighbours = Neighbours(config, self._store)
 
     # ---- the loop --------------------------------------------------------------------------------------------
@@ -141,10 +148,15 @@ class Shard:
                 self._tell_retired(self._store.arena)
             self._flush_all(now)
             turns.done("replies")
+            if self._nixl is not None and self._answers.lending.remote_blocks:
+                self._nixl.progress()
+                turns.done("progress")
             if now >= housekeeping:
                 housekeeping = now + HOUSEKEEPING_S
                 self._enforce_deadlines(now)
                 self._store.expire(now)
+                if self._nixl is not None:
+                    self._nixl.progress()  # clients connect and leave
                 if now >= self._accepts_again:
                     self._accepts_again = float("inf")
                     for listener in listeners:
@@ -160,6 +172,8 @@ class Shard:
         """How long the loop may sleep when no event comes, in seconds."""
         if self._to_read or self._to_flush or self._answers.background.pending or self._neighbours.pending:
             return 0.0
+        if self._answers.lending.remote_blocks:
+            return PROGRESS_S
         disk = self._disk
         if disk is None or not (disk.restless or disk.working):
             return HOUSEKEEPING_S
@@ -268,7 +282,7 @@ class Shard:
             process,
             self._to_flush,
             self._forget,
-            Leases(self._answers.lending, share),
+            Leases(self._answers.lending, share, self._sharing),
             ClientFiles(self._sharing, self._touched),
         )
 

@@ -30,5 +30,6 @@ class ShardConfig(msgspec.Struct, frozen=True):
     unix_fd: int = -1  # the Unix socket on which it listens for clients on this host; -1: there is none
     unix_path: str = ""
     unix_users: list[int] = msgspec.field(default_factory=list)  # ids of the users who may connect there
+    nixl: bool = False  # clients may read its memory with NIXL
     log_format: str = "text"
     cookie: str = ""  # what members of the cluster show in HELLO; empty: nobody is one

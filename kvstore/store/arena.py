@@ -38,6 +38,7 @@ import mmap
 import os
 import resource
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -88,7 +89,8 @@ class Arena:
         self.segments = count
         self.retired: list[int] = []  # numbers of exported files that were cut to nothing, for the loop to tell clients
         self._shared = shared
-        self.lending = False  # a client on this host has come
+        self.lending = False  # a client on this host, or one that uses NIXL, has come
+        self.withdraw: Callable[[memoryview], None] | None = None  # called with exported memory that will be replaced
         self._files: dict[int, int] = {}  # segment -> descriptor of its memfd
         self._most_files = 0
         if shared:
@@ -215,6 +217,8 @@ class Arena:
         file = self._files.pop(segment, -1)
         if file < 0:
             return True
+        if self.numbers[segment] and self.withdraw is not None:
+            self.withdraw(self.view(segment))
         try:
             self._share(segment)  # first: no address of the range may ever be without memory
         except OSError as error:

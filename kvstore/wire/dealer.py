@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -192,20 +193,26 @@ class Dealer:
     """One connection of a DEALER, from the greeting on. Implements `zmtp.FrameSink`.
 
     `on_answer(answer, began_at)` is called when a message of an answer has begun, if the answer's `sent_at` is set.
-    Does not own the socket. `sharing`: how a shard on this host shares memory.
+    Does not own the socket. `sharing`: how a shard on this host shares memory. `nixl`: how one elsewhere may.
     """
 
     def __init__(
-        self, sock: socket.socket, on_answer: Callable[[Answer, float], None], sharing: Sharing = DESCRIPTORS
+        self,
+        sock: socket.socket,
+        on_answer: Callable[[Answer, float], None],
+        sharing: Sharing = DESCRIPTORS,
+        nixl: Sharing | None = None,
     ) -> None:
-        self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket
+        self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket or with NIXL
         self.receiver = zmtp.Receiver(sock, self)
-        if sock.family == socket.AF_UNIX:
+        self.local = sock.family == socket.AF_UNIX
+        if self.local:
             self.files = files = SharedFiles(sock, sharing)
             self.receiver = zmtp.Receiver(sock, self, files.memory.receive)
         self.pending: dict[int, Answer] = {}  # by request id
         self.pong = b""  # the PONG frame that the owner must send; empty: none
         self._sock = sock
+        self._nixl = nixl if self.files is None else None
         self._on_answer = on_answer
         self._ready = False
         self._frame = 0  # index of the arriving frame in its message
@@ -260,6 +267,7 @@ class Dealer:
         block_bytes = decode_namespace(request.namespace).block_bytes if request.namespace else 0
         answer = Answer(request.id)
         self.expect(answer)
+        request = msgspec.structs.replace(request, nixl=self._nixl is not None)
         self._sock.sendall(zmtp.frame(encode(request), False))
         while not answer.done:
             self._receive(deadline)
@@ -269,6 +277,10 @@ class Dealer:
         if not isinstance(welcome, Welcome):
             raise _broken(f"it answered HELLO with {type(welcome).__name__}")
         check_welcome(welcome, block_bytes)
+        if welcome.nixl:
+            if self._nixl is None:
+                raise _broken("it offers NIXL, which was not asked for")
+            self.files = SharedFiles(self._sock, self._nixl)
         return welcome
 
     def wait(self, events: int, deadline: float) -> None:

@@ -105,6 +105,7 @@ class Hello(_Header, tag=1, frozen=True):
     replicas: int = 1  # copies that this client keeps of each block; nodes that move blocks keep as many
     cookie: str = ""  # the node's, from its record in the cluster: a supervisor shows that it belongs to the cluster
     release_ring: bool = False  # on a Unix socket: the client takes RELEASE_RING
+    nixl: bool = False  # elsewhere: the client can read the shard's memory with NIXL
 
 
 class Set(_Header, tag=2, frozen=True):
@@ -293,6 +294,7 @@ class Welcome(_Header, tag=65, frozen=True):
     zone: str = ""  # nodes of one zone fail together; replicas go to different zones
     unix_socket: str = ""  # path of this shard's Unix socket on its host; empty: it has none
     instance: str = ""  # random, made at the shard's start: who finds it at a Unix socket is on the shard's host
+    nixl: bool = False  # GETs on this connection may ask for references, to be read with NIXL
 
 
 class SetReply(_Header, tag=66, frozen=True):

@@ -2,9 +2,9 @@
 
 Messages always travel on the connection's socket. Blocks travel in one of two ways: *in band*, in the messages that
 name them, as over TCP; or *by reference*: a message says where a block is in the sender's memory, and the receiver
-reads it there. What reads it is a `RemoteMemory`, made by a `Sharing`. `DESCRIPTORS`, for two processes of one host, is
-the one that the server and the client have; docs/transports.md has the contract for others, such as RDMA, and
-`tests/unit/test_remote_memory.py` holds every implementation to it.
+reads it there. What reads it is a `RemoteMemory`, made by a `Sharing`: `DESCRIPTORS` for two processes of one host,
+`kvstore.wire.nixl` for RDMA. docs/transports.md has the contract for others, and `tests/unit/test_remote_memory.py`
+holds every implementation to it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RemoteMemory(Protocol):
 
 
 class Sharing(Protocol):
-    """A way to share memory between the two sides of a connection. Stateless, thread-safe.
+    """A way to share memory between the two sides of a connection. Thread-safe.
 
     mapped: whether each side can address the other's memory. Only then can blocks be borrowed, and loans be returned
     through a ring.
@@ -103,6 +103,12 @@ class Sharing(Protocol):
     def offer(self, memory: memoryview, descriptor: Callable[[], int]) -> Handle:
         """Offer a piece of this process's memory to the other side. `descriptor()` makes a new descriptor of the file
         it is in. Raises `OSError`."""
+
+    def withdraw(self, memory: memoryview) -> None:
+        """Nobody may read this memory any more: there will be other memory at its place."""
+
+    def progress(self) -> None:
+        """Let reads by the other side go on that need this process. Called by the owner while blocks are lent."""
 
     def remote(
         self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close
@@ -236,6 +242,12 @@ class _Descriptors:
 
     def offer(self, memory: memoryview, descriptor: Callable[[], int]) -> Handle:
         return Handle(descriptors=(descriptor(),))
+
+    def withdraw(self, memory: memoryview) -> None:
+        """The file was cut to nothing."""
+
+    def progress(self) -> None:
+        """Who has mapped a file reads it alone."""
 
     def remote(
         self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close

@@ -106,6 +106,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     unix_socket: str = ""  # where clients on its host find it; empty: they do not
     lent_blocks: int = 0  # that clients on its host read in shared memory now
     lent_bytes: int = 0
+    nixl: bool = False  # clients may read its memory with NIXL
 
 
 # Decoders are made when modules are imported, because msgspec crashes the process when two threads are the first to

@@ -184,7 +184,7 @@ class Reader:
                 for call in calls:
                     if call.unfinished:
                         call.link.abandon(call.answer)
-                        if not call.link.local:
+                        if not call.link.by_reference:
                             call.link.post(wire.encode(wire.Cancel(call.id)))
             self._settle(rounds, calls, present, packed, target)
         self._end(rounds, options)
@@ -220,7 +220,7 @@ class Reader:
             for number, call in enumerate(calls):
                 assert isinstance(call.answer, PlacedBlocks)
                 taken = call.answer.arrived * self._block_bytes
-                if not call.done and not call.link.local and taken - granted[number] >= credit // 2:
+                if not call.done and not call.link.by_reference and taken - granted[number] >= credit // 2:
                     grant = wire.Credit(call.id, taken - granted[number])
                     call.link.post(wire.encode(grant))
                     granted[number] = taken
@@ -241,16 +241,16 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            local = call.link.local  # what it lends it lends until it is given back: no credit is needed
+            references = call.link.by_reference  # what it lends it lends until it is given back: no credit is needed
             request = wire.Get(
                 call.id,
                 deadline_ms,
                 len(keys),
                 key_bytes,
-                0 if local else credit,
+                0 if references else credit,
                 prefix=options.prefix,
                 attributes=attributes,
-                references=local,
+                references=references,
             )
             return keyed_message(request, keys)
 

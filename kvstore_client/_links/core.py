@@ -28,6 +28,7 @@ from kvstore import __version__, wire
 from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import Answer
+from kvstore.wire.remote_memory import Sharing
 from kvstore_client._links.lanes import LaneReaders, without
 from kvstore_client._links.leading import Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link, SharedMemory
@@ -49,7 +50,8 @@ FIRST_NODES: Final = 3  # how many nodes of a cluster are tried at the start for
 
 
 class Core:
-    """The links of one client. `lanes`: how many connections it has to each shard. Thread-safe."""
+    """The links of one client. `lanes`: how many connections it has to each shard. `nixl`: how to read the memory of
+    shards elsewhere. Thread-safe."""
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Core:
         replicas: int,
         shared_memory: SharedMemory = "auto",
         lanes: int = 1,
+        nixl: Sharing | None = None,
     ) -> None:
         self.stats = ClientStats()
         self.timeout_s = timeout_s
@@ -66,6 +69,7 @@ class Core:
         self.view = View([])
         self._namespace = namespace
         self._shared_memory = shared_memory
+        self._nixl = nixl
         self._lanes = lanes
         self.replicas = replicas
         self._nodes = [Node(host, port) for host, port in endpoints.nodes]
@@ -145,7 +149,7 @@ class Core:
         return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas, release_ring=True)
 
     def _new_link(self, name: str, host: str, port: int) -> Link:
-        first = Link(name, host, port, self.hello, self._wake, self._shared_memory)
+        first = Link(name, host, port, self.hello, self._wake, self._shared_memory, self._nixl)
         lanes = [first, *(Link(name, host, port, self.hello, self._wake, False) for _ in range(1, self._lanes))]
         for lane in lanes:
             lane.lanes = lanes
@@ -160,7 +164,7 @@ class Core:
 
     def _open_lanes(self, link: Link) -> None:
         """The first lane is connected: have those that are not connected in the background."""
-        if link.local:
+        if link.by_reference:
             return
         for lane in link.lanes[1:]:
             if lane.sock is None and lane.broken is None:
@@ -178,8 +182,10 @@ class Core:
 
     @property
     def path(self) -> str:
-        """How blocks come from the shards: "shared memory" if that is so for one that is on this host, else "tcp"."""
-        return "shared memory" if any(link.local for link in self.links) else "tcp"
+        """How blocks come from the shards: "shared memory" if that is so for one that is on this host, else "nixl" if
+        that is so for one, else "tcp"."""
+        paths = {link.path for link in self.links}
+        return next((path for path in ("shared memory", "nixl") if path in paths), "tcp")
 
     # ---- connections -----------------------------------------------------------------------------------------
 

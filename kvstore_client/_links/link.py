@@ -7,6 +7,8 @@ gets a ZMTP PING. A shard that is still working on the answer replies to the PIN
 Any thread may send, one message at a time: the owner of `sending`. The caller that leads (see `leading`) reads frames,
 under `receive_lock`. A link that loses its place in the byte stream (a message half sent, a deadline in the middle of a
 frame that cannot be discarded) is dropped, never repaired.
+
+Over 400 lines because every part of it may find that the connection is lost, and then all must agree.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Link:
 
     `hello()` makes the client's HELLO; `wake()` makes the caller that reads the links look again. `shared_memory`:
     connect to a shard on this host over its Unix socket, where it lends blocks in shared memory; "auto": if that is
-    possible.
+    possible. `nixl`: how to read the memory of a shard elsewhere that allows it; None: not at all.
     `lanes`: all links of the client to this shard, the first of which stands for the shard (see `lanes`).
     """
 
@@ -62,6 +64,7 @@ class Link:
         hello: Callable[[], wire.Hello],
         wake: Callable[[], None],
         shared_memory: SharedMemory = "auto",
+        nixl: Sharing | None = None,
     ) -> None:
         self.lanes: Sequence[Link] = (self,)
         self.name = name
@@ -80,6 +83,7 @@ class Link:
         self._hello = hello
         self._wake = wake
         self.shared_memory = shared_memory
+        self._nixl = nixl
         self._notices: deque[bytes] = deque()  # messages that were posted and not sent
         self._dealer: Dealer | None = None  # of the connection `sock`
         self.staging: Staging | None = None  # of the connection `sock`, if it is local
@@ -122,15 +126,26 @@ class Link:
         return dealer is not None and dealer.receiver.landing
 
     @property
-    def local(self) -> bool:
-        """Whether the present connection is over the shard's Unix socket."""
+    def by_reference(self) -> bool:
+        """Whether GETs are answered by references to blocks in the shard's memory."""
         dealer = self._dealer
         return dealer is not None and dealer.files is not None
 
     @property
+    def local(self) -> bool:
+        """Whether the present connection is over the shard's Unix socket."""
+        dealer = self._dealer
+        return dealer is not None and dealer.local
+
+    @property
     def path(self) -> str:
-        """How blocks come: "shared memory" or "tcp"."""
-        return "shared memory" if self.local else "tcp"
+        """How blocks come: "shared memory", "nixl" or "tcp"."""
+        return "shared memory" if self.local else "nixl" if self.by_reference else "tcp"
+
+    @property
+    def _why_in_band(self) -> str:
+        """Why the shard's memory is not to be read for now; empty if it may be."""
+        return self._problem if time.monotonic() - self._problem_at < WITHOUT_MEMORY_S else ""
 
     # ---- connecting ------------------------------------------------------------------------------------------
 
@@ -149,11 +164,10 @@ class Link:
             if self.fixed_name and name != self.name:
                 raise ConnectionLost(f"{self}: expected shard {self.name} there, but shard {name} answered")
             if self.shared_memory is not False:
-                problem = self._problem if time.monotonic() - self._problem_at < WITHOUT_MEMORY_S else ""
                 must = str(self) if self.shared_memory is True else ""
-                sock, dealer = go_local(sock, dealer, welcome, deadline, self.shake_hands, must, problem)
+                sock, dealer = go_local(sock, dealer, welcome, deadline, self.shake_hands, must, self._why_in_band)
             self._dealer = dealer
-            self.staging = Staging(welcome.block_bytes) if dealer.files is not None and welcome.block_bytes else None
+            self.staging = Staging(welcome.block_bytes) if dealer.local and welcome.block_bytes else None
             self.sock = sock
             return welcome
         except BaseException as error:
@@ -189,7 +203,7 @@ class Link:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         os.set_inheritable(sock.fileno(), False)
-        dealer = Dealer(sock, self._learn_delay, self.sharing)
+        dealer = Dealer(sock, self._learn_delay, self.sharing, None if self._why_in_band else self._nixl)
         dealer.greet(deadline)
         welcome = dealer.say_hello(self._hello(), deadline)
         self.last_received = self.last_moved = time.monotonic()
@@ -222,7 +236,7 @@ class Link:
     def drop_locked(self, error: KVStoreError) -> None:
         """`drop` for a caller that holds `receive_lock`."""
         with contextlib.suppress(OSError):
-            if self.sock is not None and not self.local:  # a local shard would take it for the end of all loans
+            if self.sock is not None and not self.by_reference:  # the shard would take it for the end of all loans
                 self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits to send
         owed = list(self.pending.values())
         self.close()
@@ -391,7 +405,7 @@ class Link:
                 if dealer is not None:
                     dealer.abandon(answer)
                     dealer.receiver.arm()
-            if isinstance(answer, GetAnswer) and self.local:
+            if isinstance(answer, GetAnswer) and self.by_reference:
                 self.post(wire.encode(wire.Cancel(answer.id)))
                 if not answer.kept:
                     self.post(wire.encode(wire.Release(answer.id, 0)))

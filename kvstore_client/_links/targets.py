@@ -259,8 +259,12 @@ class BorrowTarget(QueueTarget):
 
     def copy(self, positions: list[int], blocks: RemoteBlocks, sums: npt.NDArray[np.uint64]) -> int:
         exporter = blocks.lent()
-        if exporter is None:
-            return super().copy(positions, blocks, sums)
+        if exporter is None:  # they are read, a buffer at a time
+            hit, group = 0, frame_blocks(self.block_bytes)
+            for start in range(0, len(positions), group):
+                some = slice(start, start + group)
+                hit += super().copy(positions[some], blocks.some(some), sums[some])
+            return hit
         self.exporters.append(exporter)
         views = exporter.views()
         return self._hand_out(positions, views, self._check(views, positions, sums))

@@ -76,6 +76,7 @@ class StoreGuard:
         counters: Counters,
         replicas: int = 1,
         connections: int = DEFAULT_CONNECTIONS,
+        nixl: bool = False,
         local: str = "",
         logger: logging.Logger | None = None,
     ) -> None:
@@ -87,6 +88,7 @@ class StoreGuard:
         self._endpoint = endpoint
         self._replicas = replicas
         self._connections = connections
+        self._nixl = nixl
         self._local = local
         self._counters = counters
         self._logger = logger or logging.getLogger("kvstore_client")
@@ -155,6 +157,7 @@ class StoreGuard:
             fail_open=True,
             replicas=replicas,
             connections=self._connections,
+            nixl=self._nixl,
         )
 
     def failed(self, error: Exception) -> None:

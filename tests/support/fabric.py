@@ -53,6 +53,14 @@ class Fabric:
         self._registered[key] = memory
         return Handle(data=key)
 
+    def withdraw(self, memory: memoryview) -> None:
+        """Forget its keys."""
+        for key in [key for key, each in self._registered.items() if each.obj is memory.obj and each == memory]:
+            del self._registered[key]
+
+    def progress(self) -> None:
+        """The card works alone."""
+
     def remote(
         self, must_stay: bool, touched: Touched | None = None, close: Callable[[int], None] = os.close
     ) -> _FabricMemory:

@@ -94,6 +94,7 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "lease_seconds": 5,
         "unix_socket": "/run/kvstore/kv.sock",
         "unix_users": "vllm, 1001",
+        "nixl": True,
     }
     assert set(settings) == set(ServerConfig.__struct_fields__) - {"namespaces"}
     toml = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())

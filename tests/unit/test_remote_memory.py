@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvstore.extras import nixl_package
+from kvstore.wire.nixl import Nixl, shared_nixl
 from kvstore.wire.remote_memory import DESCRIPTORS, Handle, RemoteMemory, RemoteMemoryError, Sharing
 from tests.support.fabric import Fabric
 
@@ -40,10 +42,15 @@ class Owner:
             os.close(file)
 
 
-@pytest.fixture(params=["descriptors", "fabric"])
+@pytest.fixture(params=["descriptors", "fabric", "nixl"])
 def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
     if request.param == "descriptors":
         yield DESCRIPTORS
+        return
+    if request.param == "nixl":
+        if not nixl_package():
+            pytest.skip("NIXL is not installed")
+        yield shared_nixl()
         return
     fabric = Fabric()
     try:
@@ -54,9 +61,25 @@ def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
 
 @pytest.fixture
 def owner(sharing: Sharing) -> Iterator[Owner]:
-    owner = Owner(sharing)
+    """Another process's, as far as NIXL is concerned: it has an agent of its own, and helps while it lends."""
+    if sharing is DESCRIPTORS or isinstance(sharing, Fabric):
+        owner = Owner(sharing)
+        yield owner
+        owner.close()
+        return
+    other, ended = Nixl(), threading.Event()
+
+    def progress() -> None:
+        while not ended.wait(0.001):
+            other.progress()
+
+    thread = threading.Thread(target=progress)
+    thread.start()
+    owner = Owner(other)
     yield owner
     owner.close()
+    ended.set()
+    thread.join()
 
 
 @pytest.fixture(params=[True, False], ids=["must stay", "may go"])

@@ -109,10 +109,11 @@ SHARD_INFO = wire.ShardInfo(
     unix_socket="/run/kv.sock",
     lent_blocks=64,
     lent_bytes=64 * 917_504,
+    nixl=True,
 )
 
 REQUESTS: dict[str, wire.Request] = {
-    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True),
+    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True, True),
     "hello_empty": wire.Hello(0, 2),
     "set": wire.Set(
         2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280, b"", 4242
@@ -149,6 +150,7 @@ REPLIES: dict[str, wire.Reply] = {
         zone="rack-7",
         unix_socket="/run/kvstore/7070.sock.1",
         instance="c0ffee",
+        nixl=True,
     ),
     "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4]), 7),
     "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016, bytes(range(26))),
@@ -270,7 +272,10 @@ def test_optional_fields_may_be_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "since"),
-    [("welcome", {"zone": "", "unix_socket": "", "instance": ""}), ("set_reply", {"outcomes": b"", "evicted": 0})],
+    [
+        ("welcome", {"zone": "", "unix_socket": "", "instance": "", "nixl": False}),
+        ("set_reply", {"outcomes": b"", "evicted": 0}),
+    ],
 )
 def test_the_replies_of_an_older_shard_are_read(name: str, since: dict[str, Any]) -> None:
     fields = msgspec.msgpack.decode(vector(name))

@@ -332,6 +332,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             counters=self._counters,
             replicas=self._options.replicas,
             connections=self._options.connections,
+            nixl=self._options.nixl,
             local=self._options.local,
             logger=logger,
         )

@@ -43,6 +43,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenant: blocks are shared only within one tenant.
     replicas: how many nodes of a cluster hold a copy of each block, 1 to 3. Equal in all engines that share blocks.
     connections: to each shard that is not on this host. Large reads are spread over them.
+    nixl: read blocks with NIXL from servers that allow it (``--nixl``).
     local: the address of a server on the engine's host, which is asked before `endpoint` and holds copies of what is
         set and found there; empty: none.
     """
@@ -53,6 +54,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
     connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)] = DEFAULT_CONNECTIONS
+    nixl: bool = False
     local: str = ""
 
     def __post_init__(self) -> None:

@@ -175,6 +175,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 counters=self._counters,
                 replicas=given.replicas,
                 connections=given.connections,
+                nixl=given.nixl,
                 local=given.local,
                 logger=logger,
             )
