@@ -43,7 +43,7 @@ class Answers:
         disk: DiskTier | None,
         state: ShardState,
         places: Places,
-        nixl: Sharing | None,
+        nixl: Sharing | None = None,
     ) -> None:
         """nixl: how clients on other hosts may read this shard's memory; None: they may not."""
         self.lending = Lending(store.arena)

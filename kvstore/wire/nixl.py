@@ -49,6 +49,9 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
     metadata: bytes  # the owner's agent, how to reach it, and the key to this piece alone
 
 
+_decode_piece: Final = msgspec.msgpack.Decoder(_Piece).decode
+
+
 @dataclass(eq=False)
 class _Landing:
     """Registered memory for two groups of blocks."""
@@ -310,7 +313,7 @@ class _NixlMemory:
 
     def attach(self, number: int, nbytes: int, handle: bytes) -> None:
         try:
-            piece = msgspec.msgpack.decode(handle, type=_Piece)
+            piece = _decode_piece(handle)
         except msgspec.DecodeError as error:
             raise RemoteMemoryError(f"piece {number}: {error}: expected an address and a key") from None
         if number in self._pieces or not 0 < nbytes == piece.nbytes or not 0 < piece.address < 1 << 63:

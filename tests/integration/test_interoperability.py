@@ -198,7 +198,7 @@ def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> N
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(link.connect, 5.0)
         peer, header = router.recv_multipart()
-        assert msgspec.msgpack.decode(header) == [HELLO, 0, PROTOCOL, LINK_NAMESPACE, "link", b"", 1, "", False]
+        assert msgspec.msgpack.decode(header) == [HELLO, 0, PROTOCOL, LINK_NAMESPACE, "link", b"", 1, "", False, False]
         router.send_multipart([peer, welcome(0)])
         reply = connecting.result(5)
     assert (reply.version, reply.node, reply.block_bytes) == ("9.9", "fake", 64)
