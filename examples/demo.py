@@ -75,7 +75,6 @@ def engine_main(spec: dict[str, Any]) -> None:
             kv_connector="KVStoreConnector",
             kv_connector_module_path="kvstore_client.vllm.connector",
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
             kv_connector_extra_config={"endpoint": spec["endpoint"]},
         ),
     )

@@ -52,8 +52,8 @@ class EngineServer:
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "256MiB"},
+            # A model as small as this one may be computed sooner than it is loaded.
+            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "256MiB", "always_load": True},
         }
         # The command `vllm serve MODEL …` is this module with --model.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]

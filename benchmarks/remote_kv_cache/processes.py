@@ -47,14 +47,29 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 @contextmanager
 def kvstore_server(
-    block_bytes: int, shards: int = 1, spare_bytes: int = _SPARE_BYTES, flags: Sequence[str] = ()
+    block_bytes: int,
+    shards: int = 1,
+    spare_bytes: int = _SPARE_BYTES,
+    flags: Sequence[str] = (),
+    prefix: Sequence[str] = (),
 ) -> Iterator[str]:
     """A `kvstore-server` with room for `block_bytes` of blocks and some to spare on every shard. -> its endpoint.
 
-    flags: more of them; they win over those for the room.
+    flags: more of them; they win over those for the room. prefix: a command that runs it elsewhere.
     """
     memory = block_bytes * 5 // 4 + spare_bytes * shards
-    command = [sys.executable, "-m", "kvstore", "--port", "0", "--memory", f"{memory}B", "--shards", str(shards)]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "kvstore",
+        "--port",
+        "0",
+        "--memory",
+        f"{memory}B",
+        "--shards",
+        str(shards),
+    ]
     command += flags
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())

@@ -15,6 +15,7 @@ caller can always release the memory that it holds for a transfer.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections import deque
@@ -33,6 +34,10 @@ Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
 # Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
 CHUNK_BYTES: Final = 32 << 20
+# The first chunk of a job is such a part of it, and after this part of its time a job must be as far as it should be:
+# so a store that is too slow is found out soon.
+FIRST_CHUNK: Final = 1 / 8
+GRACE: Final = 0.25
 
 
 class SendOutcome(enum.Enum):
@@ -194,6 +199,9 @@ class TransferIn:
         self._jobs = 0
         self._closed = False
         self._corrupt = 0  # the client's checksum errors that are in the counter already
+        self._fetching = 0  # chunks on their way
+        self._fetching_since = 0.0
+        self._arrived = (0, 0.0)  # blocks, and for how long there was a chunk on its way, since `take_pace`
 
     @property
     def waiting(self) -> int:
@@ -215,7 +223,8 @@ class TransferIn:
 
         After each chunk, ``arrived(first, hits)`` is called: ``hits[j]`` says whether block ``first + j`` is in its
         row. It returns whether to fetch the next chunk. ``deadline``, on the clock of ``time.monotonic()``: blocks that
-        have not arrived by then are misses. ``done()`` is always called, and last. Both are called from a transfer's
+        have not arrived by then are misses; a job that cannot end by then, at the pace at which its blocks arrive, may
+        end sooner. ``done()`` is always called, and last. Both are called from a transfer's
         thread; after ``close``, this call itself calls ``done()``.
         """
         with self._idle:
@@ -246,10 +255,13 @@ class TransferIn:
     ) -> None:
         try:
             rows = out() if callable(out) else out
-            for first in range(0, len(keys), self.chunk_blocks):
-                chunk, places = keys[first : first + self.chunk_blocks], slots[first : first + self.chunk_blocks]
-                if not arrived(first, self._fetch(chunk, rows, places, deadline)):
+            began = time.monotonic()
+            first, end = 0, min(self.chunk_blocks, math.ceil(len(keys) * FIRST_CHUNK))
+            while first < len(keys):
+                until = began + (deadline - began) * (GRACE + (1 - GRACE) * end / len(keys))
+                if not arrived(first, self._fetch(keys[first:end], rows, slots[first:end], until)):
                     break
+                first, end = end, min(len(keys), end + self.chunk_blocks)
         except Exception as error:
             self._guard.failed(error)
         finally:
@@ -276,13 +288,29 @@ class TransferIn:
             self._count_corrupt(client.stats.checksum_errors)
             return hits
 
+        with self._idle:
+            self._fetching += 1
+            if self._fetching == 1:
+                self._fetching_since = started
         hits = self._guard.call(get, nothing)
         arrived = int(hits.sum())
+        with self._idle:
+            self._fetching -= 1
+            now = time.monotonic()
+            blocks, seconds = self._arrived
+            self._arrived = blocks + arrived, seconds + now - self._fetching_since
+            self._fetching_since = now
         self._counters.add("transfer_in_blocks", arrived)
         self._counters.add("transfer_in_bytes", arrived * self._guard.namespace.block_bytes)
         self._counters.add("transfer_in_seconds", time.monotonic() - started)
         self._counters.add("missed_blocks", len(keys) - arrived)
         return hits
+
+    def take_pace(self) -> tuple[int, float]:
+        """-> blocks that arrived since the last call, and for how many seconds some were on their way."""
+        with self._idle:
+            taken, self._arrived = self._arrived, (0, 0.0)
+        return taken
 
     def _count_corrupt(self, total: int) -> None:
         with self._idle:  # another thread may have counted a later total

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.engines import Engine, Expected, StartEngine, save_model
-from tests.engine.slow_link import SlowLink
 from tests.support.harness import Server
+from tests.support.slow_link import SlowLink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,7 +87,9 @@ def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
 
     def start(endpoint: str, *, options: dict[str, Any] | None = None, model: Path = model, **arguments: Any) -> Engine:
         log = tmp_path / f"engine{len(engines)}.log"
-        engine = Engine(model, log, connector={"endpoint": endpoint, **(options or {})}, **arguments)
+        # These machines are busy, and the model is tiny: it depends on chance whether loading is sooner than computing.
+        connector = {"endpoint": endpoint, "always_load": True, **(options or {})}
+        engine = Engine(model, log, connector=connector, **arguments)
         engines.append(engine)
         return engine
 

@@ -52,8 +52,9 @@ class Answer:
 
 
 def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
-    """spec: model (path), connector (its options, or None), kv_role, fork (see ``fork_processes``), environment, engine
-    (arguments of ``vllm.LLM``)."""
+    """spec: model (path), connector (its options, or None), kv_role, beside (a MultiConnector's connectors: name and
+    configuration, "kvstore" for this one; empty: no MultiConnector), load_failure_policy (empty: vLLM's default), fork
+    (see ``fork_processes``), environment, engine (arguments of ``vllm.LLM``)."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -151,9 +152,10 @@ class Serving:
         lose_blocks(blocks)
         return blocks
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the engine's own cache. -> whether it could be."""
-        return bool(self.llm.reset_prefix_cache())
+    def reset_prefix_cache(self, connector: bool = False) -> bool:
+        """Forget the engine's own cache; ``connector``: have the connector forget its blocks too, as for new weights or
+        for sleep. -> whether it could be."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def metrics(self) -> dict[str, float]:
         """The connector's, as "name" or "name/label value"; what happened since the last step is not in it."""
@@ -169,8 +171,9 @@ class Serving:
         """What is under way in an engine whose core runs here, and whose cache is free of requests when ``usage`` is
         0."""
         scheduler = self._core.scheduler
-        connector = scheduler.connector
-        state = dict(connector._scheduler.under_way)
+        connector = ours(scheduler.connector)
+        half = connector._scheduler
+        state = dict(half.under_way) if half is not None else {"starting": 1}
         state["requests"] = len(scheduler.requests)
         state["usage"] = scheduler.kv_cache_manager.usage
         state["waiting_blocks"] = self.metrics()["waiting_blocks"]
@@ -183,6 +186,12 @@ class Serving:
             self.generate([[0]], 1)  # one of an idle engine's halves hears from the other only in a step
             time.sleep(0.01)
         return state
+
+
+def ours(connector: Any) -> Any:
+    """The connector of this project: the engine's own, or one of those that it has beside each other."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(child for child in children if type(child).__name__ == "KVStoreConnector")
 
 
 def sampling(max_tokens: int) -> Any:
@@ -201,13 +210,22 @@ def make_engine(spec: dict[str, Any]) -> Any:
 
     connector = None
     if spec["connector"] is not None:
-        connector = KVTransferConfig(
-            kv_connector="KVStoreConnector",
-            kv_connector_module_path="kvstore_client.vllm.connector",
-            kv_role=spec["kv_role"],
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=spec["connector"],
-        )
+        mine = {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore_client.vllm.connector",
+            "kv_role": spec["kv_role"],
+            "kv_connector_extra_config": spec["connector"],
+        }
+        if spec["beside"]:
+            others = [mine if name == "kvstore" else {"kv_connector": name, **more} for name, more in spec["beside"]]
+            mine = {
+                "kv_connector": "MultiConnector",
+                "kv_role": spec["kv_role"],
+                "kv_connector_extra_config": {"connectors": others},
+            }
+        if spec["load_failure_policy"]:
+            mine["kv_load_failure_policy"] = spec["load_failure_policy"]
+        connector = KVTransferConfig(**mine)
     return LLM(
         model=spec["model"],
         skip_tokenizer_init=True,

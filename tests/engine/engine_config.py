@@ -72,9 +72,11 @@ class Rank:
             group = SimpleNamespace(rank_in_group=rank, world_size=size)
             self.patch.setattr(rank_namespace_module, name, lambda group=group: group)
 
-    def namespace(self, layers: dict[str, Any], tenant: str = "") -> Namespace:
+    def namespace(
+        self, layers: dict[str, Any], tenant: str = "", weights: str = "", pages: str = "page-0"
+    ) -> Namespace:
         self.config.compilation_config.static_forward_context = layers
-        return rank_namespace(self.config, LAYOUT, list(layers.values()), tenant)
+        return rank_namespace(self.config, LAYOUT, list(layers.values()), pages, tenant=tenant, weights=weights)
 
     def places(self, tp: int, layers: dict[str, Any]) -> list[tuple[int, int, int, int]]:
         """(rank, world, replica, replicas) of every worker."""

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -50,12 +50,15 @@ class Engine:
         *,
         connector: dict[str, Any] | None,
         kv_role: str = "kv_both",
+        beside: Sequence[tuple[str, dict[str, Any]]] = (),
+        load_failure_policy: str = "",
         environment: dict[str, str] | None = None,
         fork: bool = False,
         wait: bool = True,
         **engine_arguments: Any,
     ) -> None:
-        """connector: its options. fork: processes of the engine's own start fast, see ``driver.fork_processes``.
+        """connector: its options. beside, load_failure_policy: see ``driver.run``.
+        fork: processes of the engine's own start fast, see ``driver.fork_processes``.
         wait: until the engine serves, else ``ready`` tells."""
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -69,6 +72,8 @@ class Engine:
             "model": str(model),
             "connector": connector,
             "kv_role": kv_role,
+            "beside": beside,
+            "load_failure_policy": load_failure_policy,
             "fork": fork,
             "environment": settings,
             "engine": engine_arguments,
@@ -113,8 +118,8 @@ class Engine:
         answers: list[Answer] = self.result()
         return answers
 
-    def reset_prefix_cache(self) -> None:
-        self._send("reset_prefix_cache")
+    def reset_prefix_cache(self, connector: bool = False) -> None:
+        self._send("reset_prefix_cache", connector)
         assert self.result() is True
 
     def deliver(self, blocks: int) -> None:

@@ -27,6 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
 from kvstore_client.vllm.connector.host_tier import HostTier
@@ -45,11 +46,11 @@ class FakeLookups:
         self.held = held
         self.answering = self.certain = True
         self.asked: list[Sequence[bytes]] = []
+        self.asked_at = math.inf  # the end of time: an answer never grows too old by the machine's clock
         self.forgotten = 0
 
     def ask(self, keys: Sequence[bytes]) -> PrefixLookup:
-        # Asked at the end of time: an answer never grows too old by the machine's clock.
-        lookup = PrefixLookup(list(keys), deadline=math.inf, asked_at=math.inf)
+        lookup = PrefixLookup(list(keys), deadline=math.inf, asked_at=self.asked_at)
         self.asked.append(lookup.keys)
         self.poll(lookup)
         return lookup
@@ -89,7 +90,6 @@ def _config(model: Path, blocks: int, budget: int, asynchronous: bool, prefix_ca
             kv_connector="KVStoreConnector",
             kv_connector_module_path="kvstore_client.vllm.connector",
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
             kv_connector_extra_config={"endpoint": "tcp://127.0.0.1:1"},
         ),
     ).create_engine_config()
@@ -156,9 +156,11 @@ class ScheduledEngine:
             may_save=True,
             counters=self.counters,
             prefix_caching=prefix_cache,
+            admission=Admission(block_tokens=BLOCK_TOKENS, timeout_s=5.0, always=True),
+            steps_ahead=self.depth - 1,
         )
         connector = self.scheduler.connector
-        connector._scheduler = self.half
+        connector._start.half = self.half
         connector._never_raise = _raise  # what an engine survives is a failure here
         self.requests: dict[str, Request] = {}
         self.weights = 0  # their number: it changes when the model gets others

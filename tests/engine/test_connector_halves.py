@@ -6,6 +6,8 @@ vLLM's own scheduler decides with it; no model is run and no byte is moved (`sch
 from __future__ import annotations
 
 import logging
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from vllm.v1.request import Request, RequestStatus
 
+    from kvstore_client.engine.admission import Admission
+    from kvstore_client.vllm.connector.scheduler import RENEW_S
     from tests.engine.scheduled_engine import ScheduledEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS
 
@@ -99,6 +103,45 @@ def test_the_store_is_asked_for_the_whole_chain_whatever_the_engine_has_of_it(st
     engine = start()
     matched(engine, local=2)
     assert engine.lookups.asked == [engine.keys(PROMPT)]
+
+
+def test_the_store_is_asked_as_soon_as_a_request_comes(start: StartEngine) -> None:
+    """It may be long until the engine has room for it."""
+    engine = start()
+    request = engine.add(PROMPT)
+    assert engine.lookups.asked == [engine.keys(PROMPT)]
+    engine.abort(request)
+
+
+def test_an_old_answer_holds_until_the_new_one_is_there(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 3)
+    engine.lookups.asked_at = time.monotonic() - 2 * RENEW_S
+    request = engine.add(PROMPT)
+    engine.lookups.answering = False
+    store(engine, PROMPT, 5)
+    for _ in range(3):
+        assert engine.half.matched_tokens(request, 0) == 3 * BLOCK_TOKENS
+    assert len(engine.lookups.asked) == 2
+    engine.lookups.answering, engine.lookups.asked_at = True, math.inf
+    assert engine.half.matched_tokens(request, 0) == 5 * BLOCK_TOKENS
+    engine.abort(request)
+
+
+def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded(start: StartEngine) -> None:
+    engine = start(keep=True)
+    admission = engine.half._admission = Admission(block_tokens=BLOCK_TOKENS, timeout_s=5)
+    admission.arriving.add(1, 1.0)
+    admission.computing.add(1e6, 1.0)
+    admission.begin(0)
+    admission.end(0)
+    store(engine, PROMPT, 5)
+    assert matched(engine) == 0
+    assert engine.counters.take()["declined_tokens"] == 5 * BLOCK_TOKENS
+    fill_tier(engine, PROMPT[: 2 * BLOCK_TOKENS])
+    assert matched(engine) == 2
+    admission.arriving.add(1e9, 1.0)
+    assert matched(engine) == 5
 
 
 def test_a_hit_below_the_minimum_is_ignored(start: StartEngine) -> None:

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
-    from kvstore_client.vllm.connector.plan import Saves
+    from kvstore_client.vllm.connector.plan import RankStore, Saves
     from kvstore_client.vllm.connector.worker import WorkerHalf
 
 
@@ -51,7 +51,9 @@ def guard(server: Server) -> Iterator[StoreGuard]:
 def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     counters = Counters()
     layout = FailingLayout(caches("LBHNC"), BLOCKS)
-    worker = WorkerHalf(guard, layout, slots=16, timeout_s=5, replica=(0, 1), counters=counters)
+    worker = WorkerHalf(
+        guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
+    )
     keys = make_keys(2)
     for job, key in enumerate(keys):
         worker.save(Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job]))

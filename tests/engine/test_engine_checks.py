@@ -179,7 +179,6 @@ def test_a_wrong_option_stops_the_engine_and_the_valid_ones_are_named(
         kv_connector="KVStoreConnector",
         kv_connector_module_path="kvstore_client.vllm.connector",
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
         kv_connector_extra_config={"endpoint": "tcp://127.0.0.1:7070", "time_out_s": 1},
     )
     with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
@@ -187,4 +186,7 @@ def test_a_wrong_option_stops_the_engine_and_the_valid_ones_are_named(
     said = str(error.value)
     assert "unknown option 'time_out_s'; did you mean 'timeout_s'?" in said
     assert f"Valid options: {', '.join(ConnectorOptions.__struct_fields__)}" in said
-    assert "endpoint, timeout_s, lookup_timeout_s, tenant, replicas, connections, local, cpu_bytes" in said
+    assert (
+        "endpoint, timeout_s, lookup_timeout_s, tenant, weights_version, replicas, connections, nixl, local, cpu_bytes"
+        in said
+    )

@@ -29,8 +29,8 @@ from tests.engine.engines import (
     stored_blocks,
     until_it_hits,
 )
-from tests.engine.slow_link import SlowLink
 from tests.support.harness import RawClient, Server, StartServer, block_of, set_frames, wait_until
+from tests.support.slow_link import SlowLink
 
 MiB = 1 << 20
 LOOKUP_TIMEOUT_S = 0.5

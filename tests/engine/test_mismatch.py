@@ -48,7 +48,7 @@ def test_another_block_size_is_explained_without_what_follows_from_it(mine: Name
 
 
 def test_the_nearest_stranger_is_the_one_explained(mine: Namespace) -> None:
-    far = other(mine, extra_engine="vllm-0.31.0", dtype="float16", extra_config="0")
+    far = other(mine, extra_pages="page-1", dtype="float16", extra_config="0")
     text = explain_mismatch(mine, [far, other(mine, layout="elsewise"), far])
     assert text is not None and "layout=elsewise" in text and "dtype" not in text
 

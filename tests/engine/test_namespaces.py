@@ -14,9 +14,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
     import torch
+    import vllm
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+    from kvstore_client.vllm.connector import page_probe as page_probe_module
+    from kvstore_client.vllm.connector.page_probe import page_fingerprint
     from kvstore_client.vllm.shared.model_identity import config_digest, model_identity
     from tests.engine.engine_config import PLAIN, Layer, Rank, heads, layers_of
 
@@ -143,6 +146,58 @@ def test_tenant_and_the_dtype_of_layers_are_in_the_namespace(rank: Rank) -> None
     spec = FullAttentionSpec(**PLAIN)
     e4m3, e5m2 = ({"model.layers.0": Layer(spec, dtype)} for dtype in ("fp8_e4m3", "fp8_e5m2"))
     assert len({rank.namespace(e4m3).id, rank.namespace(e5m2).id, rank.namespace(e4m3, tenant="a").id}) == 3
+
+
+def test_the_operators_name_for_the_weights_is_in_the_namespace(rank: Rank) -> None:
+    assert len({rank.namespace(heads(4), weights=name).id for name in ("", "2026-11", "2026-12")}) == 3
+
+
+def test_an_upgrade_of_vllm_keeps_the_namespace_unless_its_pages_change(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rank.namespace(heads(4))
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    assert rank.namespace(heads(4)) == before
+    assert rank.namespace(heads(4), pages="page-1") != before
+
+
+class Kernel:
+    """What writes pages, in its own order."""
+
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2), scale: float = 1.0) -> None:
+        self.order, self.scale = order, scale
+
+    def do_kv_cache_update(
+        self, layer: object, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        both = torch.cat([key, value], dim=-1)[slots] * self.scale
+        cache.view(-1)[:] = both.permute(self.order).reshape(-1)
+
+
+class NoKernel:
+    def do_kv_cache_update(self, *arguments: object) -> None:
+        """Writes nothing."""
+
+
+def fingerprint(kernel: object, **kwargs: object) -> str:
+    layer = SimpleNamespace(num_kv_heads=4, head_size=8, head_size_v=8, impl=kernel)
+    caches = {"a": torch.zeros(10, 32, 4, 16), "b": torch.zeros(10, 32, 4, 16)}
+    return page_fingerprint({"a": layer, "b": layer}, caches, 10, 32, torch.float32)
+
+
+def test_pages_are_known_by_what_the_kernels_write(caplog: pytest.LogCaptureFixture) -> None:
+    assert fingerprint(Kernel()) == fingerprint(Kernel())
+    assert fingerprint(Kernel()).startswith("page-")
+    assert len({fingerprint(Kernel()), fingerprint(Kernel((1, 0, 2))), fingerprint(Kernel(scale=0.5))}) == 3
+
+
+@pytest.mark.parametrize("kernel", [SimpleNamespace(), NoKernel(), Kernel((0, 1))])
+def test_where_pages_cannot_be_written_only_the_same_version_shares(
+    kernel: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(page_probe_module.logger, "propagate", True)
+    assert fingerprint(kernel) == f"vllm-{vllm.__version__}"
+    assert "the same vLLM version only" in caplog.text
 
 
 def test_a_model_is_its_weights_wherever_they_lie(

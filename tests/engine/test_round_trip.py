@@ -3,10 +3,11 @@ everything itself; ``cached_tokens`` says that this one did not."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
-from tests.engine.engines import BLOCK, Expected, StartEngine, full_blocks, prompt
+from tests.engine.engines import BLOCK, Expected, StartEngine, full_blocks, namespaces, prompt
 from tests.support.harness import Server
 
 
@@ -109,3 +110,22 @@ def test_blocks_of_bfloat16_come_back_as_they_were(server: Server, start_engine:
     [loaded] = engine.generate(question, max_tokens=20)
     assert (computed.cached_tokens, loaded.cached_tokens) == (0, full_blocks(500))
     assert computed.token_ids == loaded.token_ids
+
+
+def test_a_reset_ends_sharing_unless_the_weights_have_a_name(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    """vLLM resets the connector for new weights, and also for sleep."""
+    question = prompt(61)
+    for options, cached in (({}, 0), ({"weights_version": "2026-11"}, full_blocks(500))):
+        engine = start_engine(server.endpoint, options=options)
+        engine.generate(question)
+        engine.settle()
+        engine.reset_prefix_cache(connector=True)
+        [answer] = engine.generate(question)
+        assert [answer.token_ids] == expected(question)
+        assert answer.cached_tokens == cached
+        engine.settle()
+        engine.stop()
+    [mine, _] = [json.loads(each.namespace) for each in namespaces(server)]
+    assert mine["extra"]["pages"].startswith("page-"), "this engine's own kernels were asked"

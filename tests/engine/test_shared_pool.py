@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.vllm.connector.layout import BlockLayout
-    from kvstore_client.vllm.connector.plan import Saves
+    from kvstore_client.vllm.connector.plan import RankStore, Saves
     from kvstore_client.vllm.connector.worker import WorkerHalf
     from kvstore_client.vllm.shared.store_options import StoreOptions
 
@@ -26,7 +26,15 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
     layout = BlockLayout(caches("LBHNC"), BLOCKS)
     namespace = make_namespace(layout.block_bytes, "shared-pool")
     guard = StoreGuard(server.endpoint, namespace, timeout_s=5, counters=counters)
-    worker = WorkerHalf(guard, layout, slots=16, timeout_s=5, replica=(0, 1), counters=counters, store_on_host=True)
+    worker = WorkerHalf(
+        guard,
+        layout,
+        store=RankStore(guard.namespace, 16),
+        timeout_s=5,
+        replica=(0, 1),
+        counters=counters,
+        store_on_host=True,
+    )
     keys = make_keys(4)
     worker.save(Saves(0, keys=keys, parents=[None, *keys[:3]], block_ids=[0, 1, 2, 3], slots=[5, 1, 8, 3]))
     worker.await_copies()

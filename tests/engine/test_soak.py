@@ -15,8 +15,8 @@ import pytest
 
 from tests.engine.driver import Ask
 from tests.engine.engines import BLOCK_BYTES, Expected, StartEngine, namespaces, prompt, until_it_hits
-from tests.engine.slow_link import SlowLink
 from tests.support.harness import OVERHEAD_BYTES, Server, StartServer, rss_bytes, wait_until
+from tests.support.slow_link import SlowLink
 
 MiB = 1 << 20
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "20"))

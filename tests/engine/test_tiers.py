@@ -20,8 +20,8 @@ from tests.engine.engines import (
     stored_blocks,
     until_it_hits,
 )
-from tests.engine.slow_link import SlowLink
 from tests.support.harness import Server, wait_until
+from tests.support.slow_link import SlowLink
 
 
 def blocks(tokens: int) -> int:

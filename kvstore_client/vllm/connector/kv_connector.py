@@ -2,12 +2,11 @@
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore_client.vllm.connector", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": "tcp://127.0.0.1:7070"}}'
 
 The engine makes one connector in its scheduler and one in every worker, usually in different processes. Each holds one
 half and passes the engine's calls on to it. Only the workers know their tensors, so they send their namespaces to the
-scheduler, through the engine's handshake.
+scheduler, with their first reports.
 
 Once the engine runs, the guards catch the store's failures, and `_never_raise` catches defects of ours. Only the few
 calls that must keep a promise to the engine are not caught, such as ``update_state_after_alloc``.
@@ -17,32 +16,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.config.vllm import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client import Namespace
+from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.connector.mismatch import explain_mismatch
 from kvstore_client.vllm.connector.options import ConnectorOptions
-from kvstore_client.vllm.connector.plan import StepPlan, WorkerReport
+from kvstore_client.vllm.connector.page_probe import page_fingerprint
+from kvstore_client.vllm.connector.plan import RankStore, StepPlan, WorkerReport
 from kvstore_client.vllm.connector.rank_namespace import rank_namespace, replica
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
+from kvstore_client.vllm.connector.starting import SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
 from kvstore_client.vllm.connector.worker import WorkerHalf
 from kvstore_client.vllm.shared.block_hashes import check_same_hash
-from kvstore_client.vllm.shared.engine_checks import check_engine
+from kvstore_client.vllm.shared.engine_checks import check_engine, recompute_failed_loads
 from kvstore_client.vllm.shared.store_options import parse_options
 
 if TYPE_CHECKING:
@@ -65,15 +67,6 @@ T = TypeVar("T")
 MIN_SLOTS = 8
 
 
-@dataclass
-class RankStore(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The handshake data of a worker for the scheduler (the engine pickles it): the namespace of its part of every
-    block, and how many blocks its host pool has room for."""
-
-    namespace: Namespace
-    slots: int
-
-
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """One class for both halves, as vLLM requires; see the package's docstring for the halves. Once the engine runs,
     no call waits for the store, except ``shutdown``.
@@ -88,19 +81,18 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_engine(vllm_config, kv_cache_config)
-        self._scheduler: SchedulerHalf | None = None
+        self._start = SchedulerStart(vllm_config.parallel_config.world_size, self._make_half)
         self._worker: WorkerHalf | None = None
         self._guards: list[StoreGuard] = []
-        self._rank_store: RankStore | None = None
+        self._rank = 0
         self._counters = Counters()
         self._traffic = TrafficLog(time.monotonic())
         self._waiting_told = 0
-        if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kvstore: kv_load_failure_policy is %r, so a request fails if its blocks cannot be loaded. "
-                'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to compute them instead',
-                transfer.kv_load_failure_policy,
-            )
+        recompute_failed_loads(transfer, get_current_vllm_config_or_none())
+
+    @property
+    def _scheduler(self) -> SchedulerHalf | None:
+        return self._start.half
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -110,22 +102,17 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The scheduler's half.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Called once while the engine starts, with the result of every worker's ``get_handshake_metadata``. Raises
-        ValueError when a worker hashes blocks differently than this process."""
-        ranks = [told for told in metadata.values() if isinstance(told, RankStore)]
-        if len(ranks) != len(metadata):
-            logger.warning(
-                "kvstore: the handshake brought the data of another KV connector, so nothing will be loaded or saved. "
-                "Two connectors that both use the handshake cannot run in one engine: leave one of them out"
-            )
-            return
+        """Does nothing: the handshake is another connector's, beside this one (see ``starting``)."""
+
+    def _make_half(self, ranks: Sequence[RankStore]) -> SchedulerHalf:
+        """Raises ValueError when a worker hashes blocks differently than this process."""
         check_same_hash(self._vllm_config, [rank.namespace for rank in ranks])
         # Ranks that hold the same part share one namespace, which is asked once.
         distinct = {rank.namespace.id: rank.namespace for rank in ranks}
-        self._guards = [self._guard(namespace, self._options.lookup_timeout_s) for namespace in distinct.values()]
+        self._guards += [self._guard(namespace, self._options.lookup_timeout_s) for namespace in distinct.values()]
         self._explain_mismatch(self._guards[0])
         transfer = self._kv_transfer_config
-        self._scheduler = SchedulerHalf(
+        return SchedulerHalf(
             PrefixLookups(self._guards, timeout_s=self._options.lookup_timeout_s, counters=self._counters),
             HostTier(
                 min(rank.slots for rank in ranks), keep=self._options.cpu_bytes > 0, policy=self._options.cpu_policy
@@ -138,6 +125,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             may_save=transfer.is_kv_producer,
             counters=self._counters,
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            admission=Admission(
+                block_tokens=self._vllm_config.cache_config.block_size,
+                timeout_s=self._options.timeout_s,
+                always=self._options.always_load,
+            ),
+            steps_ahead=self._vllm_config.max_concurrent_batches - 1,
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
@@ -149,10 +142,16 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if warning := explain_mismatch(guard.namespace, known):
             logger.warning("kvstore: %s", warning)
 
+    def on_new_request(self, request: Request) -> None:
+        if half := self._scheduler:
+            self._never_raise(lambda: half.added(request), None)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        half = self._scheduler
         none: int | None = 0
-        tokens = self._never_raise(lambda: half.matched_tokens(request, num_computed_tokens) if half else 0, none)
+        if half := self._scheduler:
+            tokens = self._never_raise(lambda: half.matched_tokens(request, num_computed_tokens), none)
+        else:
+            tokens = None if self._start.is_coming() else 0
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -167,13 +166,15 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         half = self._scheduler
         if half is None:
-            return StepPlan()
+            return StepPlan(idle=not scheduler_output.total_num_scheduled_tokens)
         plan = half.plan(scheduler_output)
         plan.saves = self._never_raise(lambda: half.plan_saves(scheduler_output), None)
         self._never_raise(lambda: self._traffic.tick(time.monotonic()), None)
         return plan
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport) and report.stores:
+            self._start.take(report.stores)
         if half := self._scheduler:
             self._never_raise(lambda: half.update(connector_output), None)
         if isinstance(stats := connector_output.kv_connector_stats, TransferStats):
@@ -189,13 +190,19 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def reset_cache(self) -> bool | None:
-        """Called when the engine gets new weights, among other cases. From now on this engine finds none of the blocks
-        saved before, neither in its host memory nor in the store. Other engines still find those in the store."""
-        if half := self._scheduler:
+        """Called when the engine gets new weights or goes to sleep, among other cases. From now on this engine finds
+        none of the blocks saved before, neither in its host memory nor in the store; other engines still find those in
+        the store. Unless the operator has named the weights, and so promised that this engine never gets others."""
+        if self._options.weights_version:
+            logger.info(
+                "kvstore: the cache was reset; blocks of weights %s are still shared", self._options.weights_version
+            )
+        elif half := self._scheduler:
             self._never_raise(half.reset, None)
             logger.warning(
                 "kvstore: the engine's cache was reset, perhaps for new weights, so from now on it shares no blocks "
-                "with other engines; restart it to share again"
+                "with other engines; restart it to share again. If the weights never change while the engine runs, "
+                "name them with the option weights_version"
             )
         return True
 
@@ -206,14 +213,25 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         modules = self._vllm_config.compilation_config.static_forward_context
         layers = [modules[name] for name in kv_caches if name in modules]
         layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks)
-        namespace = rank_namespace(self._vllm_config, layout, layers, self._options.tenant)
+        config = self._vllm_config
+        pages = page_fingerprint(
+            modules,
+            kv_caches,
+            self._kv_cache_config.num_blocks,
+            config.cache_config.block_size,
+            config.model_config.dtype,
+        )
+        options = self._options
+        namespace = rank_namespace(
+            config, layout, layers, pages, tenant=options.tenant, weights=options.weights_version
+        )
         slots = self._pool_slots(layout.block_bytes)
-        self._rank_store = RankStore(namespace, slots)
+        self._rank = namespace.rank
         self._guards = [self._guard(namespace, self._options.timeout_s)]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
-            slots=slots,
+            store=RankStore(namespace, slots),
             timeout_s=self._options.timeout_s,
             replica=replica(self._vllm_config),
             counters=self._counters,
@@ -239,9 +257,6 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"{MIN_SLOTS * ranks * block_bytes}), or 0 for no CPU tier"
             )
         return slots
-
-    def get_handshake_metadata(self) -> RankStore | None:
-        return self._rank_store
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -295,8 +310,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not counters and waiting == self._waiting_told:
             return None
         self._waiting_told = waiting
-        rank = self._rank_store.namespace.rank if self._rank_store else 0
-        return TransferStats.of(counters, {f"waiting_blocks/{rank}": waiting})
+        return TransferStats.of(counters, {f"waiting_blocks/{self._rank}": waiting})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
@@ -314,9 +328,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Sends the blocks that wait, for at most ``timeout_s``, then disconnects."""
-        for half in (self._scheduler, self._worker):
-            if half is not None:
-                self._never_raise(half.close, None)
+        self._never_raise(self._start.close, None)
+        if self._worker is not None:
+            self._never_raise(self._worker.close, None)
         for guard in self._guards:
             guard.close()
 
@@ -344,3 +358,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             logger.exception("kvstore: an error in the connector itself, treated as a miss; please report it")
             self._counters.add("defects")
             return otherwise
+
+
+# A MultiConnector finds the class of its children's statistics by this name.
+KVConnectorFactory.register_connector("KVStoreConnector", __name__, "KVStoreConnector")

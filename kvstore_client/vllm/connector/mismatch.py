@@ -11,7 +11,8 @@ from kvstore_client import Namespace
 ADVICE: Mapping[str, str] = {
     "hash": "set the same PYTHONHASHSEED (or none) and --prefix-caching-hash-algo for every engine",
     "model": "load the same --revision",
-    "engine": "run the same vLLM version",
+    "weights": "give the same weights_version",
+    "pages": "run versions of vLLM that lay out their pages alike",
     "block_tokens": "set the same --block-size",
     "dtype": "set the same --dtype",
     "kv_dtype": "set the same --kv-cache-dtype",
@@ -25,7 +26,7 @@ ADVICE: Mapping[str, str] = {
     "block_bytes": "store blocks of one size",
 }
 CAUSES = ("block_tokens", "dtype", "kv_dtype", "parallel", "draft", "model", "config")
-CONSEQUENCES = ("world", "layers", "layout", "block_bytes")
+CONSEQUENCES = ("world", "layers", "layout", "pages", "block_bytes")
 
 
 def explain_mismatch(mine: Namespace, store_namespaces: Iterable[str]) -> str | None:
@@ -64,7 +65,7 @@ def _flat(canonical: str | bytes) -> dict[str, object] | None:
     try:
         fields = json.loads(canonical)
         extra = fields.pop("extra")
-        return {**fields, **extra} if str(extra["engine"]).startswith("vllm-") else None
+        return {**fields, **extra} if "pages" in extra else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

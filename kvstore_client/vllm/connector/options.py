@@ -17,6 +17,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     staging_bytes: without a CPU tier, the host memory of each rank for blocks on their way to and from the store. When
         the store is slower than the engine, this memory fills, and the blocks that have waited longest are dropped.
     min_hit_tokens: the store is not asked for prompts shorter than this, and shorter hits are not loaded.
+    always_load: load what the store has, even if computing it is sooner, as far as both have been measured.
     save_decode: also save the blocks that generated tokens fill. They are part of the next turn's prompt.
     """
 
@@ -24,6 +25,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     cpu_policy: str = "default"
     staging_bytes: Size = Size(512 << 20)
     min_hit_tokens: int = 0
+    always_load: bool = False
     save_decode: bool = True
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ class WaitingRequest:
     """A request that asked how much it may load and has no blocks of the engine's cache yet."""
 
     lookup: PrefixLookup | None = None  # None: the store is not asked for this request
+    next_lookup: PrefixLookup | None = None  # asked because the answer of `lookup` is old
     local: int = 0  # leading blocks in the engine's own cache
     awaited: str | None = None  # the other request whose load it waited for, to share that load's blocks
 
@@ -44,6 +45,7 @@ class PendingLoad:
     held: list[int]  # slots of the host tier that the load reads
     fetched: list[int] = field(default_factory=list)  # slots of the host tier that the load writes …
     fetched_block_ids: list[int] = field(default_factory=list)  # … and the cache blocks filled from them
+    from_store: int = 0  # blocks that come from the store
     failed: set[int] = field(default_factory=set)  # cache blocks that some rank could not load
 
 

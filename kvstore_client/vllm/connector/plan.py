@@ -11,6 +11,17 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvstore_client import Namespace
+
+
+@dataclass(frozen=True)
+class RankStore:
+    """What the scheduler's half must know of a worker: the namespace of its part of every block, and how many blocks
+    its host pool has room for."""
+
+    namespace: Namespace
+    slots: int
+
 
 @dataclass
 class Load:
@@ -18,7 +29,7 @@ class Load:
 
     The worker copies ``host_slots[i]`` to cache block ``host_block_ids[i]``. It fetches block ``keys[i]`` from the
     store into ``slots[i]``, where the block stays for later, and copies it to cache block ``block_ids[i]``. With
-    ``slots`` None it fetches into staging rows of its own instead.
+    ``slots`` None it fetches into staging rows of its own instead. What has not come ``within_s`` is missing.
     """
 
     request_id: str
@@ -27,6 +38,7 @@ class Load:
     keys: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] | None = None
+    within_s: float = 0.0
 
 
 @dataclass
@@ -69,19 +81,31 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What the workers have finished since their last report, counted in ranks.
 
+    stores: of the workers whose first report this is.
     copied: job -> ranks that have made its copies out of the cache, or given them up.
     broken: jobs whose copies some rank has given up.
     released: (job, slot) -> ranks that will not read the slot for this job any more.
+    arrived_blocks, arriving_seconds: what came from the store, and for how long blocks were on their way.
     """
 
+    stores: list[RankStore] = field(default_factory=list)
     copied: Counter[int] = field(default_factory=Counter)
     broken: set[int] = field(default_factory=set)
     released: Counter[tuple[int, int]] = field(default_factory=Counter)
+    arrived_blocks: int = 0
+    arriving_seconds: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.copied or self.released)
+        return bool(self.stores or self.copied or self.released or self.arriving_seconds)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The sum of two ranks' reports."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.copied + other.copied, self.broken | other.broken, self.released + other.released)
+        return WorkerReport(
+            self.stores + other.stores,
+            self.copied + other.copied,
+            self.broken | other.broken,
+            self.released + other.released,
+            self.arrived_blocks + other.arrived_blocks,
+            self.arriving_seconds + other.arriving_seconds,
+        )

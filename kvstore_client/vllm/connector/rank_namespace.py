@@ -12,7 +12,8 @@ images, audio, video            hash, by content, or by the id that a request gi
                                 caching and the processor's cache are both off, vLLM names them by a counter: refused
 LoRA adapter                    hash, but only by name and path, which may hold other weights elsewhere or tomorrow:
                                 ``block_keys`` adds the content
-weights                         model: revision of the hub, or a fingerprint of the files; how they are loaded: loaded
+weights                         model: revision of the hub, or a fingerprint of the files; how they are loaded: loaded;
+                                weights: what the operator calls them
 rope and window overrides, …    config: all of the configuration as the engine runs it, quantization included
 processing of images            config
 drafting layers' weights        draft. A block's last entry of these layers depends on the next token too, which can
@@ -20,10 +21,10 @@ drafting layers' weights        draft. A block's last entry of these layers depe
 which layers, which heads       layers (pipeline stages may be cut anywhere), rank and world, parallel
 dtypes                          dtype, kv_dtype, and in layout the dtype of each layer. fp8 scales are the
                                 checkpoint's or 1, never measured while running; scales per token lie in the page
-page layout, attention backend  layout
+page layout, attention backend  layout, and pages: what the engine's own kernels make of known keys and values
 block size                      block_tokens; hashes of another granularity are refused
 hash function and its seed      hash
-engine version                  engine
+engine version                  not named: what a version changes is above
 bytes that depend on later      refused: non-causal layers, diffusion models
 tokens
 pages that are not plain tables refused: windows, sinks, states, compression, context parallelism
@@ -41,7 +42,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import vllm
 import xxhash
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -60,8 +60,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 KV_HEADS_NAME = re.compile(r"kv_heads|key_value_heads|n_head_kv|query_group|heads_in_group|attention_groups")
 
 
-def rank_namespace(vllm_config: VllmConfig, layout: BlockLayout, layers: Iterable[object], tenant: str) -> Namespace:
+def rank_namespace(
+    vllm_config: VllmConfig, layout: BlockLayout, layers: Iterable[object], pages: str, *, tenant: str, weights: str
+) -> Namespace:
     """The namespace of this worker's part of every block. ``layers``: the attention layers that have KV caches.
+    ``pages``: their `page_fingerprint`. ``weights``: the operator's name for the weights.
 
     Ranks that hold the same part (see ``replica``) have the same namespace. Engines of different parallel sizes have
     different namespaces, even where a part holds the same heads: weights that are quantized while they are loaded get
@@ -89,7 +92,8 @@ def rank_namespace(vllm_config: VllmConfig, layout: BlockLayout, layers: Iterabl
         world=pp.world_size * parts,
         tenant=tenant,
         extra={
-            "engine": f"vllm-{vllm.__version__}",
+            "pages": pages,
+            "weights": weights,
             "config": config_digest(model),
             "loaded": load_identity(vllm_config.load_config),
             "draft": draft_identity(vllm_config),

@@ -10,16 +10,19 @@ A save is planned in the step that completes a block. Its slot in the host tier 
 then read (sent to the store), and free or evictable afterwards. A request's ``next_save`` starts where the store's run
 of blocks ends. So blocks that only the engine has (because the store was emptied or evicted them) are saved again, and
 the chain in the store has no hole.
+
+Over 400 lines because loads, saves and the workers' reports of both change the same records.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kvstore_client.engine.admission import Admission, StepTimes, Verdict
 from kvstore_client.engine.guard import Counters
-from kvstore_client.engine.lookup import FOUND_VALID_S, PrefixLookups
+from kvstore_client.engine.lookup import PIN_S, PrefixLookups
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.pending import PendingCopies, PendingLoad, TrackedRequest, WaitingRequest
@@ -28,10 +31,17 @@ from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerRepo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    import numpy.typing as npt
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+# How old an answer of the store may be before it is asked again. Until the new answer is there the old one counts: what
+# was found is pinned for longer.
+RENEW_S: Final = PIN_S / 4
 
 
 class SchedulerHalf:
@@ -51,9 +61,12 @@ class SchedulerHalf:
         may_save: bool,
         counters: Counters,
         prefix_caching: bool,
+        admission: Admission,
+        steps_ahead: int,
     ) -> None:
         """ranks: workers, each of which reports on every plan. prefix_caching: whether the engine's own cache shares
-        blocks between requests."""
+        blocks between requests. admission: which loads pay. steps_ahead: how many steps the engine plans
+        before it waits for one."""
         self._lookups = lookups
         self._tier = tier
         self._keys = BlockKeys()
@@ -65,6 +78,8 @@ class SchedulerHalf:
         self._may_save = may_save
         self._counters = counters
         self._prefix_caching = prefix_caching
+        self._admission = admission
+        self._steps = StepTimes(self._admission.computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
         self._tracked: dict[str, TrackedRequest] = {}
         self._loading: dict[str, PendingLoad] = {}
@@ -94,11 +109,13 @@ class SchedulerHalf:
 
     # What a request may load.
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """How many tokens can be loaded beyond the ``computed_tokens`` of the engine's own cache: whole blocks only,
-        and never the last token, which the engine must compute to go on. None: not known yet, ask again."""
-        waiting = self._waiting.setdefault(request.request_id, WaitingRequest())
-        local = waiting.local = computed_tokens // self._block_tokens
+    def added(self, request: Request) -> None:
+        """Start the lookup of a new request: it may be long until the engine has room for it."""
+        self._look_up(request, self._waiting.setdefault(request.request_id, WaitingRequest()))
+
+    def _look_up(self, request: Request, waiting: WaitingRequest) -> Sequence[bytes]:
+        """See to it that the store is asked. -> the keys of the blocks that may be loaded, never that of the last
+        token, which the engine must compute to go on; empty: none."""
         keys = self._keys.of(request)
         usable = min(len(keys), (request.num_tokens - 1) // self._block_tokens)
         # No second load after a failed one: a store that finds blocks but cannot deliver them would hold the request
@@ -109,22 +126,42 @@ class SchedulerHalf:
             or request.skip_reading_prefix_cache
             or request.request_id in self._failed_loads
         ):
-            waiting.lookup = None
-            return 0
+            waiting.lookup = waiting.next_lookup = None
+            return []
         # Ask for the whole chain, also for blocks the engine has: in the store, its head must not age before its tail.
-        lookup = waiting.lookup
-        if lookup is None or (lookup.stored is not None and time.monotonic() - lookup.asked_at > FOUND_VALID_S):
-            lookup = waiting.lookup = self._lookups.ask(keys[:usable])
-        if (usable - local) * self._block_tokens < self._min_hit_tokens:
+        if waiting.lookup is None:
+            waiting.lookup = self._lookups.ask(keys[:usable])
+        elif waiting.next_lookup is None and time.monotonic() - waiting.lookup.asked_at > RENEW_S:
+            waiting.next_lookup = self._lookups.ask(keys[:usable])
+        if waiting.next_lookup is not None and self._lookups.poll(waiting.next_lookup) is not None:
+            waiting.lookup, waiting.next_lookup = waiting.next_lookup, None
+        return keys[:usable]
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """How many tokens are to be loaded beyond the ``computed_tokens`` of the engine's own cache: whole blocks only,
+        as far as they arrive sooner than they are computed. None: not known yet, ask again."""
+        waiting = self._waiting.setdefault(request.request_id, WaitingRequest())
+        local = waiting.local = computed_tokens // self._block_tokens
+        keys = self._look_up(request, waiting)
+        if waiting.lookup is None or (len(keys) - local) * self._block_tokens < self._min_hit_tokens:
             return 0
         if self._prefix_caching and self._awaits(waiting, keys[local]):
             return None
-        in_host = self._tier.find(keys[local:usable]) >= 0
-        if (stored := self._lookups.poll(lookup)) is None and not in_host.all():
+        in_host = self._tier.find(keys[local:]) >= 0
+        if (stored := self._lookups.poll(waiting.lookup)) is None and not in_host.all():
             return None
-        present = in_host
+        present = in_host.copy()
         present[: max(0, (stored or 0) - local)] = True
-        tokens = int(len(present) if present.all() else present.argmin()) * self._block_tokens
+        run = _leading(present)
+        from_store = run - int(in_host[:run].sum())
+        if from_store:
+            verdict = self._admission.judge(from_store)
+            if verdict is Verdict.ASK_AGAIN:
+                return None
+            if verdict is Verdict.COMPUTE:
+                self._counters.add("declined_tokens", from_store * self._block_tokens)
+                run = _leading(in_host)
+        tokens = run * self._block_tokens
         return tokens if tokens >= self._min_hit_tokens else 0
 
     def _awaits(self, waiting: WaitingRequest, key: bytes) -> bool:
@@ -163,6 +200,7 @@ class SchedulerHalf:
             block_ids=[block_ids[index] for index in to_fetch],
         )
         load.slots = self._slots_to_fetch_into(load.keys)
+        load.within_s = self._admission.begin(len(load.keys))
         self._loads.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
@@ -172,6 +210,7 @@ class SchedulerHalf:
             load.host_slots,
             load.slots or [],
             load.block_ids if load.slots else [],
+            len(load.keys),
         )
         host_tokens = len(in_host) * self._block_tokens
         self._hit_sources = (request.request_id, host_tokens, external_tokens - host_tokens)
@@ -199,6 +238,7 @@ class SchedulerHalf:
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that the engine just scheduled, without its saves."""
+        self._steps.plan(output.num_scheduled_tokens)
         plan = StepPlan(
             preempting=bool(output.preempted_req_ids),
             idle=not output.total_num_scheduled_tokens,
@@ -296,6 +336,7 @@ class SchedulerHalf:
             self._held.pop(request_id, None)
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
+            self._admission.arrived(report.arrived_blocks, report.arriving_seconds)
             for job, ranks in report.copied.items():
                 self._copied(job, ranks, broken=job in report.broken)
             for sent, ranks in report.released.items():
@@ -305,6 +346,7 @@ class SchedulerHalf:
         load = self._loading.pop(request_id, None)
         if load is None:
             return
+        self._admission.end(load.from_store)
         self._tier.release(load.held)
         for key in load.keys:
             if self._arriving.get(key) == request_id:
@@ -376,9 +418,14 @@ class SchedulerHalf:
         self._keys.forget()
         self._tier.clear()
         for waiting in self._waiting.values():
-            waiting.lookup = None
+            waiting.lookup = waiting.next_lookup = None
         for tracked in self._tracked.values():
             tracked.outdated = True
 
     def close(self) -> None:
         self._lookups.close()
+
+
+def _leading(present: npt.NDArray[np.bool_]) -> int:
+    """How many blocks there are before the first that is missing."""
+    return int(len(present) if present.all() else present.argmin())

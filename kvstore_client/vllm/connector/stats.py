@@ -192,6 +192,7 @@ def traffic_text(counters: Mapping[str, float], waiting_blocks: float) -> str:
         "checksum_errors": "checksum errors",
         "lookup_timeouts": "lookups timed out",
         "skipped_lookups": "lookups skipped",
+        "declined_tokens": "tokens computed sooner",
         "failed_loads": "requests computed after all",
         "defects": "defects",
     }

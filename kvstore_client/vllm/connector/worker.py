@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.transfer import Rows, SendOutcome, TransferIn, TransferOut
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
-from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
+from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -55,30 +56,32 @@ class WorkerHalf:
         guard: StoreGuard,
         layout: BlockLayout,
         *,
-        slots: int,
+        store: RankStore,
         timeout_s: float,
         replica: tuple[int, int],
         counters: Counters,
         store_on_host: bool = False,
     ) -> None:
-        """slots: rows of the host pool. timeout_s: how long a load may take, from the call of `load`. replica: the
+        """store: what the scheduler's half is told of this rank. timeout_s: how long `close` may send on. replica: the
         index of this rank among the ranks with the same part of every block, and their number; one of them sends each
         block. store_on_host: a server on this host is to copy blocks out of the host pool by itself."""
         self._layout = layout
         self._timeout_s = timeout_s
         self._replica, self._replicas = replica
         self._counters = counters
+        slots = store.slots
         self._pool = layout.pool(slots, shared=store_on_host)
         self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters)
         # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
         # room for the blocks of the next steps; they displace the oldest blocks in the queue.
         limit = slots // 2 - min(self._in.chunk_blocks, slots // 4)
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent)
+        self._swaps = ThreadPoolExecutor(1, thread_name_prefix="kvstore-swap-in")
         self._staging = threading.local()
         self._copying: deque[OrderedCopies] = deque()
         self._copied_job = -1
         self._held: dict[str, int] = {}
-        self._report = WorkerReport()
+        self._report = WorkerReport([store])
         self._released: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
         self._finished: set[str] = set()
@@ -111,11 +114,14 @@ class WorkerHalf:
             self._counters.add("defects")
             self._end(loading)
             return
+        if not load.keys:  # not behind loads that wait for the network
+            self._swaps.submit(self._loaded, loading)
+            return
         self._in.submit(
             load.keys,
             loading.rows,
             loading.slots,
-            deadline=time.monotonic() + self._timeout_s,
+            deadline=time.monotonic() + load.within_s,
             arrived=loading.arrived,
             done=lambda: self._loaded(loading),
         )
@@ -207,6 +213,7 @@ class WorkerHalf:
         self._settle_copies()
         while self._released:
             self._report.released[self._released.popleft()] += 1
+        self._report.arrived_blocks, self._report.arriving_seconds = self._in.take_pace()
         report, self._report = self._report, WorkerReport()
         return report or None
 
@@ -255,6 +262,7 @@ class WorkerHalf:
         self._settle_copies()
         self._out.close(self._timeout_s)
         self._in.close()
+        self._swaps.shutdown(wait=True)
 
 
 class RankLoad:

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter
 from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
@@ -37,6 +37,24 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             raise ValueError(
                 f"kvstore: --{name.replace('_', '-')} is {size}; context parallelism is not supported. Leave it out"
             )
+
+
+def recompute_failed_loads(transfer: KVTransferConfig, engine: VllmConfig | None) -> None:
+    """See to it that a request whose blocks cannot be loaded is computed, and does not fail, which is vLLM's default.
+
+    transfer: the connector's configuration. engine: the engine's own, where it is known; another one if the connector
+    is the child of a MultiConnector, whose policy counts then and cannot be set from here. Raises ValueError if it is
+    not "recompute".
+    """
+    if transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after it has made its connector
+    whole = engine.kv_transfer_config if engine is not None else None
+    if whole is not None and whole.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            f"kvstore: kv_load_failure_policy of {whole.kv_connector} is {whole.kv_load_failure_policy!r}, so a "
+            'request fails if its blocks cannot be loaded. Set "kv_load_failure_policy": "recompute" in '
+            f"--kv-transfer-config, beside {whole.kv_connector}"
+        )
 
 
 def _check_layer(spec: KVCacheSpec) -> None:

@@ -71,6 +71,9 @@ COUNTERS: Final[Mapping[str, Sample]] = {
     ),
     "skipped_lookups": Sample(Metric("skipped_lookups_total", "Lookups not made because too many were under way.")),
     "failed_loads": Sample(Metric("failed_loads_total", "Requests that computed what a load should have brought.")),
+    "declined_tokens": Sample(
+        Metric("declined_tokens_total", "Prompt tokens computed although the store had them: it would have been later.")
+    ),
     "failed_calls": Sample(Metric("failed_calls_total", "Calls of the store that failed, each one a miss.")),
     "defects": Sample(
         Metric("defects_total", "Errors of the connector itself, treated as misses. Please report them.")

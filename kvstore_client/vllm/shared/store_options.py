@@ -41,6 +41,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         that moves blocks.
     lookup_timeout_s: how long a request waits for the store to say what it has. After that it counts as a miss.
     tenant: blocks are shared only within one tenant.
+    weights_version: the operator's name for the weights, if the engine never gets others while it runs. Blocks are
+        shared only among engines that give the same, and also after the engine's caches were reset, as for sleep.
     replicas: how many nodes of a cluster hold a copy of each block, 1 to 3. Equal in all engines that share blocks.
     connections: to each shard that is not on this host. Large reads are spread over them.
     nixl: read blocks with NIXL from servers that allow it (``--nixl``).
@@ -52,6 +54,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 5.0
     lookup_timeout_s: float = 1.0
     tenant: str = ""
+    weights_version: str = ""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
     connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)] = DEFAULT_CONNECTIONS
     nixl: bool = False
@@ -71,11 +74,12 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; expected seconds, above 0 and at most {MAX_TIMEOUT_S}"
                 )
-        if len(self.tenant) > MAX_TENANT:
-            raise ValueError(
-                f"tenant has {len(self.tenant)} characters; expected a name of at most {MAX_TENANT}, the same in "
-                "every engine that shares blocks"
-            )
+        for name in ("tenant", "weights_version"):
+            if len(getattr(self, name)) > MAX_TENANT:
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} characters; expected a name of at most {MAX_TENANT}, the "
+                    "same in every engine that shares blocks"
+                )
 
     @property
     def store_on_host(self) -> bool:

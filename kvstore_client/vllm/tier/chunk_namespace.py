@@ -81,9 +81,10 @@ def chunk_namespace(
     chunk_bytes: int,
     page_bytes: int,
     tenant: str,
+    weights: str,
 ) -> Namespace:
     """The namespace of the chunks. chunk_bytes: size of a row of the primary tier. page_bytes: one rank's part of a
-    row."""
+    row. weights: the operator's name for them."""
     model = engine.model_config
     parallel = offloading.parallel
     chunk_tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
@@ -97,7 +98,8 @@ def chunk_namespace(
         world=1,
         tenant=tenant,
         extra={
-            "engine": f"vllm-{vllm.__version__}",
+            "engine": f"vllm-{vllm.__version__}",  # the tier's chunks are laid out by vLLM itself, in ways of its own
+            "weights": weights,
             "config": config_digest(model),
             "loaded": load_identity(engine.load_config),
             "draft": draft_identity(engine),

@@ -165,6 +165,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             chunk_bytes=self.block_size_bytes,
             page_bytes=offloading_spec.cpu_page_size_per_worker,
             tenant=given.tenant,
+            weights=given.weights_version,
         )
         self._counters = Counters()
         self._guard, lookup_guard = (
@@ -191,6 +192,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._loads: deque[LoadJob] = deque()  # finished ones, from the transfer's threads
         self._unstarted: list[JobResult] = []
         self._generation = b""
+        self._weights_version = given.weights_version
         logger.info("kvstore: chunks are stored at %s as %s", given.endpoint, self.namespace)
 
     # Lookups.
@@ -270,7 +272,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         that wait fail at once.
 
         The framework is about to empty its caches, as it does when the engine gets new weights, and does not tell a
-        tier why. So from now on no chunk stored before is found, and only this engine finds the chunks it stores.
+        tier why. So from now on no chunk stored before is found, and only this engine finds the chunks it stores,
+        unless the operator has named the weights, and so promised that this engine never gets others.
         """
         began = time.monotonic()
         while not (self._out.drain(self._timeout_s) and self._in.drain(self._timeout_s)):
@@ -280,10 +283,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 self._in.waiting,
                 time.monotonic() - began,
             )
+        if self._weights_version:
+            return
         if not self._generation:
             logger.warning(
                 "kvstore: the engine's cache was reset, perhaps for new weights, so from now on it shares no chunks "
-                "with other engines; restart it to share again"
+                "with other engines; restart it to share again. If the weights never change while the engine runs, "
+                "name them with the option weights_version"
             )
         self._generation = os.urandom(GENERATION_BYTES)
 

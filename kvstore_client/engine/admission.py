@@ -1,0 +1,137 @@
+"""Whether to load blocks or to have the engine compute them: what is sooner.
+
+Two paces are measured while the engine works: blocks that arrive from the store in a second, and tokens that the engine
+computes in a second. A load pays if its blocks, behind those of the loads before it, arrive before the engine would
+have computed them. What is not known yet is tried, one load at a time.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from typing import Final
+
+# Seconds of work after which what was measured before counts half.
+HALF_LIFE_S: Final = 5.0
+# A store that was slow is believed to be twice as fast after so many seconds, so that it is tried again.
+HOPE_S: Final = 5.0
+# What is taken to have arrived when nothing has: from a pace of 0 hope could not grow.
+LEAST_BLOCKS: Final = 0.5
+# For how long further loads wait for the first one, which tells how fast the store is.
+FIRST_LOAD_S: Final = 0.25
+# The least time that a load is given: less is a matter of chance.
+LEAST_S: Final = 0.05
+
+
+class Verdict(enum.Enum):
+    """What is better for blocks that the store has."""
+
+    LOAD = "load"
+    COMPUTE = "compute"
+    ASK_AGAIN = "ask again"  # the first load will tell soon
+
+
+class Pace:
+    """An amount per second, of which the newest seconds count most. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+        self.measured_at = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """So much was done in these seconds of work."""
+        if seconds <= 0:
+            return
+        kept = math.pow(0.5, seconds / HALF_LIFE_S)
+        self._amount, self._seconds = self._amount * kept + amount, self._seconds * kept + seconds
+        self.measured_at = time.monotonic()
+
+    @property
+    def per_s(self) -> float | None:
+        """None: nothing was measured."""
+        return self._amount / self._seconds if self._seconds else None
+
+
+class Admission:
+    """The loads of one engine. Not thread-safe.
+
+    arriving: blocks that come from the store. computing: tokens that the engine computes.
+    """
+
+    def __init__(self, *, block_tokens: int, timeout_s: float, always: bool = False) -> None:
+        """timeout_s: how long a load may take at most, once it has begun. always: every load pays."""
+        self.arriving, self.computing = Pace(), Pace()
+        self._block_tokens = block_tokens
+        self._timeout_s = timeout_s
+        self._always = always
+        self._ahead = 0  # blocks of loads that have not ended
+        self._ended = False  # whether one has: its first blocks alone tell little
+        self._first_began = 0.0
+
+    def judge(self, blocks: int) -> Verdict:
+        """Whether to load so many blocks now."""
+        arriving = self._arriving_per_s()
+        if self._always:
+            return Verdict.LOAD
+        if arriving is None or not self._ended:
+            if not self._ahead:
+                return Verdict.LOAD
+            waited = time.monotonic() - self._first_began
+            return Verdict.ASK_AGAIN if waited < FIRST_LOAD_S else Verdict.COMPUTE
+        seconds = (self._ahead + blocks) / arriving if arriving else math.inf
+        return Verdict.LOAD if seconds <= self._computing_s(blocks) else Verdict.COMPUTE
+
+    def begin(self, blocks: int) -> float:
+        """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it, and then as
+        long as computing takes."""
+        arriving = self._arriving_per_s()
+        before = self._ahead / arriving if arriving else 0.0
+        if not self._ahead:
+            self._first_began = time.monotonic()
+        self._ahead += blocks
+        return min(before, self._timeout_s) + max(LEAST_S, self._computing_s(blocks))
+
+    def arrived(self, blocks: int, seconds: float) -> None:
+        """So many blocks came from the store while some were on their way for so long."""
+        self.arriving.add(max(LEAST_BLOCKS, blocks), seconds)
+
+    def end(self, blocks: int) -> None:
+        """A load of so many blocks has ended."""
+        self._ahead -= blocks
+        self._ended = True
+
+    def _arriving_per_s(self) -> float | None:
+        arriving = self.arriving.per_s
+        if arriving is None or self._ahead:
+            return arriving
+        return arriving * math.pow(2.0, min(60.0, (time.monotonic() - self.arriving.measured_at) / HOPE_S))
+
+    def _computing_s(self, blocks: int) -> float:
+        computing = self.computing.per_s
+        seconds = blocks * self._block_tokens / computing if computing and not self._always else math.inf
+        return min(self._timeout_s, seconds)
+
+
+class StepTimes:
+    """How many tokens the engine computes in a second, from when it plans its steps. Not thread-safe."""
+
+    def __init__(self, computing: Pace, steps_ahead: int) -> None:
+        """steps_ahead: how many steps the engine plans before it waits for one."""
+        self._computing = computing
+        self._steps_ahead = steps_ahead
+        self._steps: list[tuple[int, frozenset[str]]] = []  # the newest last: tokens, requests
+        self._planned_at = 0.0
+
+    def plan(self, scheduled: dict[str, int]) -> None:
+        """The engine plans a step: so many tokens of each request."""
+        now = time.monotonic()
+        passed, self._planned_at = now - self._planned_at, now
+        # Decoding takes a step's time for a token; it says nothing of prompts.
+        prompts = sum(tokens for tokens in scheduled.values() if tokens > 1)
+        self._steps.append((prompts if 2 * prompts > sum(scheduled.values()) else 0, frozenset(scheduled)))
+        if len(self._steps) < self._steps_ahead + 2:
+            return
+        tokens, requests = self._steps.pop(0)
+        if tokens and requests & scheduled.keys():  # otherwise the engine may have had nothing to do in between
+            self._computing.add(tokens, passed)

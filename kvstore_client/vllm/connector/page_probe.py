@@ -1,0 +1,67 @@
+"""What vLLM's own kernels make of a page: the fingerprint of a layout, whatever version of vLLM writes it.
+
+Shapes and strides do not tell everything: a kernel may interleave keys and values inside a page, or store them scaled.
+So known keys and values of one block are written to a page beside the cache, by the code that writes the cache, and the
+bytes are hashed. Two engines whose fingerprints agree read each other's pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import vllm
+import xxhash
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+_SEED = 20_240_229
+
+
+def page_fingerprint(
+    layers: Mapping[str, Any],
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+) -> str:
+    """The fingerprint of the pages of these layers: ``page-`` and a digest; or, where a page cannot be written like
+    that, ``vllm-`` and the version, which is logged. ``layers``, ``kv_caches``: by name. dtype: of keys and values."""
+    digests = set()
+    try:
+        for name, cache in kv_caches.items():
+            digests.add(_digest(layers[name], cache, num_blocks, block_tokens, dtype))
+    except Exception as error:  # the interfaces of vLLM that this needs are not public
+        logger.warning(
+            "kvstore: how this engine lays out its pages cannot be found out (%s: %s), so blocks are shared with "
+            "engines of the same vLLM version only",
+            type(error).__name__,
+            error,
+        )
+        return f"vllm-{vllm.__version__}"
+    return "page-" + xxhash.xxh3_64_hexdigest(" ".join(sorted(digests)).encode())
+
+
+def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype: torch.dtype) -> str:
+    """Of the pages of one block of a layer, with known keys and values in it."""
+    pages = cache.shape[0] // num_blocks  # of the kernel, in one block
+    page = torch.zeros_like(cache[:pages])  # dense, with the same order of axes
+    slots = torch.arange(tokens, device=cache.device)
+
+    def known(*shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(_SEED + len(shape) + sum(shape))
+        return torch.randn(shape, generator=generator).to(device=cache.device, dtype=dtype)
+
+    if hasattr(layer, "kv_lora_rank"):
+        latent, rope = known(tokens, layer.kv_lora_rank), known(tokens, 1, layer.qk_rope_head_dim)
+        layer.impl.do_kv_cache_update(latent, rope, page, slots, layer.kv_cache_dtype, layer._k_scale)
+    else:
+        key = known(tokens, layer.num_kv_heads, layer.head_size)
+        value = known(tokens, layer.num_kv_heads, layer.head_size_v) + 1
+        layer.impl.do_kv_cache_update(layer, key, value, page, slots)
+    content = page.contiguous().view(torch.uint8).cpu().numpy()
+    if not content.any():
+        raise ValueError("nothing was written")
+    return xxhash.xxh3_64_hexdigest(content.tobytes())

@@ -1,0 +1,66 @@
+"""The start of the scheduler's half: it needs to know the workers' stores, which come with their first reports.
+
+vLLM's own handshake is not used, because under a MultiConnector it carries the data of one connector only. So the
+engine's first step tells what the half must know. Connecting to the store may take as long as a lookup, and no step of
+the engine may wait for that, so a thread makes the half.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstore_client.vllm.connector.plan import RankStore
+from kvstore_client.vllm.connector.scheduler import SchedulerHalf
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+# How long the engine's first requests wait for it. After that they are computed, and not saved.
+START_S: Final = 2.0
+
+
+class SchedulerStart:
+    """Makes the scheduler's half. Call every method from the engine core's thread.
+
+    half: None until it is made, and for ever if it cannot be made, which is logged.
+    """
+
+    def __init__(self, ranks: int, make: Callable[[Sequence[RankStore]], SchedulerHalf]) -> None:
+        """ranks: how many workers there are. make: makes the half from what they told; may take long, and raise."""
+        self.half: SchedulerHalf | None = None
+        self._ranks = ranks
+        self._make = make
+        self._stores: list[RankStore] = []
+        self._thread: threading.Thread | None = None
+        self._failed = False
+        self._first_asked = 0.0
+
+    def take(self, stores: Sequence[RankStore]) -> None:
+        """Take in what workers have told."""
+        self._stores += stores
+        if self._thread is None and len(self._stores) >= self._ranks:
+            self._thread = threading.Thread(target=self._run, name="kvstore-start", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.half = self._make(self._stores)
+        except Exception:
+            self._failed = True
+            logger.exception("kvstore: nothing will be loaded or saved")
+
+    def is_coming(self) -> bool:
+        """Whether a request should ask again, because the half will be there soon."""
+        now = time.monotonic()
+        self._first_asked = self._first_asked or now
+        return self.half is None and not self._failed and now - self._first_asked < START_S
+
+    def close(self) -> None:
+        """Wait for the thread, and close the half."""
+        if self._thread is not None:
+            self._thread.join()
+        if self.half is not None:
+            self.half.close()
