@@ -2,34 +2,28 @@
 
 Two paces are measured while the engine works: blocks that arrive from the store in a second, and tokens that the engine
 computes in a second. A load pays if its blocks, behind those of the loads before it, arrive before the engine would
-have computed them. What is not known yet is tried, one load at a time.
+have computed them. What is not known yet is tried, one load at a time; a store that was too slow is tried again with a
+few blocks.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 from typing import Final
 
 # Seconds of work after which what was measured before counts half.
 HALF_LIFE_S: Final = 5.0
-# A store that was slow is believed to be twice as fast after so many seconds, so that it is tried again.
+# A store that was slow is believed to be twice as fast after so many seconds, so that it is tried again, …
 HOPE_S: Final = 5.0
+# … with such a part of what a request could load.
+TRIAL: Final = 1 / 8
 # What is taken to have arrived when nothing has: from a pace of 0 hope could not grow.
 LEAST_BLOCKS: Final = 0.5
 # For how long further loads wait for the first one, which tells how fast the store is.
 FIRST_LOAD_S: Final = 0.25
 # The least time that a load is given: less is a matter of chance.
 LEAST_S: Final = 0.05
-
-
-class Verdict(enum.Enum):
-    """What is better for blocks that the store has."""
-
-    LOAD = "load"
-    COMPUTE = "compute"
-    ASK_AGAIN = "ask again"  # the first load will tell soon
 
 
 class Pace:
@@ -69,23 +63,27 @@ class Admission:
         self._ended = False  # whether one has: its first blocks alone tell little
         self._first_began = 0.0
 
-    def judge(self, blocks: int) -> Verdict:
-        """Whether to load so many blocks now."""
-        arriving = self._arriving_per_s()
+    def judge(self, blocks: int) -> int | None:
+        """How many of the blocks to load that the store has of a prompt, from its beginning; 0: computing them is
+        sooner. None: ask again, the first load will tell soon."""
+        arriving = self.arriving.per_s
         if self._always:
-            return Verdict.LOAD
+            return blocks
         if arriving is None or not self._ended:
             if not self._ahead:
-                return Verdict.LOAD
-            waited = time.monotonic() - self._first_began
-            return Verdict.ASK_AGAIN if waited < FIRST_LOAD_S else Verdict.COMPUTE
-        seconds = (self._ahead + blocks) / arriving if arriving else math.inf
-        return Verdict.LOAD if seconds <= self._computing_s(blocks) else Verdict.COMPUTE
+                return blocks
+            return None if time.monotonic() - self._first_began < FIRST_LOAD_S else 0
+        if self._pays(blocks, arriving):
+            return blocks
+        return math.ceil(blocks * TRIAL) if self._pays(blocks, self._hoped_per_s(arriving)) else 0
+
+    def _pays(self, blocks: int, arriving: float) -> bool:
+        return (self._ahead + blocks) <= arriving * self._computing_s(blocks)
 
     def begin(self, blocks: int) -> float:
         """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it, and then as
         long as computing takes."""
-        arriving = self._arriving_per_s()
+        arriving = self.arriving.per_s
         before = self._ahead / arriving if arriving else 0.0
         if not self._ahead:
             self._first_began = time.monotonic()
@@ -101,9 +99,8 @@ class Admission:
         self._ahead -= blocks
         self._ended = True
 
-    def _arriving_per_s(self) -> float | None:
-        arriving = self.arriving.per_s
-        if arriving is None or self._ahead:
+    def _hoped_per_s(self, arriving: float) -> float:
+        if self._ahead:  # one trial at a time
             return arriving
         return arriving * math.pow(2.0, min(60.0, (time.monotonic() - self.arriving.measured_at) / HOPE_S))
 

@@ -113,14 +113,17 @@ class LocalFirstStore:
         *,
         deferred: bool = True,
         parent: Sequence[bytes | None] | None = None,
+        priority: int = 0,
+        ttl_s: float | None = None,
     ) -> SetResult:
         """Set blocks in both stores. -> what the fleet's store says."""
+        how: dict[str, Any] = {"deferred": deferred, "parent": parent, "priority": priority, "ttl_s": ttl_s}
         call = _Call(self._timeout_s)
         try:
-            self.local.set(keys, blocks, deferred=deferred, parent=parent, timeout_s=call.local_s)
+            self.local.set(keys, blocks, timeout_s=call.local_s, **how)
         except KVStoreError as error:  # a refusal: the local store is of no use for these
             log.debug("kvstore: the local store refused %d blocks: %s", len(keys), error)
-        return self.remote.set(keys, blocks, deferred=deferred, parent=parent, timeout_s=call.left_s)
+        return self.remote.set(keys, blocks, timeout_s=call.left_s, **how)
 
     def info(self) -> Any:
         """The state of the fleet's store."""

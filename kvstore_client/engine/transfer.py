@@ -15,6 +15,7 @@ caller can always release the memory that it holds for a transfer.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import threading
 import time
@@ -37,7 +38,7 @@ CHUNK_BYTES: Final = 32 << 20
 # The first chunk of a job is such a part of it, and after this part of its time a job must be as far as it should be:
 # so a store that is too slow is found out soon.
 FIRST_CHUNK: Final = 1 / 8
-GRACE: Final = 0.25
+GRACE: Final = 0.1
 
 
 class SendOutcome(enum.Enum):
@@ -54,6 +55,7 @@ class _Waiting(NamedTuple):
     block: Block
     token: Hashable
     parent: bytes | None  # the key before it in its chain; None: it is the first
+    attributes: tuple[int, float | None]  # priority, and time to live in seconds
 
 
 Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
@@ -93,11 +95,15 @@ class TransferOut:
         blocks: Sequence[Block],
         tokens: Sequence[Hashable],
         parents: Sequence[bytes | None],
+        attributes: Sequence[tuple[int, float | None]] | None = None,
     ) -> None:
-        """Queue blocks. ``parents[i]``: the key before ``keys[i]`` in its chain, None for a chain's first. Beyond the
+        """Queue blocks. ``parents[i]``: the key before ``keys[i]`` in its chain, None for a chain's first.
+        ``attributes[i]``: priority and time to live, as the client's ``set`` takes them; None: the defaults. Beyond the
         limit, the oldest in the queue are dropped, even if this call put them there. Never blocks."""
+        if attributes is None:
+            attributes = [(0, None)] * len(keys)
         with self._changed:
-            self._queue.extend(_Waiting(*each) for each in zip(keys, blocks, tokens, parents, strict=True))
+            self._queue.extend(_Waiting(*each) for each in zip(keys, blocks, tokens, parents, attributes, strict=True))
             surplus = len(self._queue) if self._closed else max(0, len(self._queue) - self._limit)
             dropped = [self._queue.popleft() for _ in range(surplus)]
             self._changed.notify_all()
@@ -177,8 +183,18 @@ def _stored(store: Store, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
 def _set(client: Store, blocks: Sequence[_Waiting]) -> int:
     """Set blocks. -> how many the store could not take. A deferred set is acknowledged once the store owns the bytes;
     every lookup sees the blocks from then on."""
-    keys, rows = [each.key for each in blocks], [each.block for each in blocks]
-    return client.set(keys, rows, deferred=True, parent=[each.parent for each in blocks]).error
+    lost = 0
+    for (priority, ttl_s), group in itertools.groupby(blocks, lambda each: each.attributes):
+        some = list(group)
+        lost += client.set(
+            [each.key for each in some],
+            [each.block for each in some],
+            deferred=True,
+            parent=[each.parent for each in some],
+            priority=priority,
+            ttl_s=ttl_s,
+        ).error
+    return lost
 
 
 Arrived: TypeAlias = "Callable[[int, npt.NDArray[np.bool_]], bool]"

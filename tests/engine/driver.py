@@ -33,6 +33,7 @@ class Ask:
     max_tokens: int = 8
     at: int = 0
     abort: str | float | None = None
+    options: dict[str, Any] | None = None  # what it asks of the connector
 
 
 @dataclass
@@ -112,7 +113,8 @@ class Serving:
                 if asks[number].at <= step:
                     self._played += 1
                     prompt = {"prompt_token_ids": asks[number].prompt}
-                    name = engine.add_request(f"{number}/{self._played}", prompt, sampling(asks[number].max_tokens))
+                    how = sampling(asks[number].max_tokens, asks[number].options)
+                    name = engine.add_request(f"{number}/{self._played}", prompt, how)
                     begun[number] = name, time.monotonic()
                     if self._core is not None:
                         answers[number].keys = list(self._core.scheduler.requests[name].block_hashes)
@@ -179,6 +181,12 @@ class Serving:
         state["waiting_blocks"] = self.metrics()["waiting_blocks"]
         return state
 
+    def tier_keys(self) -> list[bytes]:
+        """The keys of the blocks in the connector's CPU tier."""
+        index = ours(self._core.scheduler.connector)._scheduler._tier._index
+        keys, size = index.keys_of(index.ready_slots()), index.key_bytes
+        return [keys[at : at + size] for at in range(0, len(keys), size)]
+
     def settle(self) -> dict[str, float]:
         """Step until nothing is under way, as long as ``SETTLE_S``. -> ``state``."""
         end = time.monotonic() + SETTLE_S
@@ -194,10 +202,12 @@ def ours(connector: Any) -> Any:
     return next(child for child in children if type(child).__name__ == "KVStoreConnector")
 
 
-def sampling(max_tokens: int) -> Any:
+def sampling(max_tokens: int, options: dict[str, Any] | None = None) -> Any:
+    """options: what the request asks of the connector."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    extra = None if options is None else {"kv_transfer_params": {"kvstore": options}}
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
 
 
 def answer_of(output: Any, seconds: float) -> Answer:
@@ -206,9 +216,11 @@ def answer_of(output: Any, seconds: float) -> Answer:
 
 def make_engine(spec: dict[str, Any]) -> Any:
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    connector = None
+    connector, arguments = None, dict(spec["engine"])
+    if "kv_events_config" in arguments:
+        arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     if spec["connector"] is not None:
         mine = {
             "kv_connector": "KVStoreConnector",
@@ -240,7 +252,7 @@ def make_engine(spec: dict[str, Any]) -> Any:
             "max_model_len": 2048,
             "gpu_memory_utilization": 0.3,  # of the host's memory, on CPUs
             "num_gpu_blocks_override": 1024,  # of 256 KiB: every page of the cache is written to at the start
-            **spec["engine"],
+            **arguments,
         },
     )
 

@@ -122,6 +122,11 @@ class Engine:
         self._send("reset_prefix_cache", connector)
         assert self.result() is True
 
+    def tier_keys(self) -> list[bytes]:
+        self._send("tier_keys")
+        keys: list[bytes] = self.result()
+        return keys
+
     def deliver(self, blocks: int) -> None:
         self._send("deliver", blocks)
         self.result()

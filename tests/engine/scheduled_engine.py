@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -30,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
+from kvstore_client.vllm.connector.events import KVEvents
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.plan import StepPlan
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
@@ -158,10 +160,14 @@ class ScheduledEngine:
             prefix_caching=prefix_cache,
             admission=Admission(block_tokens=BLOCK_TOKENS, timeout_s=5.0, always=True),
             steps_ahead=self.depth - 1,
+            events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS),
+            parts=ranks,
         )
         connector = self.scheduler.connector
         connector._start.half = self.half
         connector._never_raise = _raise  # what an engine survives is a failure here
+        connector.take_events = lambda: ()  # `hear` takes them
+        self.heard: dict[str | None, set[Any]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}  # hashes
         self.requests: dict[str, Request] = {}
         self.weights = 0  # their number: it changes when the model gets others
         self._meaning: dict[bytes, tuple[int, bytes]] = {}  # key -> weights and block hash it stands for
@@ -171,12 +177,14 @@ class ScheduledEngine:
 
     # What users do.
 
-    def add(self, tokens: Sequence[int], name: str = "", max_tokens: int = 1) -> Request:
+    def add(self, tokens: Sequence[int], name: str = "", max_tokens: int = 1, asks: object = None) -> Request:
+        """asks: what the request asks of the connector."""
         name = name or f"request{len(self.requests)}"
+        extra = None if asks is None else {"kv_transfer_params": {"kvstore": asks, "another": "connector's"}}
         request = Request(
             name,
             list(tokens),
-            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra),
             None,
             block_hasher=self._hasher,
         )
@@ -291,8 +299,30 @@ class ScheduledEngine:
         for rank in self.ranks:
             assert not rank.writing and not +rank.reading and not rank.loads and not rank.copies and not rank.sends
         self.check_readable()
+        self.check_heard()
         self.tier.clear()
         assert self.tier.busy == 0, "references to slots were not given back"
+
+    def hear(self) -> None:
+        """Do what a router does with the connector's events."""
+        for event in self.half.events.take():
+            if isinstance(event, BlockStored):
+                assert event.token_ids and len(event.token_ids) == event.block_size == BLOCK_TOKENS
+                self.heard[event.medium].update(event.block_hashes)
+            else:
+                assert isinstance(event, BlockRemoved) and self.heard[event.medium].issuperset(event.block_hashes)
+                self.heard[event.medium].difference_update(event.block_hashes)
+
+    def check_heard(self) -> None:
+        """Who listens to the events knows exactly what the tier has."""
+        self.hear()
+        index = self.tier._index
+        keys = index.keys_of(index.ready_slots()) if index is not None else b""
+        size = index.key_bytes if index is not None else 1
+        named = [self._meaning.get(keys[at : at + size], (-1, b"")) for at in range(0, len(keys), size)]
+        assert self.heard[MEDIUM_CPU] == {
+            maybe_convert_block_hash(BlockHash(block_hash)) for weights, block_hash in named if weights == self.weights
+        }
 
     def check_readable(self) -> None:
         """What the tier offers is in its slot on every rank."""

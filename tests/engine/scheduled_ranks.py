@@ -177,6 +177,7 @@ class Rank:
         self.end_read(slot, key)
         if stored:
             self.held.add(key)
+            self._report.stored[job, slot] += 1
         self._report.released[job, slot] += 1
 
     def finish_load(self, index: int = 0, *, deliver: float = math.inf) -> None:

@@ -73,6 +73,12 @@ def fill_tier(engine: ScheduledEngine, tokens: range = PROMPT) -> None:
     engine.scheduler.reset_prefix_cache()
 
 
+def lose(engine: ScheduledEngine, *keys: bytes) -> None:
+    """The host tier has these blocks no more."""
+    engine.tier.drop(engine.tier.find(keys).tolist())
+    engine.half.events.evicted(keys)
+
+
 # ---- what a request may load -----------------------------------------------------------------------------------------
 
 
@@ -144,6 +150,58 @@ def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded
     assert matched(engine) == 5
 
 
+def test_a_request_may_do_without_loads_or_have_a_part_of_one(start: StartEngine) -> None:
+    engine = start()
+    store(engine, PROMPT, 5)
+    for asks, blocks in (({"load": False}, 0), ({"max_load_tokens": 2 * BLOCK_TOKENS + 1}, 2), ({"save": False}, 5)):
+        request = engine.add(PROMPT, asks=asks)
+        assert engine.half.matched_tokens(request, 0) == blocks * BLOCK_TOKENS
+        engine.abort(request)
+    assert len(engine.lookups.asked) == 2, "nobody is asked what is not to be loaded"
+
+
+@pytest.mark.parametrize(
+    ("asks", "blocks"),
+    [({"save": False}, 0), ({"max_save_tokens": 3 * BLOCK_TOKENS - 1}, 2), ({"load": False, "priority": 2}, 5)],
+)
+def test_a_request_says_which_of_its_blocks_are_saved(start: StartEngine, asks: dict[str, Any], blocks: int) -> None:
+    engine = start()
+    request = engine.add(PROMPT, asks=asks)
+    assert saved_blocks(engine, request, engine.step().plan.saves) == list(range(blocks))
+
+
+def test_saved_blocks_have_what_their_request_asks_for(start: StartEngine) -> None:
+    engine = start()
+    engine.add(PROMPT, asks={"priority": 3, "ttl_s": 60})
+    saves = engine.step().plan.saves
+    assert saves is not None and saves.attributes == [(3, 60.0)] * 5
+
+
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        ({"skip": True}, "unknown option 'skip'"),
+        ({"priority": 9}, "priority is 9"),
+        ({"ttl_s": -1}, "ttl_s is -1"),
+        ({"max_load_tokens": "all"}, "expected a whole number or null, got text"),
+        ("nothing", "kvstore is 'nothing'; expected an object of options"),
+    ],
+)
+def test_a_request_with_a_wrong_option_is_computed_without_the_store(
+    start: StartEngine, caplog: pytest.LogCaptureFixture, asks: object, said: str
+) -> None:
+    logging.disable(logging.NOTSET)
+    engine = start()
+    logging.disable(logging.NOTSET)
+    store(engine, PROMPT, 5)
+    request = engine.add(PROMPT, asks=asks)
+    assert engine.half.matched_tokens(request, 0) == 0
+    assert engine.step().plan.saves is None
+    assert engine.counters.take()["refused_requests"] == 1
+    assert matched(engine) == 5, "others are not concerned"
+    assert said in caplog.text and f"request {request.request_id} is computed without the store" in caplog.text
+
+
 def test_a_hit_below_the_minimum_is_ignored(start: StartEngine) -> None:
     engine = start(min_hit_tokens=3 * BLOCK_TOKENS)
     store(engine, PROMPT, 2)
@@ -192,7 +250,7 @@ def test_a_load_takes_from_each_tier_what_it_has(start: StartEngine) -> None:
     engine = start(ranks=2)
     fill_tier(engine)
     keys = engine.keys(PROMPT)
-    engine.tier.drop(engine.tier.find([keys[1], keys[3]]).tolist())
+    lose(engine, keys[1], keys[3])
     request = engine.add(PROMPT)
     [load] = engine.step().plan.loads
     blocks = engine.block_ids(request.request_id)
@@ -211,7 +269,7 @@ def test_a_hit_ends_at_the_first_block_that_no_tier_has(start: StartEngine) -> N
     fill_tier(engine)
     keys = engine.keys(PROMPT)
     engine.ranks[0].held.difference_update(keys)
-    engine.tier.drop(engine.tier.find([keys[2]]).tolist())
+    lose(engine, keys[2])
     assert matched(engine) == 2
 
 

@@ -200,6 +200,11 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check_readable()
 
+    @invariant()
+    def the_events_tell_exactly_what_the_tier_has(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_heard()
+
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self.engine.lookups.answering = True

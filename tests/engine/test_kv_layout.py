@@ -79,8 +79,7 @@ def swap_around(layout: BlockLayout, tensors: dict[str, torch.Tensor]) -> None:
     pool[...] = 0xAB
     layout.swap_out([4, 0, 2], pool, [3, 1, 0]).wait()
     assert (pool[[2, 4]] == 0xAB).all()
-    layout.fence()
-    layout.swap_in(pool, [3, 1], [1, 3]).wait()
+    layout.swap_in(pool, [3, 1], [1, 3], layout.fence()).wait()
     for name, tensor in tensors.items():
         assert equal(tensor[1], before[name][4])
         assert equal(tensor[3], before[name][0])
@@ -278,7 +277,7 @@ def test_a_copy_into_a_device_comes_after_the_work_queued_before_the_fence(cuda:
     waited = []
 
     def swap_in() -> None:
-        copy = layout.swap_in(pool, [0], [2])
+        copy = layout.swap_in(pool, [0], [2], fence)
         waited.append(not copy.done())
         copy.wait()
 
@@ -286,12 +285,31 @@ def test_a_copy_into_a_device_comes_after_the_work_queued_before_the_fence(cuda:
         torch.cuda._sleep(200_000_000)
         for tensor in tensors.values():
             tensor.view(torch.int16).zero_()
-        layout.fence()
+        fence = layout.fence()
         thread = threading.Thread(target=swap_in)
         thread.start()
         thread.join()
     assert waited == [True]
     assert (swapped_out(layout, 2) == 7).all()
+
+
+def test_a_load_waits_for_its_own_fence_only(cuda: str) -> None:
+    """With a load in each step, one that waited for the newest fence would wait for ever newer steps."""
+    import torch
+
+    layout = block_layout(caches("LBHNC", cuda))
+    pool = layout.pool(2)
+    pool[0], pool[1] = 7, 9
+    with torch.cuda.stream(torch.cuda.Stream()):
+        early = layout.fence()
+        torch.cuda._sleep(400_000_000)
+        late = layout.fence()
+        second = layout.swap_in(pool, [1], [3], late)
+        first = layout.swap_in(pool, [0], [2], early)
+        first.wait()
+        assert not second.done()
+        second.wait()
+    assert (swapped_out(layout, 2) == 7).all() and (swapped_out(layout, 3) == 9).all()
 
 
 def test_the_pool_of_a_device_is_page_locked_and_as_large_as_asked_for(cuda: str) -> None:

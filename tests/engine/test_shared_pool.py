@@ -36,7 +36,16 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
         store_on_host=True,
     )
     keys = make_keys(4)
-    worker.save(Saves(0, keys=keys, parents=[None, *keys[:3]], block_ids=[0, 1, 2, 3], slots=[5, 1, 8, 3]))
+    worker.save(
+        Saves(
+            0,
+            keys=keys,
+            parents=[None, *keys[:3]],
+            block_ids=[0, 1, 2, 3],
+            slots=[5, 1, 8, 3],
+            attributes=[(0, None)] * 4,
+        )
+    )
     worker.await_copies()
     worker.close()
     blocks = guard.call(lambda client: client.get(keys).blocks, None)

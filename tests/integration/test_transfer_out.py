@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,13 @@ class Out(TransferOut):
                 self.outcomes[token] = outcome
                 self.rows[token][:] = 0xEE
 
-    def send(self, keys: Sequence[bytes], block_bytes: int = BLOCK_BYTES) -> None:
+    def send(
+        self, keys: Sequence[bytes], block_bytes: int = BLOCK_BYTES, attributes: Sequence[Any] | None = None
+    ) -> None:
         """Puts the keys' blocks, each of which is its own token."""
         for key in keys:
             self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
-        self.put(keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]])
+        self.put(keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]], attributes)
 
     def of(self, keys: Sequence[bytes]) -> list[SendOutcome | None]:
         return [self.outcomes.get(key) for key in keys]
@@ -116,6 +118,18 @@ def test_blocks_arrive_whole_in_the_store(
     counted = counters.take()
     assert counted.pop("transfer_out_seconds") > 0
     assert counted == {"transfer_out_blocks": len(keys), "transfer_out_bytes": len(keys) * BLOCK_BYTES}
+
+
+def test_blocks_have_the_attributes_that_they_were_put_with(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(10)
+    out = start_out(server, namespace)
+    out.send(keys, attributes=[(0, None)] * 3 + [(0, 1.0)] * 3 + [(2, None)] * 4)
+    with KVStoreClient(server.endpoint, namespace) as client:
+        wait_until(lambda: out.of(keys) == [SendOutcome.STORED] * 10)
+        wait_until(lambda: client.contains(keys).tolist() == [True] * 3 + [False] * 3 + [True] * 4, 10)
 
 
 def test_what_the_store_has_is_not_sent(

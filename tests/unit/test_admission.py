@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_client.engine import admission as module
-from kvstore_client.engine.admission import FIRST_LOAD_S, HOPE_S, LEAST_S, Admission, Pace, StepTimes, Verdict
+from kvstore_client.engine.admission import FIRST_LOAD_S, HOPE_S, LEAST_S, Admission, Pace, StepTimes
 
 BLOCK_TOKENS = 32
 
@@ -36,33 +36,33 @@ def known(arriving: float, computing: float) -> Admission:
 
 
 def test_what_arrives_sooner_is_loaded_and_the_rest_computed(clock: Clock) -> None:
-    assert known(arriving=101, computing=100 * BLOCK_TOKENS).judge(50) is Verdict.LOAD
-    assert known(arriving=99, computing=100 * BLOCK_TOKENS).judge(50) is Verdict.COMPUTE
-    assert known(arriving=0, computing=1).judge(1) is Verdict.COMPUTE
+    assert known(arriving=101, computing=100 * BLOCK_TOKENS).judge(50) == 50
+    assert known(arriving=99, computing=100 * BLOCK_TOKENS).judge(50) == 0
+    assert known(arriving=0, computing=1).judge(1) == 0
 
 
 def test_a_load_waits_for_those_before_it(clock: Clock) -> None:
     admission = known(arriving=200, computing=100 * BLOCK_TOKENS)
     assert admission.begin(50) == pytest.approx(0.5)  # as long as computing them
-    assert admission.judge(50) is Verdict.LOAD  # 100 / 200 s, and computing takes 0.5 s
-    assert admission.judge(49) is Verdict.COMPUTE
+    assert admission.judge(50) == 50  # 100 / 200 s, and computing takes 0.5 s
+    assert admission.judge(49) == 0
     assert admission.begin(50) == pytest.approx(0.25 + 0.5)
     admission.end(50)
     admission.end(50)
-    assert admission.judge(49) is Verdict.LOAD
+    assert admission.judge(49) == 49
 
 
 def test_while_nothing_is_known_one_load_is_tried(clock: Clock) -> None:
     admission = Admission(block_tokens=BLOCK_TOKENS, timeout_s=5)
-    assert admission.judge(50) is Verdict.LOAD
+    assert admission.judge(50) == 50
     assert admission.begin(50) == 5
-    assert admission.judge(50) is Verdict.ASK_AGAIN
+    assert admission.judge(50) is None
     clock.now += FIRST_LOAD_S
-    assert admission.judge(50) is Verdict.COMPUTE
+    assert admission.judge(50) == 0
     admission.arriving.add(10, 0.001)
-    assert admission.judge(50) is Verdict.COMPUTE  # these were the first load's first blocks
+    assert admission.judge(50) == 0  # these were the first load's first blocks
     admission.end(50)
-    assert admission.judge(50) is Verdict.LOAD
+    assert admission.judge(50) == 50
 
 
 def test_no_load_takes_longer_than_the_timeout_or_less_than_chance(clock: Clock) -> None:
@@ -75,31 +75,34 @@ def test_no_load_takes_longer_than_the_timeout_or_less_than_chance(clock: Clock)
 
 def test_a_store_that_was_slow_is_tried_again(clock: Clock) -> None:
     admission = known(arriving=10, computing=100 * BLOCK_TOKENS)
-    assert admission.judge(50) is Verdict.COMPUTE
+    assert admission.judge(50) == 0
     clock.now += 3 * HOPE_S
-    assert admission.judge(50) is Verdict.COMPUTE
+    assert admission.judge(50) == 0
     clock.now += HOPE_S
-    assert admission.judge(50) is Verdict.LOAD
-    admission.begin(50)
-    assert admission.judge(50) is Verdict.COMPUTE  # one at a time
+    assert admission.judge(50) == 7, "a few blocks tell as much"
+    admission.begin(7)
+    assert admission.judge(50) == 0, "one trial at a time"
+    admission.arrived(1000, 1.0)
+    admission.end(7)
+    assert admission.judge(50) == 50
 
 
 def test_a_store_that_gave_nothing_at_all_is_tried_again_too(clock: Clock) -> None:
     admission = known(arriving=0, computing=100 * BLOCK_TOKENS)
     admission.arriving = Pace()
     admission.arrived(0, 1.0)
-    assert admission.judge(50) is Verdict.COMPUTE
+    assert admission.judge(50) == 0
     clock.now += 8 * HOPE_S
-    assert admission.judge(50) is Verdict.LOAD
+    assert admission.judge(50) == 7
     admission.arrived(0, 0.0)  # nothing was on its way
-    assert admission.judge(50) is Verdict.LOAD
+    assert admission.judge(50) == 7
 
 
 def test_always_means_always(clock: Clock) -> None:
     admission = Admission(block_tokens=BLOCK_TOKENS, timeout_s=5, always=True)
     admission.arriving.add(1, 100.0)
     admission.computing.add(1e9, 1.0)
-    assert admission.judge(10**6) is Verdict.LOAD
+    assert admission.judge(10**6) == 10**6
     assert admission.begin(10**6) == 5
 
 

@@ -1,9 +1,10 @@
 """Copies between a CUDA device and host memory, on streams beside the model's.
 
-There are two side streams, one for each direction, so that neither waits for the other. A copy is ordered with the
-model's work by an event on the model's stream: a copy out waits for all work queued before it, a copy in for all work
-queued before the last ``fence``. The fence is needed because the engine may be a step ahead of its GPU: a step that
-was queued earlier may still write to blocks that the scheduler has freed and given away since.
+Copies out have a side stream, and each load has one of its own, so that neither direction waits for the other, and no
+load for another one. A copy is ordered with the model's work by an event on the model's stream: a copy out waits for
+all work queued before it, a copy in for all work queued before the ``Fence`` of its load. The fence is needed because
+the engine may be a step ahead of its GPU: a step that was queued earlier may still write to blocks that the scheduler
+has freed and given away since.
 
 One call hands the driver up to `RUNS_PER_CALL` runs of a copy. No kernel of ours runs, and no device memory is taken.
 """
@@ -52,33 +53,39 @@ class Runs(NamedTuple):
     sizes: Addresses
 
 
+class Fence(NamedTuple):
+    """Copies that come after it, on `stream`, wait for all work that was queued before it."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+
 class SideStreams:
-    """The copies of one device. Thread-safe. The copies of one direction are made in the order of the calls."""
+    """The copies of one device. Thread-safe. Copies out are made in the order of the calls, and so are those in of one
+    fence."""
 
     def __init__(self, device: torch.device) -> None:
         self._copy_batch = batched_copy()
         self._device = device
         self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
-        self._fence: torch.cuda.Event | None = None
 
-    def fence(self) -> None:
-        """Called by the model's thread. Later copies in wait for all work queued on its stream up to this call."""
-        self._fence = self._event_of_the_current_stream()
+    def fence(self) -> Fence:
+        """Called by the model's thread. -> what makes copies in wait for all work queued on its stream up to now."""
+        return Fence(torch.cuda.Stream(self._device), self._event_of_the_current_stream())
 
     def copy_out(self, runs: Runs, keep: object) -> DeviceCopy:
         """Copy from the cache to the rows, after all work queued on the calling thread's stream. ``keep``: an object
         that must outlive the copy, such as the array of the rows."""
         return self._copy(self._out, self._event_of_the_current_stream(), runs.cache, runs.rows, runs.sizes, keep)
 
-    def copy_in(self, runs: Runs, keep: object) -> DeviceCopy:
-        """Copy from the rows to the cache, after the last fence. Without any fence, blocks until the device is idle."""
+    def copy_in(self, runs: Runs, keep: object, after: Fence | None) -> DeviceCopy:
+        """Copy from the rows to the cache, after the fence. Without one, blocks until the device is idle."""
         # Not torch.cuda.device(): on leaving it, a thread that never chose a device would open a context on device 0.
         torch.cuda.set_device(self._device)
-        fence = self._fence
-        if fence is None:
+        if after is None:
             torch.cuda.synchronize(self._device)
-        return self._copy(self._in, fence, runs.rows, runs.cache, runs.sizes, keep)
+            after = self.fence()
+        return self._copy(after.stream, after.event, runs.rows, runs.cache, runs.sizes, keep)
 
     def _event_of_the_current_stream(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -88,7 +95,7 @@ class SideStreams:
     def _copy(
         self,
         stream: torch.cuda.Stream,
-        after: torch.cuda.Event | None,
+        after: torch.cuda.Event,
         src: Addresses,
         dst: Addresses,
         sizes: Addresses,
@@ -97,8 +104,7 @@ class SideStreams:
         batch = [torch.from_numpy(array) for array in (src, dst, sizes)]
         done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps instead of spinning
         with torch.cuda.stream(stream):
-            if after is not None:
-                stream.wait_event(after)
+            stream.wait_event(after)
             for first in range(0, len(sizes), RUNS_PER_CALL):
                 self._copy_batch(*(array[first : first + RUNS_PER_CALL] for array in batch))
             done.record(stream)

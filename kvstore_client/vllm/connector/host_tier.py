@@ -30,6 +30,7 @@ class HostTier:
         self.keep = keep
         self._index: BlockIndex | None = None  # made with the first key, whose length it needs
         self._tick = 1
+        self._evicted = bytearray()  # keys
 
     @property
     def blocks(self) -> int:
@@ -74,8 +75,16 @@ class HostTier:
         packed = b"".join(keys)
         lacking = self._index.missing(packed) - self._index.free
         if lacking > 0:
-            self._index.evict(lacking, time.monotonic())
+            self._index.evict(lacking, time.monotonic(), self._evicted)
         return self._index.reserve(packed, False, self._ticks(len(keys)))
+
+    def take_evicted(self) -> list[bytes]:
+        """The keys of the blocks that were evicted since the last call."""
+        if not self._evicted or self._index is None:
+            return []
+        keys, size = bytes(self._evicted), self._index.key_bytes
+        self._evicted.clear()
+        return [keys[at : at + size] for at in range(0, len(keys), size)]
 
     @staticmethod
     def is_known(slot: int) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.config.vllm import get_current_vllm_config_or_none
@@ -32,6 +32,7 @@ from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
+from kvstore_client.vllm.connector.events import KVEvents
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.connector.mismatch import explain_mismatch
@@ -50,6 +51,7 @@ from kvstore_client.vllm.shared.store_options import parse_options
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -111,7 +113,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         distinct = {rank.namespace.id: rank.namespace for rank in ranks}
         self._guards += [self._guard(namespace, self._options.lookup_timeout_s) for namespace in distinct.values()]
         self._explain_mismatch(self._guards[0])
-        transfer = self._kv_transfer_config
+        transfer, events = self._kv_transfer_config, self._vllm_config.kv_events_config
         return SchedulerHalf(
             PrefixLookups(self._guards, timeout_s=self._options.lookup_timeout_s, counters=self._counters),
             HostTier(
@@ -131,6 +133,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 always=self._options.always_load,
             ),
             steps_ahead=self._vllm_config.max_concurrent_batches - 1,
+            events=KVEvents(
+                wanted=bool(events and events.enable_kv_cache_events),
+                block_tokens=self._vllm_config.cache_config.block_size,
+            ),
+            parts=len(distinct),
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
@@ -185,6 +192,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return False, None
         self._never_raise(lambda: half.save_rest(request, block_ids), None)
         return half.finished(request), None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.events.take() if self._scheduler else ()
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.holds_blocks

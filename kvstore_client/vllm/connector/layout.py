@@ -25,7 +25,7 @@ import torch
 from kvstore import _cext
 from kvstore_client.engine.transfer import Rows
 from kvstore_client.memory import host_memory
-from kvstore_client.vllm.connector.device import Addresses, Runs, SideStreams, pinned_rows
+from kvstore_client.vllm.connector.device import Addresses, Fence, Runs, SideStreams, pinned_rows
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -112,12 +112,11 @@ class BlockLayout:
             return pinned_rows(rows, self.block_bytes, self._device, memory)
         return np.empty((rows, self.block_bytes), dtype=np.uint8) if memory is None else memory
 
-    def fence(self) -> None:
-        """Called by the model's thread before other threads may call ``swap_in``. Those copies then wait for all work
-        queued on the model's stream by now, such as writes of earlier steps to blocks that were given to another
-        request since. Never blocks; does nothing for host tensors."""
-        if self._streams is not None:
-            self._streams.fence()
+    def fence(self) -> Fence | None:
+        """Called by the model's thread before other threads may call ``swap_in``, for each load. -> what its copies
+        wait for: all work queued on the model's stream by now, such as writes of earlier steps to blocks that were
+        given to another request since. Never blocks; None for host tensors."""
+        return self._streams.fence() if self._streams is not None else None
 
     def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Copy:
         """Copy block ``block_ids[i]`` to ``pool[slots[i]]``, after all work queued on the calling thread's stream: the
@@ -134,15 +133,15 @@ class BlockLayout:
         _cext.gather(self._arrays, _int64(block_ids), pool, slots=_int64(slots))
         return FinishedCopy()
 
-    def swap_in(self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> Copy:
+    def swap_in(self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int], after: Fence | None = None) -> Copy:
         """Copy ``pool[slots[i]]`` to block ``block_ids[i]``. Called by any thread. Host tensors: done on return.
-        Devices: after all work that was queued at the last ``fence``.
+        Devices: after the ``fence``; without one, after all work that was queued, for which the call waits.
 
         From the fence until the copy is done, nobody else may use these blocks or change the slots. Raises as
         ``swap_out``. One slot may be copied to several blocks.
         """
         if self._streams is not None:
-            return self._streams.copy_in(self.runs(block_ids, pool, slots), keep=pool)
+            return self._streams.copy_in(self.runs(block_ids, pool, slots), pool, after)
         assert self._arrays is not None
         _cext.scatter(pool, self._arrays, _int64(block_ids), slots=_int64(slots))
         return FinishedCopy()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore_client.engine.lookup import PrefixLookup
+from kvstore_client.vllm.connector.request_options import RequestOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 class WaitingRequest:
     """A request that asked how much it may load and has no blocks of the engine's cache yet."""
 
+    options: RequestOptions
     lookup: PrefixLookup | None = None  # None: the store is not asked for this request
     next_lookup: PrefixLookup | None = None  # asked because the answer of `lookup` is old
     local: int = 0  # leading blocks in the engine's own cache
@@ -28,6 +30,7 @@ class TrackedRequest:
     """A request that has blocks of the engine's cache."""
 
     request: Request
+    options: RequestOptions
     lookup: PrefixLookup | None  # None: there is none, or its result was used
     next_save: int  # blocks before this one are in the store, or were handed to the workers to save
     stored: int | None = None  # leading blocks the store has, once known
@@ -45,6 +48,7 @@ class PendingLoad:
     held: list[int]  # slots of the host tier that the load reads
     fetched: list[int] = field(default_factory=list)  # slots of the host tier that the load writes …
     fetched_block_ids: list[int] = field(default_factory=list)  # … and the cache blocks filled from them
+    fetched_keys: list[bytes] = field(default_factory=list)
     from_store: int = 0  # blocks that come from the store
     failed: set[int] = field(default_factory=set)  # cache blocks that some rank could not load
 

@@ -46,6 +46,7 @@ class Saves:
     """Blocks to save that are complete at the end of a step. The worker copies cache block ``block_ids[i]`` to
     ``slots[i]`` and then sends that slot to the store as ``keys[i]``, which follows ``parents[i]`` in its chain. Blocks
     ``send_keys[i]``, which follow ``send_parents[i]``, are in their slots ``send_slots[i]`` already and are only sent.
+    ``attributes[i]``, ``send_attributes[i]``: priority and time to live in the store, for those that it has not got.
     ``job``: the number of these saves in the workers' reports."""
 
     job: int
@@ -53,9 +54,11 @@ class Saves:
     parents: list[bytes | None] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    attributes: list[tuple[int, float | None]] = field(default_factory=list)
     send_keys: list[bytes] = field(default_factory=list)
     send_parents: list[bytes | None] = field(default_factory=list)
     send_slots: list[int] = field(default_factory=list)
+    send_attributes: list[tuple[int, float | None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.keys or self.send_keys)
@@ -85,6 +88,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     copied: job -> ranks that have made its copies out of the cache, or given them up.
     broken: jobs whose copies some rank has given up.
     released: (job, slot) -> ranks that will not read the slot for this job any more.
+    stored: (job, slot) -> ranks that know the store to have their parts, of those that are released.
     arrived_blocks, arriving_seconds: what came from the store, and for how long blocks were on their way.
     """
 
@@ -92,6 +96,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     copied: Counter[int] = field(default_factory=Counter)
     broken: set[int] = field(default_factory=set)
     released: Counter[tuple[int, int]] = field(default_factory=Counter)
+    stored: Counter[tuple[int, int]] = field(default_factory=Counter)
     arrived_blocks: int = 0
     arriving_seconds: float = 0.0
 
@@ -106,6 +111,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.copied + other.copied,
             self.broken | other.broken,
             self.released + other.released,
+            self.stored + other.stored,
             self.arrived_blocks + other.arrived_blocks,
             self.arriving_seconds + other.arriving_seconds,
         )

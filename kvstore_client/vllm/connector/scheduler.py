@@ -20,18 +20,22 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from kvstore_client.engine.admission import Admission, StepTimes, Verdict
+import numpy as np
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
+
+from kvstore_client.engine.admission import Admission, StepTimes
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PIN_S, PrefixLookups
 from kvstore_client.vllm.connector.block_keys import BlockKeys
-from kvstore_client.vllm.connector.host_tier import HostTier
+from kvstore_client.vllm.connector.events import KVEvents
+from kvstore_client.vllm.connector.host_tier import HostTier, Slots
 from kvstore_client.vllm.connector.pending import PendingCopies, PendingLoad, TrackedRequest, WaitingRequest
 from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
+from kvstore_client.vllm.connector.request_options import request_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     import numpy.typing as npt
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -63,10 +67,12 @@ class SchedulerHalf:
         prefix_caching: bool,
         admission: Admission,
         steps_ahead: int,
+        events: KVEvents,
+        parts: int,
     ) -> None:
         """ranks: workers, each of which reports on every plan. prefix_caching: whether the engine's own cache shares
         blocks between requests. admission: which loads pay. steps_ahead: how many steps the engine plans
-        before it waits for one."""
+        before it waits for one. parts: in how many parts the store has each block."""
         self._lookups = lookups
         self._tier = tier
         self._keys = BlockKeys()
@@ -79,6 +85,8 @@ class SchedulerHalf:
         self._counters = counters
         self._prefix_caching = prefix_caching
         self._admission = admission
+        self.events = events
+        self._parts = parts
         self._steps = StepTimes(self._admission.computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
         self._tracked: dict[str, TrackedRequest] = {}
@@ -89,6 +97,8 @@ class SchedulerHalf:
         self._saves = Saves(job=0)
         self._copying: dict[int, PendingCopies] = {}
         self._sending: Counter[tuple[int, int]] = Counter()  # (job, slot) -> ranks that still read it
+        self._sent_keys: dict[tuple[int, int], bytes] = {}  # of those
+        self._stored: Counter[tuple[int, int]] = Counter()  # (job, slot) -> parts that the store has
         self._held: dict[str, int] = {}  # finished requests whose blocks the engine keeps -> until which job
         self._newly_held: dict[str, int] = {}  # those that no plan has named yet
         self._hit_sources: tuple[str, int, int] = ("", 0, 0)  # of the last load: request, tokens of host, of store
@@ -111,7 +121,13 @@ class SchedulerHalf:
 
     def added(self, request: Request) -> None:
         """Start the lookup of a new request: it may be long until the engine has room for it."""
-        self._look_up(request, self._waiting.setdefault(request.request_id, WaitingRequest()))
+        self._look_up(request, self._wait(request))
+
+    def _wait(self, request: Request) -> WaitingRequest:
+        waiting = self._waiting.get(request.request_id)
+        if waiting is None:
+            waiting = self._waiting[request.request_id] = WaitingRequest(request_options(request, self._counters))
+        return waiting
 
     def _look_up(self, request: Request, waiting: WaitingRequest) -> Sequence[bytes]:
         """See to it that the store is asked. -> the keys of the blocks that may be loaded, never that of the last
@@ -122,6 +138,7 @@ class SchedulerHalf:
         # for ever.
         if (
             not self._may_load
+            or not waiting.options.load
             or usable * self._block_tokens < self._min_hit_tokens
             or request.skip_reading_prefix_cache
             or request.request_id in self._failed_loads
@@ -140,7 +157,7 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens are to be loaded beyond the ``computed_tokens`` of the engine's own cache: whole blocks only,
         as far as they arrive sooner than they are computed. None: not known yet, ask again."""
-        waiting = self._waiting.setdefault(request.request_id, WaitingRequest())
+        waiting = self._wait(request)
         local = waiting.local = computed_tokens // self._block_tokens
         keys = self._look_up(request, waiting)
         if waiting.lookup is None or (len(keys) - local) * self._block_tokens < self._min_hit_tokens:
@@ -152,15 +169,18 @@ class SchedulerHalf:
             return None
         present = in_host.copy()
         present[: max(0, (stored or 0) - local)] = True
+        most = waiting.options.max_load_tokens
+        if most is not None:
+            present[most // self._block_tokens :] = False
         run = _leading(present)
         from_store = run - int(in_host[:run].sum())
         if from_store:
-            verdict = self._admission.judge(from_store)
-            if verdict is Verdict.ASK_AGAIN:
+            load = self._admission.judge(from_store)
+            if load is None:
                 return None
-            if verdict is Verdict.COMPUTE:
-                self._counters.add("declined_tokens", from_store * self._block_tokens)
-                run = _leading(in_host)
+            if load < from_store:
+                self._counters.add("declined_tokens", (from_store - load) * self._block_tokens)
+                run = int(np.searchsorted(np.cumsum(~in_host[:run]), load, side="right"))
         tokens = run * self._block_tokens
         return tokens if tokens >= self._min_hit_tokens else 0
 
@@ -179,7 +199,9 @@ class SchedulerHalf:
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:  # the engine calls again after the load, when there is nothing to do
             return
-        tracked = self._tracked[request.request_id] = TrackedRequest(request, waiting.lookup, next_save=waiting.local)
+        tracked = self._tracked[request.request_id] = TrackedRequest(
+            request, waiting.options, waiting.lookup, next_save=waiting.local
+        )
         self._settle_lookup(tracked)
         if tracked.stored is not None:
             tracked.next_save = tracked.stored
@@ -210,8 +232,12 @@ class SchedulerHalf:
             load.host_slots,
             load.slots or [],
             load.block_ids if load.slots else [],
+            load.keys if load.slots else [],
             len(load.keys),
         )
+        if load.slots:
+            for index in to_fetch:
+                self.events.note(request, keys[index], first + index)
         host_tokens = len(in_host) * self._block_tokens
         self._hit_sources = (request.request_id, host_tokens, external_tokens - host_tokens)
         self._counters.add("hit_tokens_cpu", host_tokens)
@@ -227,12 +253,17 @@ class SchedulerHalf:
         would take more than half of the tier, if there is no room, or if one of the blocks is being written already."""
         if not self._tier.keep or not keys or len(keys) > self._tier.slots // 2:
             return None
-        slots = self._tier.reserve(keys)
+        slots = self._reserve(keys)
         if (slots < 0).any():
             self._tier.abort(slots)
             return None
         reserved: list[int] = slots.tolist()
         return reserved
+
+    def _reserve(self, keys: Sequence[bytes]) -> Slots:
+        slots = self._tier.reserve(keys)
+        self.events.evicted(self._tier.take_evicted())
+        return slots
 
     # What a step saves.
 
@@ -261,8 +292,10 @@ class SchedulerHalf:
             return None
         if saves.slots:
             self._copying[saves.job] = PendingCopies(saves.keys, saves.parents, saves.slots, self._ranks)
-        for slot in (*saves.slots, *saves.send_slots):
-            self._sending[saves.job, slot] = self._ranks
+        for keys, slots in ((saves.keys, saves.slots), (saves.send_keys, saves.send_slots)):
+            for key, slot in zip(keys, slots, strict=True):
+                self._sending[saves.job, slot] = self._ranks
+                self._sent_keys[saves.job, slot] = key
         return saves
 
     def _save(self, tracked: TrackedRequest, computed_tokens: int, block_ids: Sequence[int]) -> int:
@@ -279,14 +312,20 @@ class SchedulerHalf:
         end = min(computed_tokens // self._block_tokens, len(chain), len(block_ids))
         if not self._save_decode:
             end = min(end, request.num_prompt_tokens // self._block_tokens)
-        if first >= end:
+        options = tracked.options
+        if options.max_save_tokens is not None:
+            end = min(end, options.max_save_tokens // self._block_tokens)
+        if first >= end or not options.save:
             return 0
+        attributes = (options.priority, options.ttl_s)
         keys = chain[first:end]
         unplaced = 0
-        for index, (key, slot) in enumerate(zip(keys, self._tier.reserve(keys).tolist(), strict=True), start=first):
+        for index, (key, slot) in enumerate(zip(keys, self._reserve(keys).tolist(), strict=True), start=first):
             if slot >= 0:
+                self.events.note(request, key, index)
                 self._saves.keys.append(key)
                 self._saves.parents.append(chain[index - 1] if index else None)
+                self._saves.attributes.append(attributes)
                 self._saves.block_ids.append(block_ids[index])
                 self._saves.slots.append(slot)
                 tracked.last_job = self._saves.job
@@ -295,7 +334,7 @@ class SchedulerHalf:
                 end = index
                 break
             elif self._tier.keep and tracked.stored is not None and index >= tracked.stored:
-                self._send_again(key, chain[index - 1] if index else None)
+                self._send_again(request, index, attributes)
         tracked.next_save = max(first, end)
         self._tier.touch(chain[:end])
         return unplaced
@@ -311,16 +350,20 @@ class SchedulerHalf:
             tracked.stored = lookup.stored or 0
             tracked.next_save = min(tracked.next_save, tracked.stored)
 
-    def _send_again(self, key: bytes, parent: bytes | None) -> None:
+    def _send_again(self, request: Request, index: int, attributes: tuple[int, float | None]) -> None:
         """Plan to send a block that the host tier has and the store lacks."""
+        chain = self._keys.of(request)
+        key = chain[index]
         [slot] = self._tier.acquire([key]).tolist()
         if slot < 0:  # still being written, and sent after that
             return
         if slot in self._saves.send_slots:
             self._tier.release([slot])
             return
+        self.events.note(request, key, index)
         self._saves.send_keys.append(key)
-        self._saves.send_parents.append(parent)
+        self._saves.send_parents.append(chain[index - 1] if index else None)
+        self._saves.send_attributes.append(attributes)
         self._saves.send_slots.append(slot)
 
     # What the workers report.
@@ -339,6 +382,7 @@ class SchedulerHalf:
             self._admission.arrived(report.arrived_blocks, report.arriving_seconds)
             for job, ranks in report.copied.items():
                 self._copied(job, ranks, broken=job in report.broken)
+            self._stored.update(report.stored)
             for sent, ranks in report.released.items():
                 self._released(sent, ranks)
 
@@ -353,6 +397,9 @@ class SchedulerHalf:
                 del self._arriving[key]
         good = [block_id not in load.failed for block_id in load.fetched_block_ids]
         self._tier.commit([slot for slot, is_good in zip(load.fetched, good, strict=True) if is_good])
+        self.events.stored([key for key, is_good in zip(load.fetched_keys, good, strict=True) if is_good], MEDIUM_CPU)
+        for key in load.fetched_keys:
+            self.events.forget(key)
         self._tier.link(load.keys, load.parents)
         self._tier.abort([slot for slot, is_good in zip(load.fetched, good, strict=True) if not is_good])
         if not load.failed:
@@ -376,11 +423,17 @@ class SchedulerHalf:
         self._tier.hold(copying.slots)  # until they are sent
         if copying.broken or not self._tier.keep:
             self._tier.drop(copying.slots)
+        else:
+            self.events.stored(copying.keys, MEDIUM_CPU)
 
     def _released(self, sent: tuple[int, int], ranks: int) -> None:
         self._sending[sent] -= ranks
         if not self._sending[sent]:
             del self._sending[sent]
+            key = self._sent_keys.pop(sent)
+            if self._stored.pop(sent, 0) >= self._parts:
+                self.events.stored([key], MEDIUM_STORAGE)
+            self.events.forget(key)
             self._tier.release([sent[1]])
 
     # The end of a request.
@@ -417,6 +470,7 @@ class SchedulerHalf:
         requests are not saved any more."""
         self._keys.forget()
         self._tier.clear()
+        self.events.cleared()
         for waiting in self._waiting.values():
             waiting.lookup = waiting.next_lookup = None
         for tracked in self._tracked.values():

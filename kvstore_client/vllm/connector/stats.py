@@ -193,6 +193,7 @@ def traffic_text(counters: Mapping[str, float], waiting_blocks: float) -> str:
         "lookup_timeouts": "lookups timed out",
         "skipped_lookups": "lookups skipped",
         "declined_tokens": "tokens computed sooner",
+        "refused_requests": "requests with wrong options",
         "failed_loads": "requests computed after all",
         "defects": "defects",
     }

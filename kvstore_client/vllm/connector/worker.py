@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.transfer import Rows, SendOutcome, TransferIn, TransferOut
+from kvstore_client.vllm.connector.device import Fence
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
 
@@ -33,6 +34,9 @@ LOADING_THREADS = 2
 # How long a step without tokens waits for the end of a transfer. Without this wait, such steps would spin and take the
 # GIL from the transfers.
 IDLE_WAIT_S = 0.001
+
+
+_IN_STORE = (SendOutcome.STORED, SendOutcome.PRESENT)
 
 
 class OrderedCopies(NamedTuple):
@@ -82,7 +86,7 @@ class WorkerHalf:
         self._copied_job = -1
         self._held: dict[str, int] = {}
         self._report = WorkerReport([store])
-        self._released: deque[tuple[int, int]] = deque()
+        self._released: deque[tuple[tuple[int, int], bool]] = deque()  # job and slot; whether the store has the block
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed_block_ids: set[int] = set()
@@ -106,7 +110,7 @@ class WorkerHalf:
             places = [index % (2 * self._in.chunk_blocks) for index in range(len(load.keys))]
             loading = RankLoad(load, self._layout, self._pool, self._staging_rows, places)
         try:
-            self._layout.fence()
+            loading.fence = self._layout.fence()
         except Exception:
             logger.exception(
                 "kvstore: no copy into the KV cache can be started; request %s is computed", load.request_id
@@ -198,7 +202,7 @@ class WorkerHalf:
             except Exception:
                 logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
             self._copying.append(OrderedCopies(saves, copy, started))
-        self._send(saves.job, saves.send_keys, saves.send_slots, saves.send_parents)
+        self._send(saves.job, saves.send_keys, saves.send_slots, saves.send_parents, saves.send_attributes)
 
     def take_saved(self) -> set[str]:
         """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
@@ -212,7 +216,10 @@ class WorkerHalf:
         """The report to the scheduler's half: what ended since the last call; None if nothing did."""
         self._settle_copies()
         while self._released:
-            self._report.released[self._released.popleft()] += 1
+            token, is_stored = self._released.popleft()
+            self._report.released[token] += 1
+            if is_stored:
+                self._report.stored[token] += 1
         self._report.arrived_blocks, self._report.arriving_seconds = self._in.take_pace()
         report, self._report = self._report, WorkerReport()
         return report or None
@@ -231,17 +238,24 @@ class WorkerHalf:
             self._report.copied[saves.job] += 1
             if copy is None:
                 self._report.broken.add(saves.job)
-                self._released.extend((saves.job, slot) for slot in saves.slots)
+                self._released.extend(((saves.job, slot), False) for slot in saves.slots)
                 continue
             self._counters.add("swap_out_blocks", len(saves.slots))
             self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.block_bytes)
             self._counters.add("swap_out_seconds", time.monotonic() - started)
-            self._send(saves.job, saves.keys, saves.slots, saves.parents)
+            self._send(saves.job, saves.keys, saves.slots, saves.parents, saves.attributes)
 
-    def _send(self, job: int, keys: Sequence[bytes], slots: Sequence[int], parents: Sequence[bytes | None]) -> None:
+    def _send(
+        self,
+        job: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        parents: Sequence[bytes | None],
+        attributes: Sequence[tuple[int, float | None]],
+    ) -> None:
         """Queue the blocks that this rank sends, and release the slots of those that another rank sends."""
         mine = [self._is_mine(key) for key in keys]
-        self._released.extend((job, slot) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine)
+        self._released.extend(((job, slot), False) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine)
         sent = [index for index, is_mine in enumerate(mine) if is_mine]
         if sent:
             self._out.put(
@@ -249,13 +263,14 @@ class WorkerHalf:
                 [self._pool[slots[index]] for index in sent],
                 [(job, slots[index]) for index in sent],
                 [parents[index] for index in sent],
+                [attributes[index] for index in sent],
             )
 
     def _is_mine(self, key: bytes) -> bool:
         return int.from_bytes(key[:4], "big") % self._replicas == self._replica
 
     def _sent(self, results: Sequence[tuple[Hashable, SendOutcome]]) -> None:
-        self._released.extend(cast("tuple[int, int]", token) for token, _ in results)
+        self._released.extend((cast("tuple[int, int]", token), outcome in _IN_STORE) for token, outcome in results)
 
     def close(self) -> None:
         """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
@@ -275,6 +290,7 @@ class RankLoad:
         self.load = load
         self.rows = rows
         self.slots = slots
+        self.fence: Fence | None = None  # what its copies wait for
         self.placed = 0
         self.seconds = 0.0  # spent placing blocks
         self.missing = {*load.host_block_ids, *load.block_ids}  # cache blocks that are not loaded yet
@@ -303,7 +319,7 @@ class RankLoad:
 
     def _place(self, rows: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         if block_ids:
-            self._copies.append((self._layout.swap_in(rows, slots, block_ids), block_ids))
+            self._copies.append((self._layout.swap_in(rows, slots, block_ids, self.fence), block_ids))
 
     def _settle(self) -> None:
         copy, block_ids = self._copies.popleft()

@@ -74,6 +74,9 @@ COUNTERS: Final[Mapping[str, Sample]] = {
     "declined_tokens": Sample(
         Metric("declined_tokens_total", "Prompt tokens computed although the store had them: it would have been later.")
     ),
+    "refused_requests": Sample(
+        Metric("refused_requests_total", "Requests computed without the store because of what they asked of it.")
+    ),
     "failed_calls": Sample(Metric("failed_calls_total", "Calls of the store that failed, each one a miss.")),
     "defects": Sample(
         Metric("defects_total", "Errors of the connector itself, treated as misses. Please report them.")
