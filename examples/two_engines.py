@@ -4,9 +4,10 @@
 
 Starts a kvstore-server and two `vllm serve` processes that use it, all on this machine, and holds a conversation whose
 turns go to them alternately, as a load balancer without affinity would send them. Every turn's prompt is all that was
-said before; each engine finds the other's part of it in the store. Prints, for every turn, what was cached and the time
-to the answer, then each engine's own metrics. The model has random weights (nothing is downloaded). Exit status 1 if a
-turn that could hit did not.
+said before; each engine finds the other's part of it in the store. Then it holds another conversation through
+`examples/router.py`, which hears the engines' KV events and sends each turn to the engine that has most of it. Prints,
+for every turn, what was cached and the time to the answer, then each engine's own metrics. The model has random weights
+(nothing is downloaded). Exit status 1 if a turn that could hit did not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 import urllib.request
 from contextlib import ExitStack
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,13 @@ class EngineServer:
         self.name = name
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.log = log
+        self.events, self.replay = f"ipc://{log}.events", f"ipc://{log}.replay"
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events,
+            "replay_endpoint": self.replay,
+        }
         transfer = {
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
@@ -59,6 +68,7 @@ class EngineServer:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1"]
         command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+        command += ["--kv-events-config", json.dumps(events)]
         # Options that the CPU and a model without a tokenizer need.
         command += ["--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager"]
         command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(max_model_len)]
@@ -92,22 +102,6 @@ class EngineServer:
                 return
         raise SystemExit(f"{self.name} did not start; its log ends:\n{self.log.read_text(errors='replace')[-4000:]}")
 
-    def complete(self, prompt: list[int]) -> dict[str, Any]:
-        """The answer to a prompt of token ids, as OpenAI's API gives it."""
-        body = {
-            "model": "demo",
-            "prompt": prompt,
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            return dict(json.load(reply))
-
     def metrics(self) -> dict[str, float]:
         """This engine's kvstore metrics that are not 0: name and labels -> value."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
@@ -116,29 +110,58 @@ class EngineServer:
         return {name: float(value) for name, value in values if float(value)}
 
 
-def converse(engines: list[EngineServer], prompt_tokens: int) -> list[dict[str, Any]]:
-    """One conversation, its turns to the engines in turn."""
-    chooser = random.Random(11)
+def complete(url: str, prompt: list[int]) -> tuple[dict[str, Any], Message]:
+    """The answer to a prompt of token ids, as OpenAI's API gives it, and its headers."""
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as reply:
+        return dict(json.load(reply)), reply.headers
+
+
+def converse(urls: dict[str, str], seed: int, prompt_tokens: int) -> list[dict[str, Any]]:
+    """One conversation, its turns to these addresses, by name, in turn."""
+    chooser = random.Random(seed)
     said = [chooser.randrange(VOCABULARY) for _ in range(prompt_tokens)]
     turns = []
     for number in range(TURNS):
-        engine = engines[number % len(engines)]
+        name = list(urls)[number % len(urls)]
         started = time.perf_counter()
-        reply = engine.complete(said)
+        reply, headers = complete(urls[name], said)
         seconds = time.perf_counter() - started
         details = reply["usage"].get("prompt_tokens_details") or {}
+        name = headers.get("x-kvstore-engine", name)
         turns.append(
             {
-                "engine": engine.name,
+                "engine": name,
                 "prompt_tokens": len(said),
                 "cached_tokens": details.get("cached_tokens") or 0,
+                "routed_tokens": int(headers.get("x-kvstore-tokens", 0)),
                 "seconds": seconds,
             }
         )
-        progress.print(f"turn {number + 1}: {engine.name} answered after {seconds:.2f} s")
+        progress.print(f"turn {number + 1}: {name} answered after {seconds:.2f} s")
         said = said + reply["choices"][0]["token_ids"] + [chooser.randrange(VOCABULARY) for _ in range(40)]
         time.sleep(PAUSE_S)
     return turns
+
+
+def start_router(engines: list[EngineServer]) -> tuple[subprocess.Popen[str], str]:
+    """-> `router.py` for these engines, and its address."""
+    command = [sys.executable, str(Path(__file__).with_name("router.py")), "--port", "0"]
+    for engine in engines:
+        command += ["--engine", f"{engine.name}={engine.url},{engine.events},{engine.replay}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()[-1]
 
 
 def run(prompt_tokens: int, model_size: str) -> dict[str, Any]:
@@ -158,24 +181,34 @@ def run(prompt_tokens: int, model_size: str) -> dict[str, Any]:
         with progress.status("two engines are starting …"):
             for engine in engines:
                 engine.await_health()
-        turns = converse(engines, prompt_tokens)
-        return {"turns": turns, "metrics": {engine.name: engine.metrics() for engine in engines}}
+        turns = converse({engine.name: engine.url for engine in engines}, 11, prompt_tokens)
+        router, url = start_router(engines)
+        stack.callback(router.wait)
+        stack.callback(router.terminate)
+        routed = converse({"router": url}, 12, prompt_tokens)
+        metrics = {engine.name: engine.metrics() for engine in engines}
+        return {"turns": turns, "routed": routed, "metrics": metrics}
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table("turn", "engine", title="a conversation, its turns sent to two engines alternately")
-    for heading in ("prompt tokens", "cached tokens", "answer after"):
-        table.add_column(heading, justify="right")
-    for number, turn in enumerate(result["turns"], start=1):
-        table.add_row(
-            str(number),
-            turn["engine"],
-            str(turn["prompt_tokens"]),
-            str(turn["cached_tokens"]),
-            f"{turn['seconds']:.2f} s",
-        )
     console = Console()
-    console.print(table)
+    titles = {
+        "turns": "a conversation, its turns sent to two engines alternately",
+        "routed": "another one, its turns sent by the router to the engine that has most of them",
+    }
+    for name, title in titles.items():
+        table = Table("turn", "engine", title=title)
+        for heading in ("prompt tokens", "cached tokens", "answer after"):
+            table.add_column(heading, justify="right")
+        for number, turn in enumerate(result[name], start=1):
+            table.add_row(
+                str(number),
+                turn["engine"],
+                str(turn["prompt_tokens"]),
+                str(turn["cached_tokens"]),
+                f"{turn['seconds']:.2f} s",
+            )
+        console.print(table)
     for name, metrics in result["metrics"].items():
         console.print(f"\n{name}, GET /metrics:")
         for metric, value in metrics.items():
@@ -198,7 +231,7 @@ def main() -> int:
         print(json.dumps(result))
     else:
         show(result)
-    return 0 if all(turn["cached_tokens"] > 0 for turn in result["turns"][1:]) else 1
+    return 0 if all(turn["cached_tokens"] for name in ("turns", "routed") for turn in result[name][1:]) else 1
 
 
 if __name__ == "__main__":

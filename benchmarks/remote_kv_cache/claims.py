@@ -24,6 +24,16 @@ from benchmarks.remote_kv_cache.test_sharding import (
     TWO_SHARDS,
 )
 from benchmarks.remote_kv_cache.test_shared_memory import BORROW, CONTAINS, FROM_HOST, LOOKUP, SMALL_BYTES
+from benchmarks.remote_kv_cache.test_slow_store import (
+    ALL_AT_ONCE,
+    ALWAYS,
+    FAST,
+    MEAN,
+    ONE_AFTER_ANOTHER,
+    P99,
+    SLOW,
+    SOONER,
+)
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, PREFILL, STORED, TARGET
 from benchmarks.remote_kv_cache.transfers import MEMCPY, PLAIN_GET, PLAIN_SET
 from benchmarks.results_reader import CaseResult, Result
@@ -255,6 +265,37 @@ def _restarted(at_most: float) -> Callable[[Result], Finding]:
     return find
 
 
+def _slow_store(slow: float, fast: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = _only(result, ONE_AFTER_ANOTHER)
+        shares = {name: case.to_limit(name).median for name in (SLOW, FAST)}
+        return Finding(
+            ", ".join(f"{name} {share:.2f} x" for name, share in shares.items()),
+            f"{WITHOUT}: {case.seconds(WITHOUT).median:.1f} s",
+            shares[SLOW] <= slow and shares[FAST] <= fast and _right(result),
+            len(case.data["seconds"][SLOW]),
+        )
+
+    return find
+
+
+def _all_at_once(at_most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = _only(result, ALL_AT_ONCE)
+        best = {
+            which: min(case.seconds(f"{name}, {which}").median for name in (ALWAYS, WITHOUT)) for which in (MEAN, P99)
+        }
+        shares = {which: case.seconds(f"{SOONER}, {which}").median / best[which] for which in (MEAN, P99)}
+        return Finding(
+            ", ".join(f"{which} {share:.2f} x" for which, share in shares.items()),
+            ", ".join(f"{which} {seconds:.2f} s" for which, seconds in best.items()),
+            max(shares.values()) <= at_most and _right(result),
+            len(case.data["seconds"][f"{SOONER}, {MEAN}"]),
+        )
+
+    return find
+
+
 def _only(result: Result, group: str) -> CaseResult:
     """The one case of a part. Raises `KeyError` if that part was left out."""
     cases = result.group(group)
@@ -361,6 +402,22 @@ REMOTE_CLAIMS: Final = (
         "test_long_prefill",
         f"--parts '{FIRST_TOKEN}'",
         _restarted(1.3),
+    ),
+    Claim(
+        _MODULE,
+        "prompts of 5000 tokens that the store has, engine restarted: over 1 MB/s ≤ 1.05 x the time without the "
+        "connector, over 200 MB/s ≤ 0.15 x",
+        "test_slow_store",
+        f"--parts '{ONE_AFTER_ANOTHER}'",
+        _slow_store(1.05, 0.15),
+    ),
+    Claim(
+        _MODULE,
+        "50 prompts at once, of which the store has 90 %, over 200 MB/s: time to the first token, mean and p99, ≤ 1.1 "
+        "x the better of always loading and computing",
+        "test_slow_store",
+        f"--parts '{ALL_AT_ONCE}'",
+        _all_at_once(1.1),
     ),
     Claim(_MODULE, "demo: equal tokens, first token ≥ 10 times sooner", "test_demo", "", _demo),
 )

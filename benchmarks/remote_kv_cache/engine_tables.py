@@ -75,6 +75,17 @@ def first_token(results: Results) -> str:
     return markdown((case.name, "s, median (min … max)", "of computing", "x the engine's own cache"), rows)
 
 
+def slow_store(results: Results) -> str:
+    """Times over links of limited rate, beside computing."""
+    rows = []
+    for case in results["test_slow_store"].cases:
+        for name in case.operations:
+            seconds = case.seconds(name)
+            times = f"{seconds.median:.2f} ({seconds.low:.2f} … {seconds.high:.2f})"
+            rows.append((case.name, name, times, spread_text(case.to_limit(name)) if name in case.limits else ""))
+    return markdown(("prompts", "", "s, median (min … max)", f"x {WITHOUT}"), rows)
+
+
 def _qps(case: CaseResult, operation: str) -> str:
     return f"{case.parameters['prompts'] / case.seconds(operation).median:.2f}"
 
@@ -103,4 +114,5 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "transfer_in": ("test_transfer_in", transfer_in),
     "long_prefill": ("test_long_prefill", long_prefill),
     "first_token": ("test_long_prefill", first_token),
+    "slow_store": ("test_slow_store", slow_store),
 }

@@ -29,7 +29,9 @@ SOONER: Final = "what is sooner"
 ALWAYS: Final = "always load"
 MEAN: Final = "mean"
 P99: Final = "p99"
-PARTS: Final = ("one after another", "all at once")
+ONE_AFTER_ANOTHER: Final = "one after another"
+ALL_AT_ONCE: Final = "all at once"
+PARTS: Final = (ONE_AFTER_ANOTHER, ALL_AT_ONCE)
 _FULL: Final = 10e9  # bytes/s: while the store is filled
 _LONG, _SHORT, _SHARE = 5000, 1000, 0.9
 _OUTPUT_TOKENS: Final = 4
@@ -110,7 +112,7 @@ def all_at_once(measuring: Measuring, engines: dict[str, Engine], number: int) -
 def _case(benchmark: Benchmark, name: str, rounds: list[dict[str, float]], measuring: Measuring, limit: str) -> None:
     columns = {column: [each[column] for each in rounds] for column in rounds[0]}
     limits = {
-        column: f"{limit}, {column.rpartition(', ')[2]}" if name == PARTS[1] else limit
+        column: f"{limit}, {column.rpartition(', ')[2]}" if name == ALL_AT_ONCE else limit
         for column in columns
         if not column.startswith(limit)
     }
@@ -144,7 +146,7 @@ def main() -> int:
     rounds = benchmark.rounds
     checks = Checks()
     for part in benchmark.options.parts:
-        first = part == PARTS[0]
+        first = part == ONE_AFTER_ANOTHER
         tokens, prompts = (_LONG, 8) if first else (_SHORT, 50)
         if benchmark.quick:
             tokens, prompts = tokens // 4, prompts // 4

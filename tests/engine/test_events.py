@@ -9,6 +9,7 @@ import msgspec
 import zmq
 
 from kvstore_client import KVStoreClient, Namespace
+from kvstore_client.engine.routing import Routes
 from tests.engine.engines import BLOCK, BLOCK_BYTES, StartEngine, namespaces, prompt
 from tests.support.harness import Server, wait_until
 
@@ -121,5 +122,15 @@ def test_an_index_made_of_the_events_is_exact(server: Server, start_engine: Star
                     assert router.parents[block_hash] == parent
                     parent, followed = block_hash, followed + 1
             assert followed > TIER_BLOCKS
+            with Routes() as routes:  # hears all of it from the replay
+                routes.add("engine", live, replay)
+                wait_until(lambda: routes.index.blocks, 10, "it hears")
+                have = {medium: set(blocks) for medium, blocks in router.blocks.items()}
+                for question in questions:
+                    hashes, size = routes.index.chain(question)
+                    for medium, run in routes.index.runs(hashes)["engine"].items():
+                        holders = have["GPU"] | have["CPU"] if medium == "any" else have[medium]
+                        wanted_run = next((n for n, each in enumerate(hashes) if each not in holders), len(hashes))
+                        assert (run, size) == (wanted_run, BLOCK)
         finally:
             router.close()

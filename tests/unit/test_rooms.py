@@ -46,7 +46,10 @@ ORDER = {
 
 LINES = 400
 REASON = "Over 400 lines because"
-DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}  # where an import has another name than its distribution
+DISTRIBUTIONS = {
+    "prometheus_client": "prometheus-client",
+    "zmq": "pyzmq",
+}  # where an import has another name than its distribution
 
 
 @cache
@@ -117,7 +120,7 @@ def test_dependencies_are_what_the_packages_import() -> None:
     base = {Requirement(line).name for line in project["dependencies"]}
     extras = {
         Requirement(line).name
-        for name in ("cluster", "vllm", "torch")
+        for name in ("cluster", "vllm", "torch", "routing")
         for line in project["optional-dependencies"][name]
     }
     imported = {
