@@ -2,8 +2,8 @@
 
 Two paces are measured while the engine works: blocks that arrive from the store in a second, and tokens that the engine
 computes in a second. A load pays if its blocks, behind those of the loads before it, arrive before the engine would
-have computed them. What is not known yet is tried, one load at a time; a store that was too slow is tried again with a
-few blocks.
+have computed them without a store, behind the prompts before it. What is not known yet is tried, one load at a time; a
+store that was too slow is tried again with a few blocks.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Admission:
         self._ended = False  # whether one has: its first blocks alone tell little
         self._first_began = 0.0
 
-    def judge(self, blocks: int) -> int | None:
+    def judge(self, blocks: int, tokens_before: int = 0) -> int | None:
         """How many of the blocks to load that the store has of a prompt, from its beginning; 0: computing them is
-        sooner. None: ask again, the first load will tell soon."""
+        sooner. None: ask again, the first load will tell soon. tokens_before: what the engine, without a store, would
+        have to compute first."""
         arriving = self.arriving.per_s
         if self._always:
             return blocks
@@ -73,14 +74,13 @@ class Admission:
             if not self._ahead:
                 return blocks
             return None if time.monotonic() - self._first_began < FIRST_LOAD_S else 0
-        if self._pays(blocks, arriving):
+        seconds = self._computing_s(blocks, tokens_before)
+        if self._ahead + blocks <= arriving * seconds:
             return blocks
-        return math.ceil(blocks * TRIAL) if self._pays(blocks, self._hoped_per_s(arriving)) else 0
+        hoped = self._hoped_per_s(arriving)
+        return math.ceil(blocks * TRIAL) if self._ahead + blocks <= hoped * seconds else 0
 
-    def _pays(self, blocks: int, arriving: float) -> bool:
-        return (self._ahead + blocks) <= arriving * self._computing_s(blocks)
-
-    def begin(self, blocks: int) -> float:
+    def begin(self, blocks: int, tokens_before: int = 0) -> float:
         """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it, and then as
         long as computing takes."""
         arriving = self.arriving.per_s
@@ -88,7 +88,7 @@ class Admission:
         if not self._ahead:
             self._first_began = time.monotonic()
         self._ahead += blocks
-        return min(before, self._timeout_s) + max(LEAST_S, self._computing_s(blocks))
+        return min(before, self._timeout_s) + max(LEAST_S, self._computing_s(blocks, tokens_before))
 
     def arrived(self, blocks: int, seconds: float) -> None:
         """So many blocks came from the store while some were on their way for so long."""
@@ -104,9 +104,10 @@ class Admission:
             return arriving
         return arriving * math.pow(2.0, min(60.0, (time.monotonic() - self.arriving.measured_at) / HOPE_S))
 
-    def _computing_s(self, blocks: int) -> float:
+    def _computing_s(self, blocks: int, tokens_before: int) -> float:
         computing = self.computing.per_s
-        seconds = blocks * self._block_tokens / computing if computing and not self._always else math.inf
+        tokens = blocks * self._block_tokens + tokens_before
+        seconds = tokens / computing if computing and not self._always else math.inf
         return min(self._timeout_s, seconds)
 
 

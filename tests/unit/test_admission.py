@@ -52,6 +52,15 @@ def test_a_load_waits_for_those_before_it(clock: Clock) -> None:
     assert admission.judge(49) == 49
 
 
+def test_computing_waits_for_the_prompts_before_it(clock: Clock) -> None:
+    """Of many requests that come at once, those that are computed wait for each other."""
+    admission = known(arriving=200, computing=100 * BLOCK_TOKENS)
+    admission.begin(50)
+    assert admission.judge(49) == 0
+    assert admission.judge(49, tokens_before=50 * BLOCK_TOKENS) == 49
+    assert admission.begin(49, tokens_before=50 * BLOCK_TOKENS) == pytest.approx(0.25 + 0.99)
+
+
 def test_while_nothing_is_known_one_load_is_tried(clock: Clock) -> None:
     admission = Admission(block_tokens=BLOCK_TOKENS, timeout_s=5)
     assert admission.judge(50) == 50

@@ -175,7 +175,7 @@ class SchedulerHalf:
         run = _leading(present)
         from_store = run - int(in_host[:run].sum())
         if from_store:
-            load = self._admission.judge(from_store)
+            load = self._admission.judge(from_store, self._tokens_before(request))
             if load is None:
                 return None
             if load < from_store:
@@ -183,6 +183,16 @@ class SchedulerHalf:
                 run = int(np.searchsorted(np.cumsum(~in_host[:run]), load, side="right"))
         tokens = run * self._block_tokens
         return tokens if tokens >= self._min_hit_tokens else 0
+
+    def _tokens_before(self, request: Request) -> int:
+        """How many tokens the engine would still have to compute of other requests' prompts, had it no store."""
+        tokens = 0
+        for request_id, tracked in self._tracked.items():
+            if request_id != request.request_id:
+                tokens += max(0, tracked.request.num_prompt_tokens - tracked.request.num_computed_tokens)
+                load = self._loading.get(request_id)
+                tokens += load.from_store * self._block_tokens if load is not None else 0
+        return tokens
 
     def _awaits(self, waiting: WaitingRequest, key: bytes) -> bool:
         """Whether to wait for another request's load of the block, which will put it into the engine's own cache for
@@ -222,7 +232,7 @@ class SchedulerHalf:
             block_ids=[block_ids[index] for index in to_fetch],
         )
         load.slots = self._slots_to_fetch_into(load.keys)
-        load.within_s = self._admission.begin(len(load.keys))
+        load.within_s = self._admission.begin(len(load.keys), self._tokens_before(request))
         self._loads.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
