@@ -131,12 +131,13 @@ def _make_engine(setup: Setup) -> Any:
 
     connector = None
     if setup.connector is not None:
+        options = dict(setup.connector)
         connector = KVTransferConfig(
             kv_connector="KVStoreConnector",
             kv_connector_module_path="kvstore_client.vllm.connector",
-            kv_role="kv_both",
+            kv_role=options.pop("kv_role", "kv_both"),
             # What loading takes is measured, also where computing is sooner.
-            kv_connector_extra_config={"always_load": True, **setup.connector},
+            kv_connector_extra_config={"always_load": True, **options},
         )
     return LLM(
         model=str(setup.model),
