@@ -57,7 +57,7 @@ class Router:
         for engine in engines:
             self.routes.add(engine.name, engine.events, engine.replay)
 
-    def tokens_of(self, path: str, body: dict[str, Any]) -> list[int]:
+    def tokens_of(self, body: dict[str, Any]) -> list[int]:
         """The prompt's tokens: those given, or what an engine makes of the text."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
@@ -90,7 +90,7 @@ def handler_of(router: Router) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers.get("content-length", 0)))
             try:
-                tokens = router.tokens_of(self.path, json.loads(data))
+                tokens = router.tokens_of(json.loads(data))
             except ValueError:
                 self.send_error(400, "the body is no JSON object")
                 return

@@ -30,7 +30,15 @@ import numpy.typing as npt
 
 from kvstore._cext import IdRing, LentBlocks, copy_blocks, distinct_files
 from kvstore.extras import nixl_package
-from kvstore.wire.remote_memory import Handle, Places, RemoteBlocks, RemoteMemoryError, Sums, Touched
+from kvstore.wire.remote_memory import (
+    Handle,
+    Places,
+    RemoteBlocks,
+    RemoteMemoryError,
+    Sums,
+    Touched,
+    places_inside,
+)
 
 GROUP_BYTES: Final = 8 << 20  # read at a time, or one block: the next ones arrive while these are copied
 SPARE_LANDINGS: Final = 4  # kept registered for the next reads
@@ -333,10 +341,9 @@ class _NixlMemory:
             raise RemoteMemoryError(f"a block in piece {missing}, which was not shared")
         found = [self._pieces[number] for number in distinct]
         owner = found[0][0]
-        places = offsets.astype(np.int64)
-        ends = np.array([piece.nbytes for _, piece in found], dtype=np.int64) - size
-        if any(each is not owner for each, _ in found) or not (places.min() >= 0 and (places <= ends[which]).all()):
-            raise RemoteMemoryError(f"a block of {size} bytes outside its piece")
+        if any(each is not owner for each, _ in found):
+            raise RemoteMemoryError("blocks of two processes: expected those of the one that this connection goes to")
+        places = places_inside(offsets, size, which, [piece.nbytes for _, piece in found])
         starts = np.array([piece.address for _, piece in found], dtype=np.int64)
         return _NixlBlocks(self._nixl, owner, starts[which] + places, size)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -139,6 +139,18 @@ class Touched:
         self._maps.difference_update(maps)
 
 
+def places_inside(
+    offsets: npt.NDArray[np.uint64], size: int, which: npt.NDArray[np.int64], pieces: Sequence[int]
+) -> Places:
+    """-> the offsets of blocks of `size` bytes, block i in the piece number `which[i]`, whose sizes are `pieces`.
+    Raises `RemoteMemoryError` if one is not inside."""
+    places = offsets.astype(np.int64)
+    ends = np.array(pieces, dtype=np.int64) - size
+    if len(places) and not (places.min() >= 0 and (places <= ends[which]).all()):
+        raise RemoteMemoryError(f"a block of {size} bytes outside its piece of memory")
+    return places
+
+
 class _MappedBlocks:
     def __init__(self, maps: list[FileMap], which: Places, offsets: Places, size: int, touched: Touched | None) -> None:
         self._maps, self._which, self._offsets, self._size, self._touched = maps, which, offsets, size, touched
@@ -221,10 +233,7 @@ class _MappedMemory:
             maps = [self._maps[number] for number in distinct]
         except KeyError as error:
             raise RemoteMemoryError(f"a block in file {error}, which was not shared") from None
-        places = offsets.astype(np.int64)
-        ends = np.array([each.nbytes for each in maps], dtype=np.int64) - size
-        if len(places) and not (places.min() >= 0 and (places <= ends[which]).all()):
-            raise RemoteMemoryError(f"a block of {size} bytes outside its file")
+        places = places_inside(offsets, size, which, [each.nbytes for each in maps])
         return _MappedBlocks(maps, which, places, size, self._touched)
 
     def close(self) -> None:

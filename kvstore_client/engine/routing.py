@@ -78,7 +78,7 @@ class Index:
         self._places: dict[Hash, _Place] = {}
         self._holders: dict[Hash, int] = {}  # how many tiers of engines have it
         self._engines: dict[str, dict[str, set[Hash]]] = {}
-        self._block_tokens: dict[int, int] = {}  # sizes of blocks -> how many blocks have it
+        self._block_tokens: set[int] = set()  # sizes of blocks that were told of
 
     def apply(self, engine: str, event: dict[str, Any]) -> None:
         """Take in an event of vLLM, as its msgpack decodes. Unknown kinds are ignored: later versions may have more."""
@@ -104,7 +104,7 @@ class Index:
                 if block_hash not in self._places:
                     self._places[block_hash] = place
                     self._children[place] = block_hash
-                    self._block_tokens[size] = self._block_tokens.get(size, 0) + 1
+                    self._block_tokens.add(size)
             parent = block_hash
 
     def _remove(self, blocks: set[Hash], hashes: Sequence[Hash]) -> None:
@@ -193,17 +193,15 @@ class Routes:
     def add(self, name: str, events: str, replay: str = "") -> None:
         """Listen to an engine's publisher at ``events``, and ask for what was missed at ``replay``: the addresses of
         its ``--kv-events-config``. Without ``replay``, what an engine had before is not known."""
-        live = self._context.socket(self._zmq.SUB)
-        live.connect(events)
-        live.subscribe(b"")
-        again = None
-        if replay:
-            again = self._context.socket(self._zmq.DEALER)
-            again.connect(replay)
         with self._lock:
             if name in self._engines:
-                live.close(0)
                 raise ValueError(f"engine {name!r} was added before; expected another name")
+            live = self._context.socket(self._zmq.SUB)
+            live.connect(events)
+            live.subscribe(b"")
+            again = self._context.socket(self._zmq.DEALER) if replay else None
+            if again is not None:
+                again.connect(replay)
             self._engines[name] = _Engine(name, live, again)
 
     def remove(self, name: str) -> None:
@@ -228,7 +226,7 @@ class Routes:
         stored = None
         if self._stores and all(isinstance(each, bytes) for each in hashes):
             keys = [each for each in hashes if isinstance(each, bytes)]
-            stored = min((store.match_prefix(keys) for store in self._stores), default=0) * size if keys else 0
+            stored = min(store.match_prefix(keys) for store in self._stores) * size if keys else 0
         return Found(len(hashes) * size, engines, stored)
 
     def close(self) -> None:

@@ -75,6 +75,12 @@ class Engine:
     def say(self, *events: KVCacheEvent) -> None:
         self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
 
+    @property
+    def newest(self) -> int:
+        """The number of the newest batch that is kept; -1: none is."""
+        buffer = self._publisher._buffer
+        return int(buffer[-1][0]) if buffer else -1
+
     def stop(self) -> None:
         self._publisher.shutdown()
 
@@ -137,7 +143,7 @@ def test_who_listens_late_hears_what_was_said_before(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.say(stored(PROMPT[:8]))
     engine.say(stored(PROMPT, first=2))
-    time.sleep(0.5)  # it is published, and nobody hears it
+    wait_until(lambda: engine.newest == 1)  # it is published, and nobody hears it
     with Routes() as routes:
         routes.add("a", engine.live, engine.replay)
         until(routes, {"a": {"GPU": 20, "any": 20}})
@@ -150,7 +156,7 @@ def test_what_nobody_has_any_more_makes_the_rest_uncertain_so_it_is_forgotten(tm
     engine = Engine(tmp_path, buffer_steps=2)
     for step in range(6):  # of which the engine keeps two
         engine.say(stored([step] * 8))
-    time.sleep(0.5)
+    wait_until(lambda: engine.newest == 5)
     with Routes() as routes:
         routes.add("a", engine.live, engine.replay)
         wait_until(lambda: routes.find([5] * 8).tokens == 8, 10)

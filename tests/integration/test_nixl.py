@@ -140,9 +140,12 @@ def test_what_a_killed_reader_was_lent_is_given_back(start_server: StartServer, 
         client.set(keys, blocks_of(keys, BLOCK))
         child = os.fork()
         if child == 0:  # its clients and its agent are its own
-            with KVStoreClient(server.endpoint, namespace, nixl=True) as reader:
+            try:
+                reader = KVStoreClient(server.endpoint, namespace, nixl=True)
                 while True:
                     reader.get(keys)
+            finally:
+                os._exit(1)
         wait_until(lambda: client.info().shards[0].lent_blocks > 0, 20)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -160,6 +163,10 @@ def test_a_child_that_was_forked_reads_with_an_agent_of_its_own(
         assert client.get(keys).hit == 50
         child = os.fork()
         if child == 0:
-            os._exit(0 if client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "nixl" else 1)
+            try:
+                right = client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "nixl"
+                os._exit(0 if right else 1)
+            finally:
+                os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert client.get(keys).blocks == blocks_of(keys, BLOCK) and client.stats.path == "nixl"

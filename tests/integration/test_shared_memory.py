@@ -745,7 +745,7 @@ def test_a_set_by_references_is_stored_only_if_every_block_is_as_it_was_said(
         good = [(7, 4096 * at, sums[at]) for at in range(4)]
         wrong = {
             "does not|do not match": entries(*good[:3], (7, 4096 * 3, sums[3] ^ 1)),
-            "outside its file": entries(*good[:3], (7, 4096 * 3 + 1, sums[3])),
+            "outside its piece of memory": entries(*good[:3], (7, 4096 * 3 + 1, sums[3])),
             "not shared": entries(*good[:3], (8, 4096 * 3, sums[3])),
             "at most": entries(*good, good[0]),
             "24 a block": entries(*good)[:-1],

@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import IdRing, LentBlocks, copy_blocks, distinct_files
-from kvstore.wire.remote_memory import Handle, Places, RemoteBlocks, RemoteMemoryError, Sums, Touched
+from kvstore.wire.remote_memory import (
+    Handle,
+    Places,
+    RemoteBlocks,
+    RemoteMemoryError,
+    Sums,
+    Touched,
+    places_inside,
+)
 
 
 @dataclass
@@ -136,10 +144,7 @@ class _FabricMemory:
         if missing:
             raise RemoteMemoryError(f"a block in piece {missing[0]}, which was not shared")
         memories = [self._attached[number] for number in distinct]
-        ends = np.array([len(memory) for memory in memories], dtype=np.int64) - size
-        places = offsets.astype(np.int64)
-        if len(places) and not (places.min() >= 0 and (places <= ends[which]).all()):
-            raise RemoteMemoryError(f"a block of {size} bytes outside its piece")
+        places = places_inside(offsets, size, which, [len(memory) for memory in memories])
         return _FabricBlocks(self._fabric, memories, which, places, size)
 
     def close(self) -> None:

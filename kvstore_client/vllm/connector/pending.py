@@ -21,6 +21,7 @@ class WaitingRequest:
     options: RequestOptions
     lookup: PrefixLookup | None = None  # None: the store is not asked for this request
     next_lookup: PrefixLookup | None = None  # asked because the answer of `lookup` is old
+    declined: int = 0  # blocks that the store has, and that are computed because that is sooner
     local: int = 0  # leading blocks in the engine's own cache
     awaited: str | None = None  # the other request whose load it waited for, to share that load's blocks
 

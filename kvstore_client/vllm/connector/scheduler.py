@@ -87,6 +87,7 @@ class SchedulerHalf:
         self._admission = admission
         self.events = events
         self._parts = parts
+        self._prompt_tokens: int | None = None  # see `_tokens_before`; None: not added up yet in this step
         self._steps = StepTimes(self._admission.computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
         self._tracked: dict[str, TrackedRequest] = {}
@@ -174,25 +175,29 @@ class SchedulerHalf:
             present[most // self._block_tokens :] = False
         run = _leading(present)
         from_store = run - int(in_host[:run].sum())
+        waiting.declined = 0
         if from_store:
             load = self._admission.judge(from_store, self._tokens_before(request))
             if load is None:
                 return None
-            if load < from_store:
-                self._counters.add("declined_tokens", (from_store - load) * self._block_tokens)
+            waiting.declined = from_store - load
+            if waiting.declined:
                 run = int(np.searchsorted(np.cumsum(~in_host[:run]), load, side="right"))
         tokens = run * self._block_tokens
         return tokens if tokens >= self._min_hit_tokens else 0
 
     def _tokens_before(self, request: Request) -> int:
         """How many tokens the engine would still have to compute of other requests' prompts, had it no store."""
-        tokens = 0
-        for request_id, tracked in self._tracked.items():
-            if request_id != request.request_id:
-                tokens += max(0, tracked.request.num_prompt_tokens - tracked.request.num_computed_tokens)
-                load = self._loading.get(request_id)
-                tokens += load.from_store * self._block_tokens if load is not None else 0
-        return tokens
+        if self._prompt_tokens is None:
+            self._prompt_tokens = sum(map(self._tokens_left, self._tracked.values()))
+        mine = self._tracked.get(request.request_id)
+        return self._prompt_tokens - (self._tokens_left(mine) if mine is not None else 0)
+
+    def _tokens_left(self, tracked: TrackedRequest) -> int:
+        left: int = tracked.request.num_prompt_tokens - tracked.request.num_computed_tokens
+        load = self._loading.get(tracked.request.request_id)
+        coming = load.from_store * self._block_tokens if load is not None else 0
+        return coming + max(0, left)
 
     def _awaits(self, waiting: WaitingRequest, key: bytes) -> bool:
         """Whether to wait for another request's load of the block, which will put it into the engine's own cache for
@@ -209,6 +214,9 @@ class SchedulerHalf:
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:  # the engine calls again after the load, when there is nothing to do
             return
+        before = self._tokens_before(request)
+        self._prompt_tokens = before + request.num_prompt_tokens - waiting.local * self._block_tokens
+        self._counters.add("declined_tokens", waiting.declined * self._block_tokens)
         tracked = self._tracked[request.request_id] = TrackedRequest(
             request, waiting.options, waiting.lookup, next_save=waiting.local
         )
@@ -232,7 +240,7 @@ class SchedulerHalf:
             block_ids=[block_ids[index] for index in to_fetch],
         )
         load.slots = self._slots_to_fetch_into(load.keys)
-        load.within_s = self._admission.begin(len(load.keys), self._tokens_before(request))
+        load.within_s = self._admission.begin(len(load.keys), before)
         self._loads.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
@@ -280,6 +288,7 @@ class SchedulerHalf:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that the engine just scheduled, without its saves."""
         self._steps.plan(output.num_scheduled_tokens)
+        self._prompt_tokens = None
         plan = StepPlan(
             preempting=bool(output.preempted_req_ids),
             idle=not output.total_num_scheduled_tokens,
