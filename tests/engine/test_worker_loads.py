@@ -1,0 +1,43 @@
+"""Loads of one rank, beside each other."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
+from tests.support.harness import Server, make_keys, make_namespace, wait_until
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    from kvstore_client.engine.guard import Counters, StoreGuard
+    from kvstore_client.vllm.connector.layout import BlockLayout
+    from kvstore_client.vllm.connector.plan import Load, RankStore, Saves
+    from kvstore_client.vllm.connector.worker import LOADING_THREADS, WorkerHalf
+
+
+def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> None:
+    layout = BlockLayout(caches("LBHNC"), BLOCKS)
+    counters = Counters()
+    guard = StoreGuard(
+        server.endpoint, make_namespace(layout.block_bytes, "worker-loads"), timeout_s=5, counters=counters
+    )
+    worker = WorkerHalf(
+        guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
+    )
+    keys = make_keys(1 + 2 * LOADING_THREADS)
+    worker.save(Saves(0, keys[:1], [None], block_ids=[0], slots=[3], attributes=[(0, None)]))
+    worker.await_copies()
+    loaded: set[str] = set()
+    with server.stopped():
+        for number, key in enumerate(keys[1:]):  # more than there are threads for the network
+            worker.load(Load(f"network {number}", keys=[key], block_ids=[4], within_s=4.0))
+        worker.load(Load("host", host_slots=[3], host_block_ids=[2]))
+        wait_until(lambda: loaded.update(worker.take_loaded()) or "host" in loaded, 1.0)
+        assert loaded == {"host"} and not worker.take_failed_block_ids()
+    assert (swapped_out(layout, 2) == swapped_out(layout, 0)).all()
+    wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == len(keys), 10)
+    worker.close()
+    guard.close()
