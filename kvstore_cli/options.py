@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"
 DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:7070"
+_LOOK_S: Final = 0.02
 
 EndpointOption = Annotated[
     list[str] | None,
@@ -116,4 +118,13 @@ def connected(
         except ValueError as error:
             fail("usage", str(error))
         with client:
+            if options.get("fail_open"):  # such a client does not wait for its directory for long: engines cannot
+                _await_directory(client, timeout)
             yield client
+
+
+def _await_directory(client: KVStoreClient, timeout: float) -> None:
+    """Wait until the client knows the members of its cluster, for so many seconds at most."""
+    deadline = time.monotonic() + timeout
+    while client.directory_error and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)

@@ -62,7 +62,7 @@ from tests.support.harness import (
 )
 
 ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "5"))
-FLIPS = int(os.environ.get("KVSTORE_FLIP_TRIALS", "40"))
+FLIPS = int(os.environ.get("KVSTORE_FLIP_TRIALS", "20"))
 SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
 SHAPES = {4096: 2500, 20_000: 700, 1000: 1500}  # block bytes: keys; one half goes past the page cache

@@ -33,8 +33,9 @@ def blocks(tokens: int) -> int:
     return tokens // BLOCK
 
 
-@pytest.mark.parametrize("cpu_bytes", [0, TINY_TIER, 64 << 20])
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize(
+    ("prefix_caching", "cpu_bytes"), [(False, 0), (False, TINY_TIER), (False, 64 << 20), (True, 64 << 20)]
+)
 def test_chunks_and_preemption_change_nothing(
     server: Server, start_engine: StartEngine, expected: Expected, cpu_bytes: int, prefix_caching: bool
 ) -> None:

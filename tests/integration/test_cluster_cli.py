@@ -31,6 +31,7 @@ KEY = KEYS[0].hex()
 LONG_ID = "kvstore-17.an-id-as-long-as-a-pod-of-kubernetes-may-have-at-most"
 ZONES = {"n1": "a", "n2": "b", LONG_ID: ""}
 SERVE_S = 15.0
+PATIENT = ("--timeout", "15")  # etcd and the nodes share the machine with other tests
 TURN_S = 15.0  # for a command that watches to show what it is to show
 
 
@@ -70,6 +71,11 @@ def start_cluster(etcd: Etcd, tmp_path: Path) -> Iterator[StartCluster]:
             return start_all(stack.enter_context(cluster), dict.fromkeys(nodes, ""))
 
         yield start
+
+
+def names_in(cluster: Cluster) -> list[str]:
+    """The nodes that `cluster status` lists."""
+    return [node["node"] for node in answer("cluster", "status", "--endpoint", cluster.url, *PATIENT)["nodes"]]
 
 
 def fill(cluster: Cluster, namespace: Namespace, replicas: int) -> None:
@@ -114,7 +120,7 @@ def namespace(shared: Cluster) -> Namespace:
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_status_shows_every_node_by_its_full_id(shared: Cluster, namespace: Namespace, columns: int) -> None:
-    shown = kvstore("cluster", "status", "--endpoint", shared.url, columns=columns).stdout
+    shown = kvstore("cluster", "status", "--endpoint", shared.url, *PATIENT, columns=columns).stdout
     assert max(map(len, shown.splitlines())) <= columns
     rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     for node in ZONES:
@@ -127,7 +133,7 @@ def test_status_shows_every_node_by_its_full_id(shared: Cluster, namespace: Name
 
 
 def test_status_in_json_has_what_the_shards_say(shared: Cluster, namespace: Namespace) -> None:
-    status = answer("cluster", "status", "--endpoint", shared.url)
+    status = answer("cluster", "status", "--endpoint", shared.url, *PATIENT)
     assert (status["epoch"], status["directory"]) == (shared.membership().epoch, "")
     assert 1.0 <= status["balance"] < 3.0
     assert status["hit_rate"] == 1.0
@@ -168,13 +174,13 @@ def test_a_shard_that_does_not_answer_is_status_1_and_shown(shared: Cluster) -> 
 def test_a_dead_node_is_shown_until_its_lease_ends(start_cluster: StartCluster) -> None:
     cluster = start_cluster("dead", "n1", "n2", lease_seconds=60)
     cluster.nodes["n2"].kill()
-    status = answer("cluster", "status", "--endpoint", cluster.url, status=1)
+    status = answer("cluster", "status", "--endpoint", cluster.url, *PATIENT, status=1)
     assert [(node["node"], node["state"], node["shards_up"]) for node in status["nodes"]] == [
         ("n1", "serving", 1),
         ("n2", "serving", 0),
     ]
     assert re.search(
-        r"^n2 +serving .*0/1", kvstore("cluster", "status", "--endpoint", cluster.url, status=1).stdout, re.M
+        r"^n2 +serving .*0/1", kvstore("cluster", "status", "--endpoint", cluster.url, *PATIENT, status=1).stdout, re.M
     )
     refused = kvstore("cluster", "where", KEY, "--replicas", "2", "--endpoint", cluster.url)
     assert "n2" in refused.stdout, "who owns a key can be said without the owner"
@@ -345,8 +351,7 @@ def test_a_drained_node_hands_its_blocks_over_and_is_listed_no_more(start_cluste
     report = answer("drain", "n2", "--endpoint", cluster.url, "--seconds", "30")
     assert report == {"node": "n2", "moved": len(there), "present": 0, "failed": 0, "total": len(there)}
     assert len(there) > COUNT / 6
-    status = answer("cluster", "status", "--endpoint", cluster.url)
-    assert [node["node"] for node in status["nodes"]] == ["n1", "n3"]
+    assert names_in(cluster) == ["n1", "n3"]
     assert held(cluster, "n1", namespace) | held(cluster, "n3", namespace) == {key.hex() for key in KEYS}
     key = next(iter(there))
     (found,) = answer("cluster", "where", key, "--endpoint", cluster.url, "--namespace", namespace.canonical().decode())
@@ -367,8 +372,7 @@ def test_a_drained_node_hands_its_blocks_over_and_is_listed_no_more(start_cluste
 
     # One that was drained joins again when it is started anew.
     cluster.nodes["n2"].restart()
-    names_of = lambda: [node["node"] for node in answer("cluster", "status", "--endpoint", cluster.url)["nodes"]]  # noqa: E731
-    wait_until(lambda: names_of() == ["n1", "n2"], SERVE_S)
+    wait_until(lambda: names_in(cluster) == ["n1", "n2"], SERVE_S)
 
 
 def test_a_drain_that_has_no_time_says_what_was_not_moved(start_cluster: StartCluster) -> None:
@@ -377,7 +381,7 @@ def test_a_drain_that_has_no_time_says_what_was_not_moved(start_cluster: StartCl
     fill(cluster, namespace, replicas=1)
     report = answer("drain", "n2", "--endpoint", cluster.url, "--seconds", "0")
     assert (report["moved"], report["present"]) == (0, 0)
-    assert [node["node"] for node in answer("cluster", "status", "--endpoint", cluster.url)["nodes"]] == ["n1"]
+    assert names_in(cluster) == ["n1"]
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
