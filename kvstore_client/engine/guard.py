@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from kvstore_client.client import DEFAULT_CONNECTIONS, KVStoreClient
+from kvstore_client.engine.head_parts import PartsStore
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import Namespace
 
 T = TypeVar("T")
-Store: TypeAlias = KVStoreClient | LocalFirstStore
+Store: TypeAlias = KVStoreClient | LocalFirstStore | PartsStore
 
 LOG_INTERVAL_S: Final = 10.0
 # Pause before connecting again to a store that refused this client (another version, no rights).
@@ -78,11 +79,13 @@ class StoreGuard:
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
         local: str = "",
+        parts: range | None = None,
         logger: logging.Logger | None = None,
     ) -> None:
         """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
         invalid endpoint. timeout_s: the deadline of each call that sets none of its own. local: the address of a server
-        on this host, in front of the store; empty: there is none."""
+        on this host, in front of the store; empty: there is none. parts: those parts of blocks that calls are about, if
+        the namespace has blocks in parts."""
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
@@ -90,6 +93,7 @@ class StoreGuard:
         self._connections = connections
         self._nixl = nixl
         self._local = local
+        self._parts = parts
         self._counters = counters
         self._logger = logger or logging.getLogger("kvstore_client")
         self._client: Store | None = None
@@ -103,6 +107,11 @@ class StoreGuard:
             self._connect()
         except KVStoreError as error:
             self.failed(error)
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a block, or of those parts of it that calls are about."""
+        return self.namespace.block_bytes * (1 if self._parts is None else len(self._parts))
 
     def new_locks(self) -> None:
         """Forget who holds the locks."""
@@ -144,9 +153,9 @@ class StoreGuard:
                         f"the store refused this client; it is asked again every {REFUSED_PAUSE_S:.0f} s"
                     )
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
-                self._client = self._open(self._endpoint, self._replicas)
-                if self._local:
-                    self._client = LocalFirstStore(self._open(self._local, 1), self._client)
+                remote = self._open(self._endpoint, self._replicas)
+                store = LocalFirstStore(self._open(self._local, 1), remote) if self._local else remote
+                self._client = store if self._parts is None else PartsStore(store, self._parts)
             return self._client
 
     def _open(self, endpoint: str | Sequence[str], replicas: int) -> KVStoreClient:

@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
-from kvstore_client.engine.local_first import LocalFirstStore
+from kvstore_client.engine.head_parts import PartsStore
+from kvstore_client.engine.local_first import in_remote
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
@@ -76,7 +77,7 @@ class TransferOut:
         self._limit = limit
         self._counters = counters
         self._done = done
-        self._batch = max(1, CHUNK_BYTES // guard.namespace.block_bytes)
+        self._batch = max(1, CHUNK_BYTES // guard.block_bytes)
         self._queue: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._sending = 0
@@ -162,7 +163,7 @@ class TransferOut:
             return
         if outcome is SendOutcome.STORED:
             self._counters.add("transfer_out_blocks", len(blocks))
-            self._counters.add("transfer_out_bytes", len(blocks) * self._guard.namespace.block_bytes)
+            self._counters.add("transfer_out_bytes", len(blocks) * self._guard.block_bytes)
         else:
             self._counters.add(_COUNTERS[outcome], len(blocks))
         self._done([(each.token, outcome) for each in blocks])
@@ -177,7 +178,7 @@ _COUNTERS: Final = {
 
 def _stored(store: Store, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
     """Which blocks need not be set."""
-    return store.in_remote(keys) if isinstance(store, LocalFirstStore) else store.contains(keys)
+    return store.in_remote(keys) if isinstance(store, PartsStore) else in_remote(store, keys)
 
 
 def _set(client: Store, blocks: Sequence[_Waiting]) -> int:
@@ -209,7 +210,7 @@ class TransferIn:
     def __init__(self, guard: StoreGuard, *, threads: int, counters: Counters) -> None:
         self._guard = guard
         self._counters = counters
-        self.chunk_blocks = max(1, CHUNK_BYTES // guard.namespace.block_bytes)
+        self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-transfer-in")
         self._idle = threading.Condition()
         self._jobs = 0
@@ -317,7 +318,7 @@ class TransferIn:
             self._arrived = blocks + arrived, seconds + now - self._fetching_since
             self._fetching_since = now
         self._counters.add("transfer_in_blocks", arrived)
-        self._counters.add("transfer_in_bytes", arrived * self._guard.namespace.block_bytes)
+        self._counters.add("transfer_in_bytes", arrived * self._guard.block_bytes)
         self._counters.add("transfer_in_seconds", time.monotonic() - started)
         self._counters.add("missed_blocks", len(keys) - arrived)
         return hits

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore_client import Namespace
+from kvstore_client.engine.head_parts import HeadParts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
@@ -21,7 +22,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     from kvstore_client.vllm.connector import rank_namespace as rank_namespace_module
-    from kvstore_client.vllm.connector.rank_namespace import rank_namespace, replica
+    from kvstore_client.vllm.connector.rank_namespace import head_parts, rank_namespace, replica
 
 BLOCK_TOKENS = 32
 PLAIN = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
@@ -57,6 +58,7 @@ class Layer:
         return SimpleNamespace(get_name=lambda: "FLASH")
 
 
+PART_BYTES = 32768
 LAYOUT: Any = SimpleNamespace(block_bytes=131072, dtype="bfloat16", description="8xbhnc(4x32x64)")
 
 
@@ -66,6 +68,7 @@ class Rank:
 
     config: VllmConfig
     patch: pytest.MonkeyPatch
+    parts: HeadParts | None = None  # of the last namespace
 
     def be(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> None:
         for name, rank, size in (("get_tp_group", tp_rank, tp), ("get_pp_group", pp_rank, pp)):
@@ -73,10 +76,18 @@ class Rank:
             self.patch.setattr(rank_namespace_module, name, lambda group=group: group)
 
     def namespace(
-        self, layers: dict[str, Any], tenant: str = "", weights: str = "", pages: str = "page-0"
+        self, layers: dict[str, Any], tenant: str = "", weights: str = "", pages: str = "page-0", head_shards: int = 0
     ) -> Namespace:
         self.config.compilation_config.static_forward_context = layers
-        return rank_namespace(self.config, LAYOUT, list(layers.values()), pages, tenant=tenant, weights=weights)
+        parts = head_parts(self.config, head_shards) if head_shards else None
+        layout = LAYOUT
+        if parts is not None:
+            layout = SimpleNamespace(**{**vars(LAYOUT), "block_bytes": len(parts.mine) * PART_BYTES})
+        found = rank_namespace(
+            self.config, layout, list(layers.values()), pages, tenant=tenant, weights=weights, parts=parts
+        )
+        self.parts = parts
+        return found
 
     def places(self, tp: int, layers: dict[str, Any]) -> list[tuple[int, int, int, int]]:
         """(rank, world, replica, replicas) of every worker."""

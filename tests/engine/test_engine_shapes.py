@@ -143,6 +143,26 @@ def test_each_rank_stores_its_part(server: Server, start_engine: StartEngine, ex
     assert [each.blocks for each in ranks] == [2 * blocks(559)] * 2
 
 
+def test_engines_of_different_sizes_read_what_the_other_has_saved(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    prompts = [prompt(seed) for seed in (110, 111, 112)]
+    hit = full_blocks(500)
+    for shape, asked, cached in (
+        ({"enable_prefix_caching": False}, 1, [0]),
+        (TWO_RANKS, 2, [hit, 0]),
+        ({"enable_prefix_caching": False}, 3, [hit, hit, 0]),
+    ):
+        engine = start_engine(server.endpoint, options={"head_shards": 2}, **shape)
+        answers = engine.generate(*prompts[:asked], max_tokens=60)
+        assert [answer.token_ids for answer in answers] == expected(*prompts[:asked], max_tokens=60)
+        assert [answer.cached_tokens for answer in answers] == cached
+        wait_until(lambda asked=asked: stored_blocks(server) == asked * 2 * blocks(559), what="both parts are saved")
+        assert engine.stop() == 0
+    [namespace] = namespaces(server)
+    assert (namespace.block_bytes, namespace.created) == (BLOCK_BYTES // 2, namespace.blocks)
+
+
 def test_ranks_with_the_same_heads_store_them_once(server: Server, start_engine: StartEngine, tmp_path: Path) -> None:
     model = save_model(tmp_path / "one-head", kv_heads=1)
     prompts = [prompt(seed) for seed in (95, 96, 97)]

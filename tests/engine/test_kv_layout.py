@@ -38,10 +38,10 @@ def caches(order: str, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {f"model.layers.{index}.attn": whole[index] for index in range(LAYERS)}
 
 
-def block_layout(tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS) -> BlockLayout:
+def block_layout(tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS, ranges: int = 1) -> BlockLayout:
     from kvstore_client.vllm.connector.layout import BlockLayout  # with torch: only when these tests run
 
-    return BlockLayout(tensors, num_blocks)
+    return BlockLayout(tensors, num_blocks, ranges)
 
 
 def swapped_out(layout: BlockLayout, *block_ids: int) -> Rows:
@@ -125,6 +125,42 @@ def test_runs_are_as_long_as_the_memory_order_allows(order: str) -> None:
     assert [array.dtype for array in runs] == [np.int64] * 3
     assert len(runs.sizes) == 3 * RUNS[order]
     assert set(runs.sizes.tolist()) == {layout.block_bytes // RUNS[order]}
+
+
+@ORDERS
+@pytest.mark.parametrize("copies", ["host", "runs"])
+def test_ranges_of_heads_are_blocks_as_engines_with_fewer_heads_have_them(order: str, copies: str) -> None:
+    tensors = caches(order)
+    layout = block_layout(tensors, ranges=HEADS)
+    narrow = [{name: tensor[:, head : head + 1].clone() for name, tensor in tensors.items()} for head in range(HEADS)]
+    expected = np.stack([swapped_out(block_layout(each), 4, 1) for each in narrow], axis=1)
+    if copies == "host":
+        found = swapped_out(layout, 4, 1)
+    else:
+        found = layout.pool(2)
+        runs = layout.runs([4, 1], found, [0, 1])
+        for source, target, size in zip(runs.cache.tolist(), runs.rows.tolist(), runs.sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+    assert np.array_equal(found.reshape(2, HEADS, -1), expected)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    layout.swap_in(found, [0, 1], [0, 3]).wait()
+    for name, tensor in tensors.items():
+        assert equal(tensor[[0, 3]], before[name][[4, 1]])
+
+
+def test_the_order_of_a_range_is_described_as_that_of_an_engine_with_fewer_heads() -> None:
+    for order in ("LBHNC", "LBNHC", "BLHNC"):
+        tensors = caches(order)
+        dense = {name: tensor[:, :1].clone() for name, tensor in tensors.items()}
+        assert block_layout(tensors, ranges=HEADS).description == block_layout(dense).description
+
+
+def test_caches_without_heads_to_cut_are_refused() -> None:
+    import torch
+
+    for shape in ((BLOCKS, TOKENS, CONTENT), (BLOCKS, 3, TOKENS, CONTENT)):
+        with pytest.raises(ValueError, match=r"cannot be cut into 2 ranges of heads.*head_shards"):
+            block_layout({"0": torch.zeros(shape)}, ranges=2)
 
 
 def test_runs_of_pages_with_gaps_leave_the_gaps_out() -> None:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvstore_client import Namespace
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
@@ -20,8 +22,9 @@ with warnings.catch_warnings():
 
     from kvstore_client.vllm.connector import page_probe as page_probe_module
     from kvstore_client.vllm.connector.page_probe import page_fingerprint
+    from kvstore_client.vllm.connector.rank_namespace import replica
     from kvstore_client.vllm.shared.model_identity import config_digest, model_identity
-    from tests.engine.engine_config import PLAIN, Layer, Rank, heads, layers_of
+    from tests.engine.engine_config import PART_BYTES, PLAIN, Layer, Rank, heads, layers_of
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -73,6 +76,58 @@ def test_stages_cut_elsewhere_do_not_share(rank: Rank) -> None:
     spec = FullAttentionSpec(**PLAIN)
     cuts = [{f"model.layers.{index}.attn": Layer(spec) for index in span} for span in (range(2, 4), range(3, 5))]
     assert rank.namespace(cuts[0]) != rank.namespace(cuts[1])
+
+
+def parts_of(rank: Rank, tp: int, layers: dict[str, Layer], head_shards: int) -> tuple[list[list[int]], Namespace]:
+    """The parts of each rank, and the namespace, which all ranks have in common."""
+    found, namespaces = [], []
+    for tp_rank in range(tp):
+        rank.be(tp_rank, tp)
+        namespaces.append(rank.namespace(layers, head_shards=head_shards))
+        assert rank.parts is not None
+        found.append([*rank.parts.mine, -rank.parts.of])
+    assert len({each.id for each in namespaces}) == 1
+    return found, namespaces[0]
+
+
+def test_engines_of_any_size_share_ranges_of_heads(rank: Rank) -> None:
+    """The model has four KV heads."""
+    one, namespace = parts_of(rank, 1, heads(4), 4)
+    assert one == [[0, 1, 2, 3, -4]]
+    assert (namespace.rank, namespace.world, namespace.block_bytes) == (0, 1, PART_BYTES)
+    assert parts_of(rank, 2, heads(2), 4) == ([[0, 1, -4], [2, 3, -4]], namespace)
+    assert parts_of(rank, 4, heads(1), 4) == ([[0, -4], [1, -4], [2, -4], [3, -4]], namespace)
+    fewer, other = parts_of(rank, 1, heads(4), 2)
+    assert fewer == [[0, 1, -2]] and other != namespace
+
+
+def test_ranks_that_share_a_head_have_the_same_range(rank: Rank) -> None:
+    eight, namespace = parts_of(rank, 8, heads(1), 8)
+    assert eight == [[part, -4] for part in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert replica(rank.config) == (1, 2)
+    assert parts_of(rank, 2, heads(2), 8) == ([[0, 1, -4], [2, 3, -4]], namespace)
+    assert replica(rank.config) == (0, 1)
+
+
+def test_mla_is_one_range_for_engines_of_any_size(rank: Rank) -> None:
+    latent = layers_of(MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1}, max_tp_shards=1))
+    alone, namespace = parts_of(rank, 1, latent, 8)
+    assert alone == [[0, -1]]
+    assert parts_of(rank, 4, latent, 8) == ([[0, -1]] * 4, namespace)
+
+
+def test_ranges_that_do_not_fit_the_model_or_the_engine_are_refused(rank: Rank) -> None:
+    rank.be(0, 4)
+    with pytest.raises(ValueError, match=r"head_shards is 2 and --tensor-parallel-size 4; expected a multiple"):
+        rank.namespace(heads(1), head_shards=2)
+    rank.be(0, 1)
+    with pytest.raises(ValueError, match=r"head_shards is 6, but this model has 4 KV heads"):
+        rank.namespace(heads(4), head_shards=6)
+    with pytest.raises(ValueError, match=r"layers may differ in their heads"):
+        rank.namespace(heads(2), head_shards=4)
+    rank.config.speculative_config = SimpleNamespace(draft_model_config=None)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"a drafting model has others"):
+        rank.namespace(heads(4), head_shards=4)
 
 
 # ---- namespaces ----------------------------------------------------------------------------------------------------
@@ -164,7 +219,7 @@ def test_an_upgrade_of_vllm_keeps_the_namespace_unless_its_pages_change(
 class Kernel:
     """What writes pages, in its own order."""
 
-    def __init__(self, order: tuple[int, ...] = (0, 1, 2), scale: float = 1.0) -> None:
+    def __init__(self, order: tuple[int, ...] = (1, 0, 2), scale: float = 1.0) -> None:
         self.order, self.scale = order, scale
 
     def do_kv_cache_update(
@@ -174,21 +229,28 @@ class Kernel:
         cache.view(-1)[:] = both.permute(self.order).reshape(-1)
 
 
+def test_a_range_of_heads_is_known_by_what_an_engine_with_fewer_heads_writes(caplog: pytest.LogCaptureFixture) -> None:
+    assert len({fingerprint(Kernel(), 4, 4), fingerprint(Kernel(), 2, 2), fingerprint(Kernel(), 1)}) == 1
+    assert len({fingerprint(Kernel(), 4, 2), fingerprint(Kernel(), 2)}) == 1
+    assert fingerprint(Kernel(), 4, 2) != fingerprint(Kernel(), 4, 4)
+    assert fingerprint(Kernel((0, 1, 2)), 4, 2).startswith("vllm-"), "its heads cannot be told apart"
+
+
 class NoKernel:
     def do_kv_cache_update(self, *arguments: object) -> None:
         """Writes nothing."""
 
 
-def fingerprint(kernel: object, **kwargs: object) -> str:
-    layer = SimpleNamespace(num_kv_heads=4, head_size=8, head_size_v=8, impl=kernel)
-    caches = {"a": torch.zeros(10, 32, 4, 16), "b": torch.zeros(10, 32, 4, 16)}
-    return page_fingerprint({"a": layer, "b": layer}, caches, 10, 32, torch.float32)
+def fingerprint(kernel: object, heads: int = 4, ranges: int = 1) -> str:
+    layer = SimpleNamespace(num_kv_heads=heads, head_size=8, head_size_v=8, impl=kernel)
+    caches = {name: torch.zeros(10, heads, 32, 16) for name in "ab"}
+    return page_fingerprint({"a": layer, "b": layer}, caches, 10, 32, torch.float32, ranges)
 
 
 def test_pages_are_known_by_what_the_kernels_write(caplog: pytest.LogCaptureFixture) -> None:
     assert fingerprint(Kernel()) == fingerprint(Kernel())
     assert fingerprint(Kernel()).startswith("page-")
-    assert len({fingerprint(Kernel()), fingerprint(Kernel((1, 0, 2))), fingerprint(Kernel(scale=0.5))}) == 3
+    assert len({fingerprint(Kernel()), fingerprint(Kernel((0, 1, 2))), fingerprint(Kernel(scale=0.5))}) == 3
 
 
 @pytest.mark.parametrize("kernel", [SimpleNamespace(), NoKernel(), Kernel((0, 1))])

@@ -37,9 +37,9 @@ from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.connector.mismatch import explain_mismatch
 from kvstore_client.vllm.connector.options import ConnectorOptions
-from kvstore_client.vllm.connector.page_probe import page_fingerprint
+from kvstore_client.vllm.connector.page_probe import KNOWN, page_fingerprint
 from kvstore_client.vllm.connector.plan import RankStore, StepPlan, WorkerReport
-from kvstore_client.vllm.connector.rank_namespace import rank_namespace, replica
+from kvstore_client.vllm.connector.rank_namespace import head_parts, rank_namespace, replica
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 from kvstore_client.vllm.connector.starting import SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
@@ -110,8 +110,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Raises ValueError when a worker hashes blocks differently than this process."""
         check_same_hash(self._vllm_config, [rank.namespace for rank in ranks])
         # Ranks that hold the same part share one namespace, which is asked once.
-        distinct = {rank.namespace.id: rank.namespace for rank in ranks}
-        self._guards += [self._guard(namespace, self._options.lookup_timeout_s) for namespace in distinct.values()]
+        distinct = {rank.namespace.id: rank for rank in ranks}
+        self._guards += [
+            self._guard(
+                rank.namespace, self._options.lookup_timeout_s, range(rank.head_parts.of) if rank.head_parts else None
+            )
+            for rank in distinct.values()
+        ]
         self._explain_mismatch(self._guards[0])
         transfer, events = self._kv_transfer_config, self._vllm_config.kv_events_config
         return SchedulerHalf(
@@ -137,7 +142,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 wanted=bool(events and events.enable_kv_cache_events),
                 block_tokens=self._vllm_config.cache_config.block_size,
             ),
-            parts=len(distinct),
+            parts=len({rank.part for rank in ranks}),
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
@@ -222,26 +227,33 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Called once while the engine starts. Raises ValueError for a cache whose layers have different pages."""
         modules = self._vllm_config.compilation_config.static_forward_context
         layers = [modules[name] for name in kv_caches if name in modules]
-        layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks)
-        config = self._vllm_config
+        config, options = self._vllm_config, self._options
+        parts = head_parts(config, options.head_shards) if options.head_shards else None
+        ranges = len(parts.mine) if parts else 1
+        layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks, ranges)
         pages = page_fingerprint(
             modules,
             kv_caches,
             self._kv_cache_config.num_blocks,
             config.cache_config.block_size,
             config.model_config.dtype,
+            ranges,
         )
-        options = self._options
+        if parts and not pages.startswith(KNOWN):
+            raise ValueError(
+                "kvstore: head_shards cannot be used with this engine: it could not be found out how it lays out its "
+                "pages, see the warning. Leave it out"
+            )
         namespace = rank_namespace(
-            config, layout, layers, pages, tenant=options.tenant, weights=options.weights_version
+            config, layout, layers, pages, tenant=options.tenant, weights=options.weights_version, parts=parts
         )
         slots = self._pool_slots(layout.block_bytes)
         self._rank = namespace.rank
-        self._guards = [self._guard(namespace, self._options.timeout_s)]
+        self._guards = [self._guard(namespace, self._options.timeout_s, parts.mine if parts else None)]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
-            store=RankStore(namespace, slots),
+            store=RankStore(namespace, slots, parts),
             timeout_s=self._options.timeout_s,
             replica=replica(self._vllm_config),
             counters=self._counters,
@@ -348,7 +360,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         plan = self._connector_metadata
         return plan if isinstance(plan, StepPlan) else StepPlan()
 
-    def _guard(self, namespace: Namespace, timeout_s: float) -> StoreGuard:
+    def _guard(self, namespace: Namespace, timeout_s: float, parts: range | None) -> StoreGuard:
         return StoreGuard(
             self._options.endpoint,
             namespace,
@@ -358,6 +370,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             connections=self._options.connections,
             nixl=self._options.nixl,
             local=self._options.local,
+            parts=parts,
             logger=logger,
         )
 

@@ -65,17 +65,19 @@ class BlockLayout:
     the model's own reads and writes; for tensors of a device see each method.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, ranges: int = 1) -> None:
         """kv_caches: layer name -> tensor, as given to ``register_kv_caches``. Layers that share one cache appear
-        once in a block. Raises ValueError when there is no cache, when the pages of the layers have different shapes,
-        or when the tensors lie neither on the CPU nor on one CUDA device."""
+        once in a block. ranges: a block has so many ranges of heads, one after the other, each as a block of its own
+        would be. Raises ValueError when there is no cache, when the pages of the layers have different shapes or
+        cannot be cut into these ranges, or when the tensors lie neither on the CPU nor on one CUDA device."""
         distinct: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         for name in sorted(kv_caches, key=_layer_order):
             tensor = kv_caches[name]
             distinct.setdefault((tensor.data_ptr(), tensor.stride()), tensor)
-        tensors = list(distinct.values())
-        if not tensors:
+        whole = list(distinct.values())
+        if not whole:
             raise ValueError("kvstore: the engine registered no KV cache, there is nothing to store")
+        tensors = [part for parts in zip(*(_cut(tensor, ranges) for tensor in whole), strict=True) for part in parts]
 
         self.num_blocks = num_blocks
         pages = [_pages_of_bytes(tensor, num_blocks) for tensor in tensors]
@@ -101,7 +103,7 @@ class BlockLayout:
         self.dtype = str(tensors[0].dtype).removeprefix("torch.")
         order = "".join("bhnc"[axis] for axis in _memory_order(tensors[0])) if tensors[0].ndim == 4 else "raw"
         inner = "x".join(str(size) for size in tensors[0].shape[1:])
-        self.description = f"{len(pages)}x{order}({inner})"
+        self.description = f"{len(whole)}x{order}({inner})"
 
     def pool(self, rows: int, shared: bool = False) -> Rows:
         """Uninitialized host memory of shape (rows, block_bytes), uint8: page-locked if the cache lies on a device,
@@ -163,6 +165,18 @@ class BlockLayout:
         return Runs(cache.ravel(), rows.ravel(), np.tile(self._runs.sizes, len(ids)))
 
 
+def _cut(tensor: torch.Tensor, ranges: int) -> list[torch.Tensor]:
+    """The ranges of heads of a layer's cache. Raises ValueError if it has no heads to cut."""
+    if ranges == 1:
+        return [tensor]
+    if tensor.ndim != 4 or tensor.shape[1] % ranges:
+        raise ValueError(
+            f"kvstore: a KV cache tensor of shape {tuple(tensor.shape)} cannot be cut into {ranges} ranges of heads; "
+            "expected (blocks, heads, tokens, content), and a multiple of so many heads. Leave out head_shards"
+        )
+    return list(tensor.chunk(ranges, dim=1))
+
+
 class _BlockRuns(NamedTuple):
     """The dense runs of one block, in the order of its bytes: their ``addresses`` in block 0, the ``strides`` to the
     next block, their ``offsets`` in a row and their ``sizes``, all in bytes."""
@@ -221,8 +235,9 @@ def _layer_order(name: str) -> list[tuple[int, int, str]]:
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """The block axis, then the others from the largest stride to the smallest."""
-    inner = sorted(range(1, tensor.ndim), key=lambda axis: (-tensor.stride(axis), axis))
+    """The block axis, then those of size 1, whose strides say nothing, then the others from the largest stride to the
+    smallest."""
+    inner = sorted(range(1, tensor.ndim), key=lambda axis: (tensor.shape[axis] > 1, -tensor.stride(axis), axis))
     return [0, *inner]
 
 

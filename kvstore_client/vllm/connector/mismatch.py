@@ -16,7 +16,7 @@ ADVICE: Mapping[str, str] = {
     "block_tokens": "set the same --block-size",
     "dtype": "set the same --dtype",
     "kv_dtype": "set the same --kv-cache-dtype",
-    "parallel": "set the same --tensor-parallel-size and --pipeline-parallel-size",
+    "parallel": "set the same --tensor-parallel-size and --pipeline-parallel-size, or the same head_shards",
     "config": "set the same --quantization, --hf-overrides and other options of the model",
     "loaded": "set the same --load-format",
     "draft": "set the same --speculative-config",

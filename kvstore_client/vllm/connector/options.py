@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore._cext import BlockIndex
+from kvstore_client.engine.head_parts import MAX_PARTS
 from kvstore_client.vllm.shared.store_options import Size, StoreOptions
 
 MIN_STAGING_BYTES = 1 << 20
@@ -18,6 +19,9 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
         the store is slower than the engine, this memory fills, and the blocks that have waited longest are dropped.
     min_hit_tokens: the store is not asked for prompts shorter than this, and shorter hits are not loaded.
     always_load: load what the store has, even if computing it is sooner, as far as both have been measured.
+    head_shards: keep blocks as ranges of heads, so that engines of different tensor parallelism share them: the largest
+        --tensor-parallel-size of these engines, which that of each must divide. Equal in all of them. 0: whole parts
+        of ranks, shared with engines of the same size only.
     save_decode: also save the blocks that generated tokens fill. They are part of the next turn's prompt.
     """
 
@@ -26,6 +30,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     staging_bytes: Size = Size(512 << 20)
     min_hit_tokens: int = 0
     always_load: bool = False
+    head_shards: int = 0
     save_decode: bool = True
 
     def __post_init__(self) -> None:
@@ -36,6 +41,11 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
             raise ValueError(
                 f"staging_bytes is {self.staging_bytes}; expected at least 1MiB: room for one block of the model, and "
                 "better for hundreds. Leave the option out to have 512MiB"
+            )
+        if not 0 <= self.head_shards <= MAX_PARTS:
+            raise ValueError(
+                f"head_shards is {self.head_shards}; expected the largest --tensor-parallel-size of the engines that "
+                f"share blocks, at most {MAX_PARTS}, or 0"
             )
         if self.min_hit_tokens < 0:
             raise ValueError(f"min_hit_tokens is {self.min_hit_tokens}; expected 0 or more tokens")

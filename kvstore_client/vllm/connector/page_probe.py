@@ -17,6 +17,7 @@ import xxhash
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+KNOWN = "page-"  # how the fingerprint of pages begins that could be written
 _SEED = 20_240_229
 
 
@@ -26,13 +27,15 @@ def page_fingerprint(
     num_blocks: int,
     block_tokens: int,
     dtype: torch.dtype,
+    ranges: int = 1,
 ) -> str:
     """The fingerprint of the pages of these layers: ``page-`` and a digest; or, where a page cannot be written like
-    that, ``vllm-`` and the version, which is logged. ``layers``, ``kv_caches``: by name. dtype: of keys and values."""
+    that, ``vllm-`` and the version, which is logged. ``layers``, ``kv_caches``: by name. dtype: of keys and values.
+    ranges: into how many ranges of heads pages are cut; the fingerprint is that of one of them."""
     digests = set()
     try:
         for name, cache in kv_caches.items():
-            digests.add(_digest(layers[name], cache, num_blocks, block_tokens, dtype))
+            digests.add(_digest(layers[name], cache, num_blocks, block_tokens, dtype, ranges))
     except Exception as error:  # the interfaces of vLLM that this needs are not public
         logger.warning(
             "kvstore: how this engine lays out its pages cannot be found out (%s: %s), so blocks are shared with "
@@ -41,11 +44,11 @@ def page_fingerprint(
             error,
         )
         return f"vllm-{vllm.__version__}"
-    return "page-" + xxhash.xxh3_64_hexdigest(" ".join(sorted(digests)).encode())
+    return KNOWN + xxhash.xxh3_64_hexdigest(" ".join(sorted(digests)).encode())
 
 
-def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype: torch.dtype) -> str:
-    """Of the pages of one block of a layer, with known keys and values in it."""
+def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype: torch.dtype, ranges: int) -> str:
+    """Of one range of heads in the pages of one block of a layer, with known keys and values in it."""
     pages = cache.shape[0] // num_blocks  # of the kernel, in one block
     page = torch.zeros_like(cache[:pages])  # dense, with the same order of axes
     slots = torch.arange(tokens, device=cache.device)
@@ -58,10 +61,17 @@ def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype
         latent, rope = known(tokens, layer.kv_lora_rank), known(tokens, 1, layer.qk_rope_head_dim)
         layer.impl.do_kv_cache_update(latent, rope, page, slots, layer.kv_cache_dtype, layer._k_scale)
     else:
-        key = known(tokens, layer.num_kv_heads, layer.head_size)
-        value = known(tokens, layer.num_kv_heads, layer.head_size_v) + 1
+        heads = layer.num_kv_heads // ranges
+        key = known(tokens, heads, layer.head_size).repeat(1, ranges, 1)  # the same in every range
+        value = known(tokens, heads, layer.head_size_v).repeat(1, ranges, 1) + 1
         layer.impl.do_kv_cache_update(layer, key, value, page, slots)
-    content = page.contiguous().view(torch.uint8).cpu().numpy()
-    if not content.any():
+    contents = {
+        part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        for part in (page.chunk(ranges, dim=1) if ranges > 1 else [page])
+    }
+    content = contents.pop()
+    if contents:
+        raise ValueError("the heads of a page cannot be told apart")
+    if not any(content):
         raise ValueError("nothing was written")
-    return xxhash.xxh3_64_hexdigest(content.tobytes())
+    return xxhash.xxh3_64_hexdigest(content)

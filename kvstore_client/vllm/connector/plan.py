@@ -12,15 +12,22 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvstore_client import Namespace
+from kvstore_client.engine.head_parts import HeadParts
 
 
 @dataclass(frozen=True)
 class RankStore:
-    """What the scheduler's half must know of a worker: the namespace of its part of every block, and how many blocks
-    its host pool has room for."""
+    """What the scheduler's half must know of a worker: the namespace of its part of every block, how many blocks its
+    host pool has room for, and which ranges of heads it has, if blocks are kept as such."""
 
     namespace: Namespace
     slots: int
+    head_parts: HeadParts | None = None
+
+    @property
+    def part(self) -> tuple[str, HeadParts | None]:
+        """Equal for ranks that have the same part of every block."""
+        return self.namespace.id, self.head_parts
 
 
 @dataclass

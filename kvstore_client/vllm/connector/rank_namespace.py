@@ -18,7 +18,8 @@ rope and window overrides, …    config: all of the configuration as the engine
 processing of images            config
 drafting layers' weights        draft. A block's last entry of these layers depends on the next token too, which can
                                 cost a proposal, never change a token
-which layers, which heads       layers (pipeline stages may be cut anywhere), rank and world, parallel
+which layers, which heads       layers (pipeline stages may be cut anywhere), rank and world, parallel; the keys, if
+                                blocks are kept as ranges of heads
 dtypes                          dtype, kv_dtype, and in layout the dtype of each layer. fp8 scales are the
                                 checkpoint's or 1, never measured while running; scales per token lie in the page
 page layout, attention backend  layout, and pages: what the engine's own kernels make of known keys and values
@@ -46,6 +47,7 @@ import xxhash
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstore_client import Namespace
+from kvstore_client.engine.head_parts import HeadParts
 from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.shared.block_hashes import hash_probe
 from kvstore_client.vllm.shared.model_identity import config_digest, draft_identity, load_identity, model_identity
@@ -61,20 +63,28 @@ KV_HEADS_NAME = re.compile(r"kv_heads|key_value_heads|n_head_kv|query_group|head
 
 
 def rank_namespace(
-    vllm_config: VllmConfig, layout: BlockLayout, layers: Iterable[object], pages: str, *, tenant: str, weights: str
+    vllm_config: VllmConfig,
+    layout: BlockLayout,
+    layers: Iterable[object],
+    pages: str,
+    *,
+    tenant: str,
+    weights: str,
+    parts: HeadParts | None = None,
 ) -> Namespace:
     """The namespace of this worker's part of every block. ``layers``: the attention layers that have KV caches.
-    ``pages``: their `page_fingerprint`. ``weights``: the operator's name for the weights.
+    ``pages``: their `page_fingerprint`. ``weights``: the operator's name for the weights. ``parts``: the ranges of
+    heads that this worker has, if blocks are kept as such.
 
     Ranks that hold the same part (see ``replica``) have the same namespace. Engines of different parallel sizes have
     different namespaces, even where a part holds the same heads: weights that are quantized while they are loaded get
-    scales of their shard.
+    scales of their shard. Only with ``parts`` they have the same: of all ranks of a pipeline stage.
     """
     model = vllm_config.model_config
     layers = list(layers)
     tp, pp = get_tp_group(), get_pp_group()
     replicas = tp_replicas(vllm_config)
-    parts = tp.world_size // replicas
+    stage_ranks = 1 if parts else tp.world_size // replicas
     identity = model_identity(model)
     if "@" not in identity and tp.rank_in_group == pp.rank_in_group == 0:
         logger.warning(
@@ -86,10 +96,10 @@ def rank_namespace(
         model=identity,
         dtype=str(model.dtype).removeprefix("torch."),
         block_tokens=vllm_config.cache_config.block_size,
-        block_bytes=layout.block_bytes,
+        block_bytes=layout.block_bytes // (len(parts.mine) if parts else 1),
         layout=f"{'+'.join(sorted(set(map(attention_kind, layers))))}:{layout.description}",
-        rank=pp.rank_in_group * parts + tp.rank_in_group // replicas,
-        world=pp.world_size * parts,
+        rank=pp.rank_in_group * stage_ranks + (0 if parts else tp.rank_in_group // replicas),
+        world=pp.world_size * stage_ranks,
         tenant=tenant,
         extra={
             "pages": pages,
@@ -99,10 +109,42 @@ def rank_namespace(
             "draft": draft_identity(vllm_config),
             "kv_dtype": f"{vllm_config.cache_config.cache_dtype}/{layout.dtype}",
             "layers": _names_digest(vllm_config, layers),
-            "parallel": f"tp{tp.world_size}pp{pp.world_size}",
+            "parallel": (f"heads{parts.of}" if parts else f"tp{tp.world_size}") + f"pp{pp.world_size}",
             "hash": hash_probe(vllm_config),
         },
     )
+
+
+def head_parts(vllm_config: VllmConfig, head_shards: int) -> HeadParts:
+    """The ranges of heads that this rank has, if blocks are kept in as many as ``head_shards`` ranks would have. Raises
+    ValueError if this model, or this engine's size, does not allow it. For workers only, once the model is loaded.
+
+    With MLA there is one range, since every rank has all of a block, and with fewer heads than ``head_shards`` there is
+    one for each head.
+    """
+    tp = get_tp_group()
+    if head_shards % tp.world_size:
+        raise ValueError(
+            f"kvstore: head_shards is {head_shards} and --tensor-parallel-size {tp.world_size}; expected a multiple of "
+            "it: the largest --tensor-parallel-size of the engines that share blocks"
+        )
+    specs = list(_layer_specs(vllm_config))
+    if all(getattr(spec, "max_tp_shards", None) == 1 for spec in specs):
+        return HeadParts(range(1), 1)
+    heads = None if vllm_config.speculative_config is not None else uniform_kv_heads(vllm_config.model_config)
+    if heads is None or any(getattr(spec, "num_kv_heads", 0) != max(1, heads // tp.world_size) for spec in specs):
+        raise ValueError(
+            "kvstore: head_shards cannot be used with this model: its layers may differ in their heads, or a drafting "
+            "model has others. Leave it out; then engines of one --tensor-parallel-size share blocks"
+        )
+    if heads % head_shards and head_shards % heads:
+        raise ValueError(
+            f"kvstore: head_shards is {head_shards}, but this model has {heads} KV heads; expected a divisor or a "
+            "multiple of that"
+        )
+    of, holders = min(heads, head_shards), min(heads, tp.world_size)
+    count, place = of // holders, tp.rank_in_group // (tp.world_size // holders)
+    return HeadParts(range(place * count, (place + 1) * count), of)
 
 
 def replica(vllm_config: VllmConfig) -> tuple[int, int]:

@@ -1,0 +1,122 @@
+"""Blocks kept as ranges of heads, so that engines of different tensor parallelism share them.
+
+A rank of an engine has some consecutive heads of every block; with another number of ranks it has others. So the store
+has each block in parts, as many as the largest engine has ranks, and a rank reads and sets those that it has. The parts
+are blocks of one namespace. Their keys are the block's key and one byte more: the number of the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.client import KVStoreClient
+from kvstore_client.engine.local_first import LocalFirstStore, Present, in_remote
+from kvstore_client.errors import KVStoreError
+from kvstore_client.results import ClientStats, SetResult
+
+MAX_PARTS: Final = 256
+
+
+class HeadParts(NamedTuple):
+    """The parts that a rank has of every block: `mine`, of 0 … `of` - 1."""
+
+    mine: range
+    of: int
+
+
+def part_keys(keys: Sequence[bytes], parts: range) -> list[bytes]:
+    """The keys of these parts of every block, block by block."""
+    suffixes = [bytes([part]) for part in parts]
+    return [key + suffix for key in keys for suffix in suffixes]
+
+
+class PartsStore:
+    """The calls that an engine makes of a store, with blocks that are kept in parts. A block is there if all these
+    parts are; its memory has them one after the other. Thread-safe as the store itself.
+
+    `store`: of the namespace of the parts. `parts`: those that each call is about.
+    """
+
+    def __init__(self, store: KVStoreClient | LocalFirstStore, parts: range) -> None:
+        self._store = store
+        self._parts = parts
+
+    def match_prefix(
+        self, keys: Sequence[bytes], *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
+    ) -> int:
+        """How many leading keys of the chain are there without a gap."""
+        found = self._store.match_prefix(
+            part_keys(keys, self._parts), refresh=refresh, pin_s=pin_s, timeout_s=timeout_s
+        )
+        return found // len(self._parts)
+
+    def contains(
+        self, keys: Sequence[bytes], *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
+    ) -> Present:
+        """Which keys are there."""
+        return self._whole(
+            self._store.contains(part_keys(keys, self._parts), refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
+        )
+
+    def in_remote(self, keys: Sequence[bytes]) -> Present:
+        """Which keys need not be set."""
+        return self._whole(in_remote(self._store, part_keys(keys, self._parts)))
+
+    def get_into(
+        self, keys: Sequence[bytes], out: npt.NDArray[np.uint8], slots: Sequence[int], *, timeout_s: float | None = None
+    ) -> Present:
+        """Receive block i into `out[slots[i]]`. `out`: rows of all these parts, C-contiguous."""
+        count = len(self._parts)
+        rows = out.reshape(len(out) * count, -1)
+        places = [slot * count + part for slot in slots for part in range(count)]
+        return self._whole(self._store.get_into(part_keys(keys, self._parts), rows, places, timeout_s=timeout_s))
+
+    def set(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Any],
+        *,
+        deferred: bool = True,
+        parent: Sequence[bytes | None],
+        priority: int = 0,
+        ttl_s: float | None = None,
+    ) -> SetResult:
+        """Set blocks; a part follows the same part of the parent. -> counts of parts."""
+        parents = [None if each is None else each + bytes([part]) for each in parent for part in self._parts]
+        return self._store.set(
+            part_keys(keys, self._parts),
+            [part for block in blocks for part in self._cut(memoryview(block).cast("B"))],
+            deferred=deferred,
+            parent=parents,
+            priority=priority,
+            ttl_s=ttl_s,
+        )
+
+    def _cut(self, block: memoryview) -> list[memoryview]:
+        size = len(block) // len(self._parts)
+        return [block[start:end] for start, end in pairwise(range(0, len(block) + 1, size))]
+
+    def _whole(self, present: Present) -> Present:
+        return np.asarray(present.reshape(-1, len(self._parts)).all(axis=1))
+
+    def info(self) -> Any:
+        """The state of the store."""
+        return self._store.info()
+
+    @property
+    def stats(self) -> ClientStats:
+        """The store's own; blocks in it are parts."""
+        return self._store.stats
+
+    def why_unanswered(self) -> KVStoreError:
+        """See `KVStoreClient.why_unanswered`."""
+        return self._store.why_unanswered()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._store.close()

@@ -1,0 +1,124 @@
+"""Blocks kept as ranges of heads: what engines with other numbers of ranks see of each other's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.head_parts import PartsStore, part_keys
+from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
+
+PART = 4096
+OF = 4
+KEYS = make_keys(6)
+PARENTS = [None, *KEYS[:-1]]
+BLOCKS = np.stack([np.frombuffer(each, dtype=np.uint8) for each in blocks_of(KEYS, OF * PART)])
+
+
+@pytest.fixture
+def namespace(new_namespace: MakeNamespace) -> Namespace:
+    return new_namespace(PART)
+
+
+@pytest.fixture
+def client(server: Server, namespace: Namespace) -> Iterator[KVStoreClient]:
+    with KVStoreClient(server.endpoint, namespace) as client:
+        yield client
+
+
+def rank(client: KVStoreClient, place: int, ranks: int) -> tuple[PartsStore, np.ndarray]:
+    """What a rank calls, and its share of the blocks."""
+    count = OF // ranks
+    parts = range(place * count, (place + 1) * count)
+    return PartsStore(client, parts), np.ascontiguousarray(BLOCKS[:, parts.start * PART : parts.stop * PART])
+
+
+def read(client: KVStoreClient, place: int, ranks: int, slots: Sequence[int]) -> tuple[list[bool], bool]:
+    """-> which blocks a rank finds, and whether those are right."""
+    store, mine = rank(client, place, ranks)
+    rows = np.zeros((max(slots) + 1, mine.shape[1]), dtype=np.uint8)
+    found = store.get_into(KEYS, rows, slots)
+    return found.tolist(), np.array_equal(rows[slots][found], mine[found])
+
+
+@pytest.mark.parametrize("writers", [1, 2, 4])
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_what_any_number_of_ranks_sets_any_other_number_reads(
+    client: KVStoreClient, writers: int, readers: int
+) -> None:
+    everything = PartsStore(client, range(OF))
+    for place in range(writers):
+        assert everything.match_prefix(KEYS) == 0 and not everything.contains(KEYS).any()
+        store, mine = rank(client, place, writers)
+        assert store.set(KEYS, list(mine), parent=PARENTS).created == len(KEYS) * OF // writers
+        assert store.contains(KEYS).all() and store.in_remote(KEYS).all()
+    assert everything.match_prefix([*KEYS, b"another key, which nobody has set"[:32]]) == len(KEYS)
+    for place in range(readers):
+        assert read(client, place, readers, [5, 0, 3, 1, 2, 4]) == ([True] * len(KEYS), True)
+
+
+def test_a_block_that_lacks_a_part_is_not_there(client: KVStoreClient) -> None:
+    store, mine = rank(client, 0, 1)
+    store.set(KEYS, list(mine), parent=PARENTS)
+    client.delete(part_keys(KEYS[2:3], range(3, 4)))
+    present = [True, True, False, True, True, True]
+    assert store.contains(KEYS).tolist() == present and store.match_prefix(KEYS) == 2
+    assert read(client, 0, 1, range(len(KEYS))) == (present, True)
+    assert read(client, 0, 2, range(len(KEYS))) == ([True] * len(KEYS), True), "its parts are all there"
+    assert read(client, 1, 2, range(len(KEYS))) == (present, True)
+
+
+def test_transfers_move_whole_blocks(server: Server, namespace: Namespace) -> None:
+    counters = Counters()
+    sent: list[tuple[object, SendOutcome]] = []
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=10.0, counters=counters, parts=range(OF))
+    assert guard.block_bytes == OF * PART
+    out = TransferOut(guard, limit=100, counters=counters, done=sent.extend)
+    for _ in range(2):
+        out.put(KEYS, list(BLOCKS), list(range(len(KEYS))), PARENTS)
+        assert out.drain(10.0)
+    out.close(10.0)
+    outcomes = [SendOutcome.STORED] * len(KEYS) + [SendOutcome.PRESENT] * len(KEYS)
+    assert sent == list(zip([*range(len(KEYS))] * 2, outcomes, strict=True))
+    rows = np.zeros_like(BLOCKS)
+    ended: list[bool] = []
+    into = TransferIn(guard, threads=1, counters=counters)
+    into.submit(
+        KEYS,
+        rows,
+        range(len(KEYS)),
+        deadline=float("inf"),
+        arrived=lambda _first, hits: bool(hits.all()),
+        done=lambda: ended.append(True),
+    )
+    wait_until(lambda: ended, 10.0)
+    into.close()
+    guard.close()
+    assert np.array_equal(rows, BLOCKS)
+    counted = counters.take()
+    assert counted["transfer_in_bytes"] == counted["transfer_out_bytes"] == BLOCKS.nbytes
+
+
+def test_a_server_on_the_host_has_parts_too(
+    server: Server, start_server: StartServer, namespace: Namespace, tmp_path: Path
+) -> None:
+    near = start_server("--unix-socket", str(tmp_path / "near.sock"))
+    with KVStoreClient(server.endpoint, namespace) as client:
+        store, mine = rank(client, 0, 1)
+        store.set(KEYS, list(mine), parent=PARENTS)
+    guard = StoreGuard(
+        server.endpoint, namespace, timeout_s=10.0, counters=Counters(), local=near.endpoint, parts=range(2)
+    )
+    rows = np.zeros((len(KEYS), 2 * PART), dtype=np.uint8)
+    found = guard.call(lambda store: store.get_into(KEYS, rows, range(len(KEYS)), timeout_s=10.0), None)
+    assert found is not None and found.all() and np.array_equal(rows, BLOCKS[:, : 2 * PART])
+    with KVStoreClient(near.endpoint, namespace) as client:
+        wait_until(lambda: client.contains(part_keys(KEYS, range(2))).all(), 10.0, "they were promoted")
+        assert not client.contains(part_keys(KEYS, range(2, OF))).any()
+    guard.close()
