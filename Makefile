@@ -25,7 +25,7 @@ test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k pr
 coverage: ## the lines of kvstore, kvstore_client and kvstore_cli that the tests run, servers included
 	@exec scripts/run.sh full scripts/coverage.sh $(PYTEST_ARGS)
 
-soak: ## the tests that take as long as one lets them: KVSTORE_SOAK_S=600 seconds each
+soak: ## engines while the store fails, with sliding windows and of different sizes, too: KVSTORE_SOAK_S=600 seconds each
 	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-600} scripts/run.sh full python -m pytest -m soak
 
 torture: ## kill -9 and damaged bytes: KVSTORE_TORTURE_ROUNDS=100, KVSTORE_FLIP_TRIALS=1000, KVSTORE_KILLS=10000, KVSTORE_TORTURE_SEED=

@@ -7,6 +7,7 @@ the background. This module adds two things: an engine may start before its stor
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -15,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from kvstore_client.client import DEFAULT_CONNECTIONS, KVStoreClient
-from kvstore_client.engine.head_parts import PartsStore
 from kvstore_client.engine.local_first import LocalFirstStore
+from kvstore_client.engine.parts import PartsStore
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import Namespace
 
@@ -79,13 +80,13 @@ class StoreGuard:
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
         local: str = "",
-        parts: range | None = None,
+        parts: Sequence[range] = (),
         logger: logging.Logger | None = None,
     ) -> None:
         """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
         invalid endpoint. timeout_s: the deadline of each call that sets none of its own. local: the address of a server
         on this host, in front of the store; empty: there is none. parts: those parts of blocks that calls are about, if
-        the namespace has blocks in parts."""
+        the namespace has blocks in parts; and those of these parts."""
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
@@ -111,7 +112,7 @@ class StoreGuard:
     @property
     def block_bytes(self) -> int:
         """The size of a block, or of those parts of it that calls are about."""
-        return self.namespace.block_bytes * (1 if self._parts is None else len(self._parts))
+        return self.namespace.block_bytes * math.prod(map(len, self._parts))
 
     def new_locks(self) -> None:
         """Forget who holds the locks."""
@@ -154,8 +155,10 @@ class StoreGuard:
                     )
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
                 remote = self._open(self._endpoint, self._replicas)
-                store = LocalFirstStore(self._open(self._local, 1), remote) if self._local else remote
-                self._client = store if self._parts is None else PartsStore(store, self._parts)
+                store: Store = LocalFirstStore(self._open(self._local, 1), remote) if self._local else remote
+                for parts in reversed(self._parts):
+                    store = PartsStore(store, parts)
+                self._client = store
             return self._client
 
     def _open(self, endpoint: str | Sequence[str], replicas: int) -> KVStoreClient:

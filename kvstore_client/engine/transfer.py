@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
-from kvstore_client.engine.head_parts import PartsStore
 from kvstore_client.engine.local_first import in_remote
+from kvstore_client.engine.parts import PartsStore
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from tests.engine.engine_config import Rank
+    from tests.engine.scheduled_engine import ScheduledEngine
 
 HERE = Path(__file__).parent
 MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
@@ -120,3 +122,24 @@ def rank(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Rank:
     rank = Rank(config, monkeypatch)
     rank.be()
     return rank
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., ScheduledEngine]]:
+    """``start(ranks=..., slots=...)``: vLLM's scheduler without a model. In the end every request is over and nothing
+    of it is left."""
+    from tests.engine.scheduled_engine import ScheduledEngine  # with torch: only when a test needs it
+
+    engines: list[ScheduledEngine] = []
+
+    def make(**arguments: Any) -> ScheduledEngine:
+        engines.append(ScheduledEngine(model, **arguments))
+        return engines[-1]
+
+    logging.disable(logging.WARNING)
+    yield make
+    logging.disable(logging.NOTSET)
+    for engine in engines:
+        engine.lookups.answering = True
+        engine.run()
+        engine.check_idle()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore_client import Namespace
-from kvstore_client.engine.head_parts import HeadParts
+from kvstore_client.engine.parts import HeadParts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported

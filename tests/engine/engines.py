@@ -213,24 +213,40 @@ def save_model(folder: Path, *, seed: int = 0, kv_heads: int = 4) -> Path:
     The weights are spread wide enough that the output depends on every token of the prompt; with the usual spread
     such a model repeats one token whatever it was told, and could not tell a right cache from a wrong one.
     """
-    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return _save(Qwen2ForCausalLM, Qwen2Config(**_SHAPE, num_key_value_heads=kv_heads), folder, seed)
+
+
+def save_windowed_model(folder: Path, window: int) -> Path:
+    """A Llama of that shape: every other layer attends to `window` tokens only. 32 tokens of four layers are half of
+    `BLOCK_BYTES`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_SHAPE, num_key_value_heads=4)
+    config.sliding_window = window
+    config.layer_types = ["full_attention", "sliding_attention"] * (_SHAPE["num_hidden_layers"] // 2)
+    return _save(LlamaForCausalLM, config, folder, 0)
+
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+}
+
+
+def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
+    import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        hidden_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        intermediate_size=512,
-        vocab_size=4096,
-        max_position_embeddings=4096,
-        initializer_range=0.1,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    kind(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -23,7 +23,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -31,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
+from kvstore_client.vllm.connector.block_groups import BlockGroups
 from kvstore_client.vllm.connector.events import KVEvents
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.plan import StepPlan
@@ -44,8 +51,9 @@ class FakeLookups:
     """In the place of `PrefixLookups`: answers from ``held``, one set of keys a rank, while ``answering``; that nothing
     was found in time unless ``certain``."""
 
-    def __init__(self, held: Sequence[set[bytes]]) -> None:
+    def __init__(self, held: Sequence[set[bytes]], groups: BlockGroups) -> None:
         self.held = held
+        self._groups = groups
         self.answering = self.certain = True
         self.asked: list[Sequence[bytes]] = []
         self.asked_at = math.inf  # the end of time: an answer never grows too old by the machine's clock
@@ -65,7 +73,8 @@ class FakeLookups:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         everywhere = set.intersection(*self.held)
-        return next((index for index, key in enumerate(keys) if key not in everywhere), len(keys))
+        there = (everywhere.issuperset(self._groups.keys([key])) for key in keys)
+        return next((index for index, present in enumerate(there) if not present), len(keys))
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -99,14 +108,21 @@ def _config(model: Path, blocks: int, budget: int, asynchronous: bool, prefix_ca
     return config
 
 
-def _cache_config(blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(size=page * blocks, layers=["layer"], layer_stride=page * blocks, block_stride=page)
+def _cache_config(blocks: int, windows: Sequence[int]) -> KVCacheConfig:
+    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
+    specs = [
+        SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+        for window in windows
+    ]
+    page = specs[0].page_size_bytes
+    names = [f"layer{group}" for group in range(len(windows))]
     return KVCacheConfig(
         num_blocks=blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        kv_cache_tensors=[
+            KVCacheTensor(size=page * blocks, layers=[name], layer_stride=page * blocks, block_stride=page)
+            for name in names
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)],
         kv_cache_layout="LBHNC",
     )
 
@@ -119,7 +135,8 @@ class ScheduledEngine:
     """An engine without a model.
 
     ranks: each sends all of its blocks. slots, keep: of the host tier. blocks: of the engine's own cache. budget:
-    tokens a step. asynchronous: the engine schedules a step before it knows the last one's outcome.
+    tokens a step. asynchronous: the engine schedules a step before it knows the last one's outcome. windows: of each
+    group of layers, in tokens; 0: it attends to all.
     """
 
     def __init__(
@@ -135,18 +152,20 @@ class ScheduledEngine:
         save_decode: bool = True,
         asynchronous: bool = False,
         prefix_cache: bool = True,
+        windows: Sequence[int] = (0,),
     ) -> None:
         init_none_hash(sha256)
+        self.groups = BlockGroups([bool(window) for window in windows])
         config = _config(model, blocks, budget, asynchronous, prefix_cache)
         self.blocks = blocks
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
-            config, _cache_config(blocks), StructuredOutputManager(config), block_size=BLOCK_TOKENS
+            config, _cache_config(blocks, windows), StructuredOutputManager(config), block_size=BLOCK_TOKENS
         )
         self.depth = 2 if asynchronous else 1
         self.counters = Counters()
         self.tier = HostTier(slots, keep=keep)
-        self.ranks = [Rank(slots, set()) for _ in range(ranks)]
-        self.lookups = FakeLookups([rank.held for rank in self.ranks])
+        self.ranks = [Rank(slots, set(), windows) for _ in range(ranks)]
+        self.lookups = FakeLookups([rank.held for rank in self.ranks], self.groups)
         self.half = SchedulerHalf(
             self.lookups,  # type: ignore[arg-type]
             self.tier,
@@ -162,15 +181,16 @@ class ScheduledEngine:
             steps_ahead=self.depth - 1,
             events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS),
             parts=ranks,
+            groups=self.groups,
         )
         connector = self.scheduler.connector
         connector._start.half = self.half
         connector._never_raise = _raise  # what an engine survives is a failure here
         connector.take_events = lambda: ()  # `hear` takes them
-        self.heard: dict[str | None, set[Any]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}  # hashes
+        self.heard: dict[str | None, set[Any]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}  # groups and hashes
         self.requests: dict[str, Request] = {}
         self.weights = 0  # their number: it changes when the model gets others
-        self._meaning: dict[bytes, tuple[int, bytes]] = {}  # key -> weights and block hash it stands for
+        self._meaning: dict[bytes, tuple[int, int, bytes]] = {}  # key -> weights, group and block hash it stands for
         self.in_flight: deque[Step] = deque()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._aggregator = KVOutputAggregator(ranks)
@@ -196,16 +216,22 @@ class ScheduledEngine:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """Of the whole blocks of these tokens."""
-        return list(Request("", list(tokens), SamplingParams(), None, block_hasher=self._hasher).block_hashes)
+        """Of the whole blocks of these tokens, in all groups."""
+        request = Request("", list(tokens), SamplingParams(), None, block_hasher=self._hasher)
+        return list(self.groups.keys(request.block_hashes))
 
     def keys_of(self, request: Request) -> Sequence[bytes]:
-        """What the request's blocks are called at present: a name means one thing for ever."""
-        keys = list(self.half._keys.of(request))
-        for block_hash, key in zip(request.block_hashes, keys, strict=True):
-            meaning = (self.weights, block_hash)
+        """What the request's blocks are called at present, block by block: a name means one thing for ever."""
+        keys = self.groups.keys(self.half._keys.of(request))
+        for index, key in enumerate(keys):
+            at, group = divmod(index, self.groups.count)
+            meaning = (self.weights, group, request.block_hashes[at])
             assert self._meaning.setdefault(key, meaning) == meaning, "blocks of two kinds of weights have one key"
         return keys
+
+    def keys_by_group(self, request: Request) -> list[Sequence[bytes]]:
+        keys = self.keys_of(request)
+        return [keys[group :: self.groups.count] for group in range(self.groups.count)]
 
     def change_weights(self) -> bool:
         """-> whether the engine could forget its own blocks, which it must before."""
@@ -225,26 +251,36 @@ class ScheduledEngine:
         for name, tokens in output.num_scheduled_tokens.items():
             request = self.requests[name]
             end = request.num_computed_tokens
-            step.work.append(Work(request, end - tokens, end, self.block_ids(name)))
+            step.work.append(Work(request, end - tokens, end, self.block_ids_by_group(name)))
             if not request.is_prefill_chunk:
                 step.sampling.add(name)
         for load in plan.loads:
-            keys = self.keys_of(self.requests[load.request_id])
-            position = {block: index for index, block in enumerate(self.block_ids(load.request_id))}
+            keys = {
+                block: key
+                for blocks, names in zip(
+                    self.block_ids_by_group(load.request_id),
+                    self.keys_by_group(self.requests[load.request_id]),
+                    strict=True,
+                )
+                for block, key in zip(blocks, names, strict=False)
+            }
             blocks = [*load.host_block_ids, *load.block_ids]
-            step.load_keys[load.request_id] = {block: keys[position[block]] for block in blocks}
+            step.load_keys[load.request_id] = {block: keys[block] for block in blocks}
         self.in_flight.append(step)
         return step
 
     def block_ids(self, name: str) -> list[int]:
-        block_ids: list[int] = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
-        return list(block_ids)
+        """In the first group."""
+        return self.block_ids_by_group(name)[0]
+
+    def block_ids_by_group(self, name: str) -> list[list[int]]:
+        return [list(block_ids) for block_ids in self.scheduler.kv_cache_manager.get_block_ids(name)]
 
     def complete(self) -> None:
         """The oldest step in flight is executed, and its outcome told to the scheduler."""
         step = self.in_flight.popleft()
         for work in step.work:
-            work.keys = self.keys_of(work.request)
+            work.keys = self.keys_by_group(work.request)
         for rank in self.ranks:
             rank.execute(step)
         names = [work.request.request_id for work in step.work]
@@ -308,10 +344,12 @@ class ScheduledEngine:
         for event in self.half.events.take():
             if isinstance(event, BlockStored):
                 assert event.token_ids and len(event.token_ids) == event.block_size == BLOCK_TOKENS
-                self.heard[event.medium].update(event.block_hashes)
+                self.heard[event.medium].update((event.group_idx, each) for each in event.block_hashes)
             else:
-                assert isinstance(event, BlockRemoved) and self.heard[event.medium].issuperset(event.block_hashes)
-                self.heard[event.medium].difference_update(event.block_hashes)
+                assert isinstance(event, BlockRemoved)
+                removed = {(event.group_idx, each) for each in event.block_hashes}
+                assert self.heard[event.medium] >= removed
+                self.heard[event.medium] -= removed
 
     def check_heard(self) -> None:
         """Who listens to the events knows exactly what the tier has."""
@@ -319,9 +357,11 @@ class ScheduledEngine:
         index = self.tier._index
         keys = index.keys_of(index.ready_slots()) if index is not None else b""
         size = index.key_bytes if index is not None else 1
-        named = [self._meaning.get(keys[at : at + size], (-1, b"")) for at in range(0, len(keys), size)]
+        named = [self._meaning.get(keys[at : at + size], (-1, 0, b"")) for at in range(0, len(keys), size)]
         assert self.heard[MEDIUM_CPU] == {
-            maybe_convert_block_hash(BlockHash(block_hash)) for weights, block_hash in named if weights == self.weights
+            (group, maybe_convert_block_hash(BlockHash(block_hash)))
+            for weights, group, block_hash in named
+            if weights == self.weights
         }
 
     def check_readable(self) -> None:

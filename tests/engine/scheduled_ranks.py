@@ -27,8 +27,8 @@ class Work:
     request: Request
     start: int
     end: int
-    block_ids: list[int]
-    keys: Sequence[bytes] = ()  # of its blocks as they are computed
+    block_ids: Sequence[Sequence[int]]  # by group
+    keys: Sequence[Sequence[bytes]] = ()  # of its blocks as they are computed, by group
 
 
 @dataclass
@@ -62,8 +62,12 @@ class Rank:
     A block's bytes are represented by the key it had when it was computed.
     """
 
-    def __init__(self, slots: int, held: set[bytes]) -> None:
+    def __init__(self, slots: int, held: set[bytes], windows: Sequence[int] = (0,)) -> None:
+        """windows: of each group of layers, in tokens; 0: it attends to all."""
         self.held = held
+        self._windows = windows
+        self._recompute_whole = any(windows) or len(windows) > 1
+        self._failed_requests: set[str] = set()
         self.cache: dict[int, bytes] = {}  # cache block -> what bytes it has, if they are a whole block's
         self.pool: list[bytes | None] = [None] * slots
         self.writing: set[int] = set()
@@ -104,7 +108,7 @@ class Rank:
     def execute(self, step: Step) -> None:
         plan = step.plan
         self._finished_requests.update(plan.held)
-        if plan.preempting:
+        if plan.reusing:
             while self.copies:
                 self.finish_copy()
         self._compute(step)
@@ -116,18 +120,23 @@ class Rank:
     def _compute(self, step: Step) -> None:
         copied_from = {block for work in self.copies for block in work.saves.block_ids}
         loaded_to = {block for work in self.loads for block in work.keys}
-        for work in step.work:
+        parts = [
+            (work, block_ids, keys, window)
+            for work in step.work
+            for block_ids, keys, window in zip(work.block_ids, work.keys, self._windows, strict=True)
+        ]
+        for work, block_ids, keys, _ in parts:
             for index in range(work.start // BLOCK_TOKENS, (work.end - 1) // BLOCK_TOKENS + 1):
-                block = work.block_ids[index]
+                block = block_ids[index]
                 assert block not in copied_from, f"block {block} is computed while it is copied from"
                 assert block not in loaded_to, f"block {block} is computed while it is loaded"
                 self.cache.pop(block, None)
-                if (index + 1) * BLOCK_TOKENS <= work.end and index < len(work.keys):
-                    self.cache[block] = work.keys[index]
-        for work in step.work:
-            for index in range(work.start // BLOCK_TOKENS):
-                found = self.cache.get(work.block_ids[index])
-                assert found == work.keys[index], (
+                if (index + 1) * BLOCK_TOKENS <= work.end and index < len(keys):
+                    self.cache[block] = keys[index]
+        for work, block_ids, keys, window in parts:
+            first = max(0, work.start - window + 1) // BLOCK_TOKENS if window else 0
+            for index in range(first, work.start // BLOCK_TOKENS):
+                assert self.cache.get(block_ids[index]) == keys[index], (
                     f"request {work.request.request_id} attends to the wrong bytes in its block {index}"
                 )
 
@@ -196,7 +205,11 @@ class Rank:
                 placed.add(block)
         self.cache.update({block: work.keys[block] for block in placed})
         self._loaded.add(load.request_id)
-        self._failed |= work.keys.keys() - placed
+        missing = work.keys.keys() - placed
+        if not self._recompute_whole:
+            self._failed |= missing
+        elif missing:
+            self._failed_requests.add(load.request_id)
 
     def output(self) -> KVConnectorOutput:
         """What the worker tells at the end of a step."""
@@ -206,8 +219,9 @@ class Rank:
         output = KVConnectorOutput(
             finished_sending=sent,
             finished_recving=self._loaded,
+            failed_recving=self._failed_requests,
             invalid_block_ids=self._failed,
             kv_connector_worker_meta=self._report or None,
         )
-        self._loaded, self._failed, self._report = set(), set(), WorkerReport()
+        self._loaded, self._failed, self._failed_requests, self._report = set(), set(), set(), WorkerReport()
         return output

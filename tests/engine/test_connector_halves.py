@@ -9,8 +9,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
@@ -27,24 +26,6 @@ with warnings.catch_warnings():
 
 StartEngine: TypeAlias = Callable[..., ScheduledEngine]
 PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
-
-
-@pytest.fixture
-def start(model: Path) -> Iterator[StartEngine]:
-    """``start(ranks=..., slots=...)``. In the end every request is over and nothing of it is left."""
-    engines: list[ScheduledEngine] = []
-
-    def make(**arguments: Any) -> ScheduledEngine:
-        engines.append(ScheduledEngine(model, **arguments))
-        return engines[-1]
-
-    logging.disable(logging.WARNING)
-    yield make
-    logging.disable(logging.NOTSET)
-    for engine in engines:
-        engine.lookups.answering = True
-        engine.run()
-        engine.check_idle()
 
 
 def store(engine: ScheduledEngine, tokens: range, blocks: int, *ranks: int) -> None:
@@ -195,11 +176,15 @@ def test_saved_blocks_have_what_their_request_asks_for(start: StartEngine) -> No
     ],
 )
 def test_a_request_with_a_wrong_option_is_computed_without_the_store(
-    start: StartEngine, caplog: pytest.LogCaptureFixture, asks: object, said: str
+    start: StartEngine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    asks: object,
+    said: str,
 ) -> None:
-    logging.disable(logging.NOTSET)
     engine = start()
     logging.disable(logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     store(engine, PROMPT, 5)
     request = engine.add(PROMPT, asks=asks)
     assert engine.half.matched_tokens(request, 0) == 0
@@ -628,5 +613,5 @@ def test_blocks_that_are_copied_while_the_weights_change_are_not_found_under_the
     assert engine.ranks[0].copies and engine.change_weights()
     engine.ranks[0].finish_copy()
     step = engine.step()
-    assert step.plan.preempting and step.work[0].start == 0
+    assert step.plan.reusing and step.work[0].start == 0
     assert (engine.tier.find(engine.keys_of(request)) < 0).all()

@@ -56,6 +56,7 @@ class Machine(RuleBasedStateMachine):
         save_decode=st.booleans(),
         prefix_cache=st.booleans(),
         stored=st.integers(0, MOST_BLOCKS),
+        windows=st.sampled_from([(0,), (0,), (0, 40), (0, 96, 96), (96, 0), (64,)]),
     )
     def start(
         self,
@@ -67,18 +68,20 @@ class Machine(RuleBasedStateMachine):
         save_decode: bool,
         prefix_cache: bool,
         stored: int,
+        windows: tuple[int, ...],
     ) -> None:
         self.engine = ScheduledEngine(
             self.model,
             ranks=RANKS,
             slots=slots,
             keep=keep,
-            blocks=blocks,
+            blocks=blocks * len(windows),
             budget=budget,
             min_hit_tokens=min_hit_blocks * BLOCK_TOKENS,
             save_decode=save_decode,
             asynchronous=self.asynchronous,
             prefix_cache=prefix_cache,
+            windows=windows,
         )
         self.others_save(list(range(RANKS)), 0, stored)
         self.add(0, MOST_BLOCKS, 0, 1, 2)

@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
+    from kvstore_client.vllm.connector.device import PIECE_BYTES, lock_in_pieces
     from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
     from kvstore_client.vllm.connector.plan import RankStore, Saves
     from kvstore_client.vllm.connector.worker import WorkerHalf
@@ -64,3 +65,36 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     worker.close()
     present = guard.call(lambda client: client.contains(keys).tolist(), None)
     assert present == [False, True], "only what was copied is saved"
+
+
+class Locks:
+    """What a driver does that locks `most` bytes at most."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+        self.locked: dict[int, int] = {}
+
+    def register(self, address: int, size: int) -> bool:
+        if size > self.left:
+            return False
+        self.left -= size
+        self.locked[address] = size
+        return True
+
+    def unregister(self, address: int) -> None:
+        self.left += self.locked.pop(address)
+
+
+def test_memory_is_locked_in_pieces_that_a_driver_takes() -> None:
+    size = 3 * PIECE_BYTES + 4096
+    locks = Locks(size)
+    assert lock_in_pieces(1 << 40, size, locks.register, locks.unregister) == list(locks.locked)
+    assert sum(locks.locked.values()) == size and max(locks.locked.values()) <= PIECE_BYTES
+    assert list(locks.locked) == [(1 << 40) + number * PIECE_BYTES for number in range(4)]
+
+
+def test_memory_that_cannot_be_locked_is_refused_and_nothing_stays_locked() -> None:
+    locks = Locks(2 * PIECE_BYTES)
+    with pytest.raises(ValueError, match=r"does not page-lock 48\.0 GiB.*after 32\.0 GiB. Lower cpu_bytes.*ulimit -l"):
+        lock_in_pieces(0, 3 * PIECE_BYTES, locks.register, locks.unregister)
+    assert not locks.locked

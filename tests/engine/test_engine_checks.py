@@ -100,6 +100,7 @@ def test_a_worker_that_hashes_otherwise_is_refused(rank: Rank, monkeypatch: pyte
 def test_a_plain_engine_is_accepted(config: VllmConfig) -> None:
     check_engine(config, cache())
     check_engine(config, cache(MLAAttentionSpec(**PLAIN)))
+    check_engine(config, cache(SlidingWindowSpec(**PLAIN, sliding_window=64), groups=2))
 
 
 def with_images(*, prefix_caching: bool, processor_cache_gb: float) -> Callable[[VllmConfig], None]:
@@ -120,13 +121,11 @@ def diffusion(config: VllmConfig) -> None:
 
 
 REFUSED = {
-    "window": (SlidingWindowSpec(**PLAIN, sliding_window=64), {}, None, "SlidingWindowSpec"),
     "decode window": (RSWASpec(**PLAIN, rswa_window=64), {}, None, "RSWASpec"),
     "sink": (SinkFullAttentionSpec(**PLAIN, sink_len=32), {}, None, "SinkFullAttentionSpec"),
     "state": (MambaSpec(block_size=32, shapes=((1,),), dtypes=(torch.float32,)), {}, None, "MambaSpec"),
     "compressed": (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, None, "one state for 4 tokens"),
     "non-causal": (FullAttentionSpec(**PLAIN, non_causal=True), {}, None, "attend to later tokens"),
-    "groups": (None, {"groups": 2}, None, "2 KV cache groups"),
     "finer hashes": (None, {"hash_block_size": 16}, None, "one hash covers 16"),
     "other block size": (
         FullAttentionSpec(**{**PLAIN, "block_size": 64}),

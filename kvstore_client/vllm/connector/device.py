@@ -11,9 +11,9 @@ One call hands the driver up to `RUNS_PER_CALL` runs of a copy. No kernel of our
 
 from __future__ import annotations
 
-import logging
 import mmap
 import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +22,12 @@ import torch
 
 from kvstore_client.vllm.connector.vllm_parts import batched_copy, host_register
 
-logger = logging.getLogger(f"vllm.{__name__}")
-
 Addresses = npt.NDArray[np.int64]
 
 # Batches of over 50 000 runs are known to have crashed a driver. A call costs microseconds, so more calls cost nothing.
 RUNS_PER_CALL = 8192
+# Memory is locked in pieces of this size, a multiple of a page: drivers refuse hundreds of GiB in one call.
+PIECE_BYTES = 16 << 30
 
 
 class DeviceCopy:
@@ -114,9 +114,9 @@ class SideStreams:
 def pinned_rows(
     rows: int, row_bytes: int, device: torch.device, pool: npt.NDArray[np.uint8] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Uninitialized page-locked memory of shape (rows, row_bytes), freed when the last view of it is gone. If the
-    system refuses to lock that much, the memory stays pageable and a warning is logged: copies are slower, and copies
-    out then block. `pool`: memory of that shape, at the beginning of a page, to be locked; None: it is made.
+    """Uninitialized page-locked memory of shape (rows, row_bytes), freed when the last view of it is gone. `pool`:
+    memory of that shape, at the beginning of a page, to be locked; None: it is made. Raises ValueError if the system
+    refuses to lock that much: copies from and to other memory are slow, and copies out would block the model.
 
     torch's own pinned memory is not used: its size is rounded up to a power of two, up to twice what is needed.
     """
@@ -129,14 +129,32 @@ def pinned_rows(
         pool = memory[first : first + size].reshape(rows, row_bytes)
     register, unregister = host_register()
     torch.cuda.set_device(device)
-    if register(pool.ctypes.data, size):
-        # The array that owns the memory outlives all its views, and its finalizer runs before the memory is freed.
-        finalizer = weakref.finalize(memory, unregister, pool.ctypes.data)
-        finalizer.atexit = False  # when the process ends, the driver unlocks its memory
-    elif size:
-        logger.warning(
-            "kvstore: the system did not page-lock %.1f GiB of host memory, so copies to and from it are slow. Lower "
-            "cpu_bytes, or raise the limit of locked memory (ulimit -l)",
-            size / 2**30,
-        )
+    locked = lock_in_pieces(pool.ctypes.data, size, register, unregister)
+    # The array that owns the memory outlives all its views, and its finalizer runs before the memory is freed.
+    finalizer = weakref.finalize(memory, _unlock, locked, unregister)
+    finalizer.atexit = False  # when the process ends, the driver unlocks its memory
     return pool
+
+
+def lock_in_pieces(
+    address: int, size: int, register: Callable[[int, int], bool], unregister: Callable[[int], None]
+) -> list[int]:
+    """Page-lock memory with `register(address, bytes)`, which returns whether it could. -> the addresses to unlock.
+    Raises ValueError, with nothing locked, if some of it cannot be locked."""
+    locked: list[int] = []
+    for start in range(address, address + size, PIECE_BYTES):
+        if not register(start, min(PIECE_BYTES, address + size - start)):
+            _unlock(locked, unregister)
+            raise ValueError(
+                f"kvstore: the system does not page-lock {size / 2**30:.1f} GiB of host memory, which copies to and "
+                f"from the GPU need; it refused after {(start - address) / 2**30:.1f} GiB. Lower cpu_bytes or "
+                "staging_bytes, or raise the limit of locked memory (ulimit -l unlimited; in a container, also its "
+                "memory limit)"
+            )
+        locked.append(start)
+    return locked
+
+
+def _unlock(addresses: Sequence[int], unregister: Callable[[int], None]) -> None:
+    for address in addresses:
+        unregister(address)

@@ -38,6 +38,7 @@ class _Block:
     lora_id: int | None
     lora_name: str | None
     extra_keys: tuple[Any, ...] | None
+    group: int
     users: int = 0
 
 
@@ -48,11 +49,11 @@ class KVEvents:
         self.wanted = wanted
         self._block_tokens = block_tokens
         self._blocks: dict[bytes, _Block] = {}  # by key
-        self._in_tier: dict[bytes, Any] = {}  # key -> hash
+        self._in_tier: dict[bytes, tuple[Any, int]] = {}  # key -> hash, group
         self._events: list[KVCacheEvent] = []
 
-    def note(self, request: Request, key: bytes, index: int) -> None:
-        """A save or a load of the request's block ``index`` begins: what events will say of it."""
+    def note(self, request: Request, key: bytes, index: int, group: int) -> None:
+        """A save or a load of the request's block ``index`` in a group begins: what events will say of it."""
         if not self.wanted:
             return
         block = self._blocks.get(key)
@@ -67,6 +68,7 @@ class KVEvents:
                 lora.adapter_id if lora else None,
                 lora.name if lora else None,
                 extra,
+                group,
             )
         block.users += 1
 
@@ -85,7 +87,7 @@ class KVEvents:
             if block is None:
                 continue
             if medium == MEDIUM_CPU:
-                self._in_tier[key] = block.block_hash
+                self._in_tier[key] = block.block_hash, block.group
             extra = to_event_extra_keys([block.extra_keys])
             self._events.append(
                 BlockStored(
@@ -97,7 +99,7 @@ class KVEvents:
                     medium=medium,
                     lora_name=block.lora_name,
                     extra_keys=extra,
-                    group_idx=0,
+                    group_idx=block.group,
                     locality=LOCALITY[medium],
                     ownership=OWNERSHIP,
                 )
@@ -105,17 +107,21 @@ class KVEvents:
 
     def evicted(self, keys: Sequence[bytes]) -> None:
         """These blocks are not in the CPU tier any more."""
-        hashes = [self._in_tier.pop(key) for key in keys if key in self._in_tier]
-        if hashes:
-            self._events.append(
-                BlockRemoved(
-                    block_hashes=hashes,
-                    medium=MEDIUM_CPU,
-                    group_idx=0,
-                    locality=LOCALITY[MEDIUM_CPU],
-                    ownership=OWNERSHIP,
-                )
+        removed: dict[int, list[Any]] = {}  # by group
+        for key in keys:
+            if key in self._in_tier:
+                block_hash, group = self._in_tier.pop(key)
+                removed.setdefault(group, []).append(block_hash)
+        self._events += [
+            BlockRemoved(
+                block_hashes=hashes,
+                medium=MEDIUM_CPU,
+                group_idx=group,
+                locality=LOCALITY[MEDIUM_CPU],
+                ownership=OWNERSHIP,
             )
+            for group, hashes in removed.items()
+        ]
 
     def cleared(self) -> None:
         """The CPU tier is empty, and nothing that is under way will be found by anybody."""

@@ -25,6 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -32,6 +34,7 @@ from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
+from kvstore_client.vllm.connector.block_groups import BlockGroups, groups_digest
 from kvstore_client.vllm.connector.events import KVEvents
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.layout import BlockLayout
@@ -69,7 +72,7 @@ T = TypeVar("T")
 MIN_SLOTS = 8
 
 
-class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One class for both halves, as vLLM requires; see the package's docstring for the halves. Once the engine runs,
     no call waits for the store, except ``shutdown``.
 
@@ -83,6 +86,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_engine(vllm_config, kv_cache_config)
+        self._groups = BlockGroups.of(kv_cache_config)
         self._start = SchedulerStart(vllm_config.parallel_config.world_size, self._make_half)
         self._worker: WorkerHalf | None = None
         self._guards: list[StoreGuard] = []
@@ -111,9 +115,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_same_hash(self._vllm_config, [rank.namespace for rank in ranks])
         # Ranks that hold the same part share one namespace, which is asked once.
         distinct = {rank.namespace.id: rank for rank in ranks}
+        groups = [range(self._groups.count)] if self._groups.count > 1 else []
         self._guards += [
             self._guard(
-                rank.namespace, self._options.lookup_timeout_s, range(rank.head_parts.of) if rank.head_parts else None
+                rank.namespace,
+                self._options.lookup_timeout_s,
+                [*groups, *([range(rank.head_parts.of)] if rank.head_parts else [])],
             )
             for rank in distinct.values()
         ]
@@ -133,7 +140,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             counters=self._counters,
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
             admission=Admission(
-                block_tokens=self._vllm_config.cache_config.block_size,
+                block_tokens=self._vllm_config.cache_config.block_size // max(1, self._groups.whole),
                 timeout_s=self._options.timeout_s,
                 always=self._options.always_load,
             ),
@@ -143,6 +150,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 block_tokens=self._vllm_config.cache_config.block_size,
             ),
             parts=len({rank.part for rank in ranks}),
+            groups=self._groups,
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
@@ -193,6 +201,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._never_raise(lambda: self._traffic.observe(stats.data), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         if (half := self._scheduler) is None:
             return False, None
         self._never_raise(lambda: half.save_rest(request, block_ids), None)
@@ -245,11 +258,18 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "pages, see the warning. Leave it out"
             )
         namespace = rank_namespace(
-            config, layout, layers, pages, tenant=options.tenant, weights=options.weights_version, parts=parts
+            config,
+            layout,
+            layers,
+            pages,
+            tenant=options.tenant,
+            weights=options.weights_version,
+            parts=parts,
+            groups=groups_digest(self._kv_cache_config),
         )
         slots = self._pool_slots(layout.block_bytes)
         self._rank = namespace.rank
-        self._guards = [self._guard(namespace, self._options.timeout_s, parts.mine if parts else None)]
+        self._guards = [self._guard(namespace, self._options.timeout_s, [parts.mine] if parts else [])]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
@@ -258,6 +278,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             replica=replica(self._vllm_config),
             counters=self._counters,
             store_on_host=self._options.store_on_host,
+            recompute_whole=self._groups.recompute_whole,
         )
         logger.info("kvstore: blocks are stored at %s as %s", self._options.endpoint, namespace)
         logger.info(
@@ -286,7 +307,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.begin_step(self._plan())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._worker and isinstance(kv_connector_metadata, StepPlan) and kv_connector_metadata.preempting:
+        if self._worker and isinstance(kv_connector_metadata, StepPlan) and kv_connector_metadata.reusing:
             self._worker.await_copies()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -312,6 +333,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return None, None
         loaded = self._worker.take_loaded()
         return self._worker.take_saved(), loaded
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        saved, loaded = self.get_finished(finished_req_ids)
+        failed = self._worker.take_failed_requests() if self._worker else set()
+        return KVConnectorTransferResults(saved or set(), loaded or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_block_ids() if self._worker else set()
@@ -360,7 +386,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         plan = self._connector_metadata
         return plan if isinstance(plan, StepPlan) else StepPlan()
 
-    def _guard(self, namespace: Namespace, timeout_s: float, parts: range | None) -> StoreGuard:
+    def _guard(self, namespace: Namespace, timeout_s: float, parts: Sequence[range]) -> StoreGuard:
         return StoreGuard(
             self._options.endpoint,
             namespace,

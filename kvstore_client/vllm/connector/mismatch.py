@@ -22,6 +22,7 @@ ADVICE: Mapping[str, str] = {
     "draft": "set the same --speculative-config",
     "world": "store the same parts",
     "layers": "split the layers alike",
+    "groups": "set --disable-hybrid-kv-cache-manager for all engines or for none",
     "layout": "use the same attention backend and kind of processor",
     "block_bytes": "store blocks of one size",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore._cext import BlockIndex
-from kvstore_client.engine.head_parts import MAX_PARTS
+from kvstore_client.engine.parts import MAX_PARTS
 from kvstore_client.vllm.shared.store_options import Size, StoreOptions
 
 MIN_STAGING_BYTES = 1 << 20

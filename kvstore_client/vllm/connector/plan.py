@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvstore_client import Namespace
-from kvstore_client.engine.head_parts import HeadParts
+from kvstore_client.engine.parts import HeadParts
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,15 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """The workers' tasks in one step.
 
     held: finished request -> a job; the engine keeps the request's blocks until all copies up to that job are made.
-    preempting: blocks of preempted requests are given to others in this step, so copies out of them must end first.
+    reusing: blocks of requests that go on, preempted or out of their window, may be given to others in this step, so
+        copies out of them must end first.
     idle: no token is computed in this step; the engine comes back at once.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: Saves | None = None
     held: dict[str, int] = field(default_factory=dict)
-    preempting: bool = False
+    reusing: bool = False
     idle: bool = False
 
 

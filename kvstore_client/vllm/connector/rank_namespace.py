@@ -18,8 +18,8 @@ rope and window overrides, …    config: all of the configuration as the engine
 processing of images            config
 drafting layers' weights        draft. A block's last entry of these layers depends on the next token too, which can
                                 cost a proposal, never change a token
-which layers, which heads       layers (pipeline stages may be cut anywhere), rank and world, parallel; the keys, if
-                                blocks are kept as ranges of heads
+which layers, which heads       groups, layers (pipeline stages may be cut anywhere), rank and world, parallel; the
+                                keys, if blocks are kept as ranges of heads
 dtypes                          dtype, kv_dtype, and in layout the dtype of each layer. fp8 scales are the
                                 checkpoint's or 1, never measured while running; scales per token lie in the page
 page layout, attention backend  layout, and pages: what the engine's own kernels make of known keys and values
@@ -28,7 +28,7 @@ hash function and its seed      hash
 engine version                  not named: what a version changes is above
 bytes that depend on later      refused: non-causal layers, diffusion models
 tokens
-pages that are not plain tables refused: windows, sinks, states, compression, context parallelism
+pages that are not plain tables refused: sinks, states, compression, context parallelism
 =============================== =====================================================================================
 
 No namespace covers weights that change while the engine runs: see ``block_keys``. The refusals are in
@@ -47,7 +47,7 @@ import xxhash
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstore_client import Namespace
-from kvstore_client.engine.head_parts import HeadParts
+from kvstore_client.engine.parts import HeadParts
 from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.shared.block_hashes import hash_probe
 from kvstore_client.vllm.shared.model_identity import config_digest, draft_identity, load_identity, model_identity
@@ -71,10 +71,11 @@ def rank_namespace(
     tenant: str,
     weights: str,
     parts: HeadParts | None = None,
+    groups: str = "",
 ) -> Namespace:
     """The namespace of this worker's part of every block. ``layers``: the attention layers that have KV caches.
     ``pages``: their `page_fingerprint`. ``weights``: the operator's name for the weights. ``parts``: the ranges of
-    heads that this worker has, if blocks are kept as such.
+    heads that this worker has, if blocks are kept as such. ``groups``: which layers are in which group of the cache.
 
     Ranks that hold the same part (see ``replica``) have the same namespace. Engines of different parallel sizes have
     different namespaces, even where a part holds the same heads: weights that are quantized while they are loaded get
@@ -110,6 +111,7 @@ def rank_namespace(
             "kv_dtype": f"{vllm_config.cache_config.cache_dtype}/{layout.dtype}",
             "layers": _names_digest(vllm_config, layers),
             "parallel": (f"heads{parts.of}" if parts else f"tp{tp.world_size}") + f"pp{pp.world_size}",
+            "groups": groups,
             "hash": hash_probe(vllm_config),
         },
     )

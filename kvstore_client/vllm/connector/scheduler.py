@@ -26,6 +26,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kvstore_client.engine.admission import Admission, StepTimes
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PIN_S, PrefixLookups
+from kvstore_client.vllm.connector.block_groups import BlockGroups, Place
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.events import KVEvents
 from kvstore_client.vllm.connector.host_tier import HostTier, Slots
@@ -69,10 +70,12 @@ class SchedulerHalf:
         steps_ahead: int,
         events: KVEvents,
         parts: int,
+        groups: BlockGroups,
     ) -> None:
         """ranks: workers, each of which reports on every plan. prefix_caching: whether the engine's own cache shares
         blocks between requests. admission: which loads pay. steps_ahead: how many steps the engine plans
-        before it waits for one. parts: in how many parts the store has each block."""
+        before it waits for one. parts: in how many parts the store has each block.
+        groups: of the engine's cache."""
         self._lookups = lookups
         self._tier = tier
         self._keys = BlockKeys()
@@ -87,6 +90,7 @@ class SchedulerHalf:
         self._admission = admission
         self.events = events
         self._parts = parts
+        self._groups = groups
         self._prompt_tokens: int | None = None  # see `_tokens_before`; None: not added up yet in this step
         self._steps = StepTimes(self._admission.computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
@@ -163,9 +167,9 @@ class SchedulerHalf:
         keys = self._look_up(request, waiting)
         if waiting.lookup is None or (len(keys) - local) * self._block_tokens < self._min_hit_tokens:
             return 0
-        if self._prefix_caching and self._awaits(waiting, keys[local]):
+        if self._prefix_caching and self._awaits(waiting, self._groups.key(keys[local], self._groups.first)):
             return None
-        in_host = self._tier.find(keys[local:]) >= 0
+        in_host = self._groups.all_of(self._tier.find(self._groups.keys(keys[local:])) >= 0)
         if (stored := self._lookups.poll(waiting.lookup)) is None and not in_host.all():
             return None
         present = in_host.copy()
@@ -177,9 +181,11 @@ class SchedulerHalf:
         from_store = run - int(in_host[:run].sum())
         waiting.declined = 0
         if from_store:
-            load = self._admission.judge(from_store, self._tokens_before(request))
+            least = max(1, self._groups.whole)  # what is transferred of a block, at least
+            load = self._admission.judge(from_store * least, self._tokens_before(request))
             if load is None:
                 return None
+            load //= least
             waiting.declined = from_store - load
             if waiting.declined:
                 run = int(np.searchsorted(np.cumsum(~in_host[:run]), load, side="right"))
@@ -196,7 +202,7 @@ class SchedulerHalf:
     def _tokens_left(self, tracked: TrackedRequest) -> int:
         left: int = tracked.request.num_prompt_tokens - tracked.request.num_computed_tokens
         load = self._loading.get(tracked.request.request_id)
-        coming = load.from_store * self._block_tokens if load is not None else 0
+        coming = load.from_store // max(1, self._groups.whole) * self._block_tokens if load is not None else 0
         return coming + max(0, left)
 
     def _awaits(self, waiting: WaitingRequest, key: bytes) -> bool:
@@ -227,8 +233,9 @@ class SchedulerHalf:
             return
         first, end = waiting.local, waiting.local + external_tokens // self._block_tokens
         chain = self._keys.of(request)
-        keys = chain[first:end]
-        block_ids = list(blocks.get_block_ids()[0][first:end])
+        places = list(self._groups.places(blocks.get_block_ids(), first, end))
+        keys = [self._groups.key(chain[place.index], place.group) for place in places]
+        block_ids = [place.block_id for place in places]
         slots = self._tier.acquire(keys).tolist()
         in_host = [index for index, slot in enumerate(slots) if slot >= 0]
         to_fetch = [index for index, slot in enumerate(slots) if slot < 0]
@@ -245,7 +252,7 @@ class SchedulerHalf:
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
             keys,
-            [chain[first - 1] if first else None, *keys[:-1]],
+            [self._parent(chain, place) for place in places],
             block_ids,
             load.host_slots,
             load.slots or [],
@@ -255,11 +262,14 @@ class SchedulerHalf:
         )
         if load.slots:
             for index in to_fetch:
-                self.events.note(request, keys[index], first + index)
-        host_tokens = len(in_host) * self._block_tokens
+                self.events.note(request, keys[index], places[index].index, places[index].group)
+        host_tokens = sum(places[index].group == self._groups.first for index in in_host) * self._block_tokens
         self._hit_sources = (request.request_id, host_tokens, external_tokens - host_tokens)
         self._counters.add("hit_tokens_cpu", host_tokens)
         self._counters.add("hit_tokens_store", external_tokens - host_tokens)
+
+    def _parent(self, chain: Sequence[bytes], place: Place) -> bytes | None:
+        return self._groups.key(chain[place.index - 1], place.group) if place.index else None
 
     def hit_sources(self, request: Request) -> tuple[int, int]:
         """How many tokens of the load just planned by `allocated` come from the host tier, and from the store."""
@@ -290,7 +300,7 @@ class SchedulerHalf:
         self._steps.plan(output.num_scheduled_tokens)
         self._prompt_tokens = None
         plan = StepPlan(
-            preempting=bool(output.preempted_req_ids),
+            reusing=bool(output.preempted_req_ids) or self._groups.windows,
             idle=not output.total_num_scheduled_tokens,
         )
         # Loads are taken before anything can fail: if a promised load were lost, its request would be parked for ever.
@@ -305,7 +315,7 @@ class SchedulerHalf:
                 tracked = self._tracked.get(request_id)
                 block_ids = output.kv_connector_block_state.get_block_ids(request_id)
                 if tracked is not None and block_ids is not None:
-                    self._save(tracked, tracked.request.num_computed_tokens + scheduled_tokens, block_ids[0])
+                    self._save(tracked, tracked.request.num_computed_tokens + scheduled_tokens, block_ids)
         saves, self._saves = self._saves, Saves(job=self._saves.job + 1)
         if not saves:
             return None
@@ -317,7 +327,7 @@ class SchedulerHalf:
                 self._sent_keys[saves.job, slot] = key
         return saves
 
-    def _save(self, tracked: TrackedRequest, computed_tokens: int, block_ids: Sequence[int]) -> int:
+    def _save(self, tracked: TrackedRequest, computed_tokens: int, block_ids: Sequence[Sequence[int]]) -> int:
         """Plan to save the blocks that are complete once ``computed_tokens`` are computed and that are not saved yet.
         -> how many blocks found no slot, because all are being read or written; the next step tries those again."""
         if tracked.outdated:
@@ -328,7 +338,7 @@ class SchedulerHalf:
         first = min(tracked.next_save, request.num_computed_tokens // self._block_tokens)
         # A hash exists once the block's tokens are known, so drafts that may be rejected are never saved.
         chain = self._keys.of(request)
-        end = min(computed_tokens // self._block_tokens, len(chain), len(block_ids))
+        end = min(computed_tokens // self._block_tokens, len(chain), *map(len, block_ids))
         if not self._save_decode:
             end = min(end, request.num_prompt_tokens // self._block_tokens)
         options = tracked.options
@@ -337,25 +347,27 @@ class SchedulerHalf:
         if first >= end or not options.save:
             return 0
         attributes = (options.priority, options.ttl_s)
-        keys = chain[first:end]
+        places = list(self._groups.places(block_ids, first, end))
+        keys = [self._groups.key(chain[place.index], place.group) for place in places]
         unplaced = 0
-        for index, (key, slot) in enumerate(zip(keys, self._reserve(keys).tolist(), strict=True), start=first):
+        for place, key, slot in zip(places, keys, self._reserve(keys).tolist(), strict=True):
             if slot >= 0:
-                self.events.note(request, key, index)
+                self.events.note(request, key, place.index, place.group)
                 self._saves.keys.append(key)
-                self._saves.parents.append(chain[index - 1] if index else None)
+                self._saves.parents.append(self._parent(chain, place))
                 self._saves.attributes.append(attributes)
-                self._saves.block_ids.append(block_ids[index])
+                self._saves.block_ids.append(place.block_id)
                 self._saves.slots.append(slot)
                 tracked.last_job = self._saves.job
             elif not self._tier.is_known(slot):
-                unplaced = len(keys) - (index - first)
-                end = index
+                unplaced = end - place.index
+                end = place.index
                 break
-            elif self._tier.keep and tracked.stored is not None and index >= tracked.stored:
-                self._send_again(request, index, attributes)
+            elif self._tier.keep and tracked.stored is not None and place.index >= tracked.stored:
+                self._send_again(request, place, attributes)
         tracked.next_save = max(first, end)
-        self._tier.touch(chain[:end])
+        for group in range(self._groups.count):
+            self._tier.touch(self._groups.in_group(chain[:end], group))
         return unplaced
 
     def _settle_lookup(self, tracked: TrackedRequest) -> None:
@@ -369,19 +381,19 @@ class SchedulerHalf:
             tracked.stored = lookup.stored or 0
             tracked.next_save = min(tracked.next_save, tracked.stored)
 
-    def _send_again(self, request: Request, index: int, attributes: tuple[int, float | None]) -> None:
+    def _send_again(self, request: Request, place: Place, attributes: tuple[int, float | None]) -> None:
         """Plan to send a block that the host tier has and the store lacks."""
         chain = self._keys.of(request)
-        key = chain[index]
+        key = self._groups.key(chain[place.index], place.group)
         [slot] = self._tier.acquire([key]).tolist()
         if slot < 0:  # still being written, and sent after that
             return
         if slot in self._saves.send_slots:
             self._tier.release([slot])
             return
-        self.events.note(request, key, index)
+        self.events.note(request, key, place.index, place.group)
         self._saves.send_keys.append(key)
-        self._saves.send_parents.append(chain[index - 1] if index else None)
+        self._saves.send_parents.append(self._parent(chain, place))
         self._saves.send_attributes.append(attributes)
         self._saves.send_slots.append(slot)
 
@@ -392,6 +404,9 @@ class SchedulerHalf:
         for load in self._loading.values():
             if output.invalid_block_ids:
                 load.failed.update(output.invalid_block_ids.intersection(load.block_ids))
+        for request_id in output.failed_recving or ():
+            if (failed := self._loading.get(request_id)) is not None:
+                failed.failed.update(failed.block_ids)
         for request_id in output.finished_recving or ():
             self._loaded(request_id)
         for request_id in output.finished_sending or ():
@@ -457,7 +472,7 @@ class SchedulerHalf:
 
     # The end of a request.
 
-    def save_rest(self, request: Request, block_ids: Sequence[int]) -> None:
+    def save_rest(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan to save the blocks that a finished request leaves unsaved."""
         tracked = self._tracked.get(request.request_id)
         if self._may_save and tracked is not None and request.request_id not in self._loading:

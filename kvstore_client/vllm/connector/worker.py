@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -65,10 +66,12 @@ class WorkerHalf:
         replica: tuple[int, int],
         counters: Counters,
         store_on_host: bool = False,
+        recompute_whole: bool = False,
     ) -> None:
         """store: what the scheduler's half is told of this rank. timeout_s: how long `close` may send on. replica: the
         index of this rank among the ranks with the same part of every block, and their number; one of them sends each
-        block. store_on_host: a server on this host is to copy blocks out of the host pool by itself."""
+        block. store_on_host: a server on this host is to copy blocks out of the host pool by itself. recompute_whole: a
+        request of which a block is missing is told, not the block."""
         self._layout = layout
         self._timeout_s = timeout_s
         self._replica, self._replicas = replica
@@ -81,6 +84,11 @@ class WorkerHalf:
         limit = slots // 2 - min(self._in.chunk_blocks, slots // 4)
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent)
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="kvstore-swap-in")
+        # Two chunks for each transfer thread, so that one can be placed while the next arrives. Made now: to lock pages
+        # takes time that a request would wait for.
+        self._rows: SimpleQueue[Rows] = SimpleQueue()
+        for _ in range(LOADING_THREADS):
+            self._rows.put(layout.pool(2 * self._in.chunk_blocks))
         self._staging = threading.local()
         self._copying: deque[OrderedCopies] = deque()
         self._copied_job = -1
@@ -91,6 +99,9 @@ class WorkerHalf:
         self._finished: set[str] = set()
         self._failed_block_ids: set[int] = set()
         self._failed_to_tell: set[int] = set()
+        self._recompute_whole = recompute_whole
+        self._failed_requests: set[str] = set()
+        self._failed_requests_to_tell: set[str] = set()
         self._news = threading.Event()
         self._idle = False
 
@@ -103,7 +114,7 @@ class WorkerHalf:
 
     def load(self, load: Load) -> None:
         """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
-        missing blocks."""
+        missing blocks, or `take_failed_requests` itself."""
         if load.slots is not None:
             loading = RankLoad(load, self._layout, self._pool, lambda: self._pool, load.slots)
         else:
@@ -131,10 +142,10 @@ class WorkerHalf:
         )
 
     def _staging_rows(self) -> Rows:
-        """The rows of the calling transfer thread: two chunks, so that one can be placed while the next arrives."""
+        """The rows of the calling transfer thread."""
         rows: Rows | None = getattr(self._staging, "rows", None)
         if rows is None:
-            rows = self._staging.rows = self._layout.pool(2 * self._in.chunk_blocks)
+            rows = self._staging.rows = self._rows.get()
         return rows
 
     def _loaded(self, loading: RankLoad) -> None:
@@ -152,7 +163,10 @@ class WorkerHalf:
     def _end(self, loading: RankLoad) -> None:
         with self._lock:
             self._finished.add(loading.load.request_id)
-            self._failed_block_ids |= loading.missing
+            if not self._recompute_whole:
+                self._failed_block_ids |= loading.missing
+            elif loading.missing:
+                self._failed_requests.add(loading.load.request_id)
         self._news.set()
 
     def take_loaded(self) -> set[str]:
@@ -162,14 +176,20 @@ class WorkerHalf:
         self._news.clear()
         with self._lock:
             finished, self._finished = self._finished, set()
-            # The failed blocks are told in the same step as the request: told a step later, the request would
-            # run on blocks that are not there.
+            # What failed is told in the same step as the request: told a step later, the request would run on blocks
+            # that are not there.
             self._failed_to_tell, self._failed_block_ids = self._failed_block_ids, set()
+            self._failed_requests_to_tell, self._failed_requests = self._failed_requests, set()
         return finished
 
     def take_failed_block_ids(self) -> set[int]:
         """The cache blocks that could not be loaded, of the requests that `take_loaded` named last."""
         failed, self._failed_to_tell = self._failed_to_tell, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """The requests to be computed from their beginning, of those that `take_loaded` named last."""
+        failed, self._failed_requests_to_tell = self._failed_requests_to_tell, set()
         return failed
 
     # Out of the cache.
@@ -180,7 +200,7 @@ class WorkerHalf:
         self._held.update(plan.held)
 
     def await_copies(self) -> None:
-        """Wait for all copies out of the cache: the model is about to write to blocks of preempted requests."""
+        """Wait for all copies out of the cache: the model is about to write to blocks that were others'."""
         for index, copying in enumerate(self._copying):
             if copying.copy is None:
                 continue

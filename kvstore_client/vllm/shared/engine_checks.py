@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
 from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible
 
@@ -17,19 +18,16 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     """Raise ValueError, saying what to change, for an engine whose blocks cannot be shared."""
     check_hash_reproducible(vllm_config)
     check_inputs(vllm_config)
-    if (groups := len(kv_cache_config.kv_cache_groups)) != 1:
-        raise ValueError(
-            f"kvstore: this model has {groups} KV cache groups; KVStoreConnector supports 1. Start the engine with "
-            "--disable-hybrid-kv-cache-manager. A model that needs several groups even then cannot use it"
-        )
-    for spec in iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
+    groups = [iter_layer_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    for spec in itertools.chain(*groups):
         _check_layer(spec)
         sizes = {spec.block_size, kv_cache_config.hash_block_size or spec.block_size}
         if sizes != {block_tokens := vllm_config.cache_config.block_size}:
             raise ValueError(
                 f"kvstore: a block of the KV cache has {spec.block_size} tokens, one hash covers "
                 f"{kv_cache_config.hash_block_size}, and --block-size is {block_tokens}; all three must be equal. "
-                f"Leave out --prefix-match-unit, and set --block-size {spec.block_size}"
+                f"Leave out --prefix-match-unit, and set --block-size {spec.block_size}. If only some layers have "
+                "sliding windows, start the engine with --disable-hybrid-kv-cache-manager"
             )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -58,15 +56,15 @@ def recompute_failed_loads(transfer: KVTransferConfig, engine: VllmConfig | None
 
 
 def _check_layer(spec: KVCacheSpec) -> None:
-    """Accepts only the two plain kinds, and no class derived from them: with a window, a sink or compression, a request
-    has other blocks, or blocks with other content."""
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+    """Accepts only the plain kinds, and no class derived from them: with a sink or compression, a request has other
+    blocks, or blocks with other content."""
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
         raise ValueError(
-            f"kvstore: this model has a KV cache of kind {type(spec).__name__}; supported are only kinds that keep "
-            "every token (FullAttentionSpec, MLAAttentionSpec). If the model mixes kinds, start the engine with "
+            f"kvstore: this model has a KV cache of kind {type(spec).__name__}; supported are FullAttentionSpec, "
+            "MLAAttentionSpec and SlidingWindowSpec. If the model mixes kinds, start the engine with "
             "--disable-hybrid-kv-cache-manager"
         )
-    if spec.non_causal:
+    if getattr(spec, "non_causal", False):
         raise ValueError(
             "kvstore: this model has layers that attend to later tokens, so a block depends on more than the tokens "
             "before it and cannot be shared. Run this model without kvstore"

@@ -1,8 +1,10 @@
-"""Blocks kept as ranges of heads, so that engines of different tensor parallelism share them.
+"""Blocks that the store has in parts, each of which can be asked for: ranges of heads, or groups of layers.
 
-A rank of an engine has some consecutive heads of every block; with another number of ranks it has others. So the store
-has each block in parts, as many as the largest engine has ranks, and a rank reads and sets those that it has. The parts
-are blocks of one namespace. Their keys are the block's key and one byte more: the number of the part.
+A rank of an engine has some consecutive heads of every block; with another number of ranks it has others. So that
+engines of different tensor parallelism share blocks, the store has each block in ranges of heads, as many as the
+largest engine has ranks, and a rank reads and sets those that it has. The groups of a hybrid model are parts, too.
+
+Parts are blocks of one namespace. Their keys are the block's key and one byte more: the number of the part.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ class PartsStore:
     """The calls that an engine makes of a store, with blocks that are kept in parts. A block is there if all these
     parts are; its memory has them one after the other. Thread-safe as the store itself.
 
-    `store`: of the namespace of the parts. `parts`: those that each call is about.
+    `store`: of the namespace of the parts; or of parts that are themselves in parts. `parts`: those that each call is
+    about.
     """
 
-    def __init__(self, store: KVStoreClient | LocalFirstStore, parts: range) -> None:
+    def __init__(self, store: KVStoreClient | LocalFirstStore | PartsStore, parts: range) -> None:
         self._store = store
         self._parts = parts
 
@@ -65,7 +68,9 @@ class PartsStore:
 
     def in_remote(self, keys: Sequence[bytes]) -> Present:
         """Which keys need not be set."""
-        return self._whole(in_remote(self._store, part_keys(keys, self._parts)))
+        keys = part_keys(keys, self._parts)
+        store = self._store
+        return self._whole(store.in_remote(keys) if isinstance(store, PartsStore) else in_remote(store, keys))
 
     def get_into(
         self, keys: Sequence[bytes], out: npt.NDArray[np.uint8], slots: Sequence[int], *, timeout_s: float | None = None

@@ -1,0 +1,123 @@
+"""Models some of whose layers attend to a window only: what the connector loads and saves of each kind of block.
+
+vLLM's own scheduler and hybrid cache manager decide with it; no model is run and no byte is moved (`scheduled_engine`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    from kvstore_client.vllm.connector.block_groups import BlockGroups, Place, groups_digest
+    from tests.engine.engine_config import PLAIN, cache
+    from tests.engine.scheduled_engine import ScheduledEngine
+    from tests.engine.scheduled_ranks import BLOCK_TOKENS
+
+StartEngine: TypeAlias = Callable[..., ScheduledEngine]
+PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
+WINDOW = 2 * BLOCK_TOKENS + 1  # two blocks before the one that is computed
+MIXED = (0, WINDOW)
+
+
+def store(engine: ScheduledEngine, tokens: range = PROMPT) -> list[bytes]:
+    """The store has all blocks of these tokens. -> their keys, block by block."""
+    keys = engine.keys(tokens)
+    for rank in engine.ranks:
+        rank.held.update(keys)
+    return keys
+
+
+def test_of_layers_with_a_window_only_the_window_is_loaded(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    keys = store(engine)
+    request = engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    whole, window = engine.block_ids_by_group(request.request_id)
+    assert load.keys == [keys[0], keys[2], keys[4], keys[6], keys[7], keys[8], keys[9]]
+    assert load.block_ids == [*whole[:4], window[3], whole[4], window[4]]
+    assert window[:3] == [0, 0, 0]
+    assert engine.half.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
+
+
+def test_a_model_with_windows_only_loads_the_window(start: StartEngine) -> None:
+    engine = start(windows=(WINDOW,))
+    keys = store(engine)
+    assert len(keys) == 5
+    engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert load.keys == keys[3:]
+
+
+def test_a_block_that_lacks_a_group_ends_the_hit(start: StartEngine) -> None:
+    engine = start(windows=(0, WINDOW, WINDOW))
+    keys = store(engine)
+    engine.ranks[0].held.remove(keys[3 * 3 + 1])
+    engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert {key[:-1] for key in load.keys} == {key[:-1] for key in keys[: 3 * 3]}
+
+
+@pytest.mark.parametrize("windows", [MIXED, (WINDOW,)])
+def test_if_a_block_is_missing_the_whole_prompt_is_computed(start: StartEngine, windows: tuple[int, ...]) -> None:
+    engine = start(windows=windows, prefix_cache=False)
+    store(engine)
+    request = engine.add(PROMPT)
+    assert len(engine.step().plan.loads) == 1
+    engine.ranks[0].finish_load(deliver=1)
+    engine.step()  # in which the rank tells
+    [work] = engine.step().work
+    assert (work.request, work.start) == (request, 0)
+    engine.run()
+    assert engine.counters.take()["failed_loads"] == 1
+
+
+def test_blocks_of_all_groups_are_saved_before_the_window_moves_on(start: StartEngine) -> None:
+    """In pieces of one and a half blocks: the engine gives the blocks behind the window to others while they go on."""
+    engine = start(windows=MIXED, budget=BLOCK_TOKENS * 3 // 2, blocks=14)
+    engine.add(PROMPT)
+    engine.run()
+    assert engine.ranks[0].held == set(engine.keys(PROMPT))
+
+
+def test_copies_end_before_blocks_behind_the_window_are_others(start: StartEngine) -> None:
+    engine = start(windows=MIXED, budget=BLOCK_TOKENS)
+    engine.add(PROMPT)
+    assert engine.step().plan.reusing
+    plain = start()
+    plain.add(PROMPT)
+    assert not plain.step().plan.reusing
+
+
+def test_what_the_host_tier_has_of_each_group_is_loaded_from_there(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    engine.add(PROMPT)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    engine.ranks[0].held.clear()
+    engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert (len(load.host_slots), load.keys) == (7, [])
+
+
+def test_the_places_of_blocks_leave_out_those_behind_the_window() -> None:
+    groups = BlockGroups([True, False])
+    assert (groups.first, groups.whole, groups.recompute_whole) == (1, 1, True)
+    assert list(groups.places([[0, 0, 7], [4, 5, 6]], 1, 3)) == [Place(1, 1, 5), Place(2, 0, 7), Place(2, 1, 6)]
+    assert groups.keys([b"a", b"b"]) == [b"a\x00", b"a\x01", b"b\x00", b"b\x01"]
+    plain = BlockGroups()
+    assert plain.keys([b"a"]) == [b"a"] and not plain.recompute_whole
+
+
+def test_the_groups_of_a_model_are_part_of_its_namespace() -> None:
+    one, two = cache(FullAttentionSpec(**PLAIN)), cache(SlidingWindowSpec(**PLAIN, sliding_window=64), groups=2)
+    assert groups_digest(one) == "" and groups_digest(two).startswith("2-")
+    assert BlockGroups.of(two).count == 2 and BlockGroups.of(two).windows
+    assert not BlockGroups.of(one).windows

@@ -1,0 +1,110 @@
+"""A model some of whose layers attend to a window only, in the real engine with its hybrid cache manager.
+
+The measure is the tokens of an engine without any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.engines import (
+    BLOCK,
+    BLOCK_BYTES,
+    Engine,
+    StartEngine,
+    full_blocks,
+    namespaces,
+    prompt,
+    save_windowed_model,
+    stored_blocks,
+)
+from tests.support.harness import Server, wait_until
+
+WINDOW = 3 * BLOCK
+GROUPS = 2
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_windowed_model(tmp_path_factory.mktemp("model") / "windowed", WINDOW)
+
+
+@pytest.fixture(scope="module")
+def plain(windowed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(
+        windowed, tmp_path_factory.mktemp("plain") / "engine.log", connector=None, enable_prefix_caching=False
+    )
+    yield engine
+    engine.stop()
+
+
+def check(engine: Engine, plain: Engine, *prompts: list[int], cached: int | None = None) -> None:
+    answers = engine.generate(*prompts, max_tokens=40)
+    alone = [plain.generate(each, max_tokens=40)[0].token_ids for each in prompts]
+    assert [answer.token_ids for answer in answers] == alone
+    if cached is not None:
+        assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
+
+
+def test_what_one_engine_saves_another_loads(
+    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine
+) -> None:
+    question = prompt(200)
+    first = start_engine(server.endpoint, model=windowed, max_num_batched_tokens=80, max_model_len=1024)
+    check(first, plain, question, cached=0)
+    assert first.stop() == 0
+    blocks = GROUPS * (539 // BLOCK)
+    assert stored_blocks(server) == blocks
+    [namespace] = namespaces(server)
+    assert namespace.block_bytes == BLOCK_BYTES // 2, "a block has the layers of one group"
+
+    second = start_engine(server.endpoint, model=windowed)
+    check(second, plain, question[:300] + prompt(201, 200), cached=full_blocks(300))
+    check(second, plain, question, question, cached=full_blocks(500))
+    second.settle()
+    numbers = second.metrics()
+    assert (numbers["defects"], numbers["failed_loads"]) == (0, 0)
+    # Of the layers with a window, the window alone: a block less than it has tokens in blocks, on each side.
+    loaded = numbers["transfer_blocks/in"]
+    assert 9 + 15 - 9 < loaded < 9 + 15 + 2 * (WINDOW // BLOCK + 1)
+
+
+@pytest.mark.parametrize("cpu_bytes", [0, 16 * BLOCK_BYTES])
+def test_chunks_preemption_and_small_tiers_change_nothing(
+    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine, cpu_bytes: int
+) -> None:
+    engine = start_engine(
+        server.endpoint,
+        model=windowed,
+        options={"cpu_bytes": cpu_bytes},
+        max_num_batched_tokens=80,
+        num_gpu_blocks_override=50,
+        max_model_len=512,
+    )
+    stem = prompt(210, 100)
+    prompts = [stem + prompt(seed, 150) for seed in range(211, 215)] + [prompt(seed, 250) for seed in (216, 217)]
+    for _ in range(3):
+        check(engine, plain, *prompts)
+    engine.settle()
+    numbers = engine.metrics()
+    assert (numbers["defects"], numbers["failed_loads"], numbers["failed_calls"]) == (0, 0, 0)
+    assert numbers["hit_tokens/store"] > 0
+
+
+def test_a_load_that_fails_is_computed_from_the_beginning(
+    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine
+) -> None:
+    question = prompt(220)
+    filler = start_engine(server.endpoint, model=windowed)
+    check(filler, plain, question)
+    assert filler.stop() == 0
+    engine = start_engine(server.endpoint, model=windowed, enable_prefix_caching=False)
+    engine.deliver(4)
+    for _ in range(2):
+        check(engine, plain, question)
+    engine.settle()
+    assert engine.metrics()["failed_loads"] >= 1 and engine.metrics()["defects"] == 0
+    wait_until(lambda: stored_blocks(server) >= GROUPS * (500 // BLOCK), what="the store has them all")
