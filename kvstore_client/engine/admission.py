@@ -53,8 +53,9 @@ class Admission:
     arriving: blocks that come from the store. computing: tokens that the engine computes.
     """
 
-    def __init__(self, *, block_tokens: int, timeout_s: float, always: bool = False) -> None:
-        """timeout_s: how long a load may take at most, once it has begun. always: every load pays."""
+    def __init__(self, *, block_tokens: float, timeout_s: float, always: bool = False) -> None:
+        """block_tokens: that a block stands for. timeout_s: how long a load may take at most, once it has begun.
+        always: every load pays."""
         self.arriving, self.computing = Pace(), Pace()
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 GPU: Final = "GPU"
 _REPLAY_S: Final = 5.0  # for an engine to answer a request for what was missed
 _LOOK_S: Final = 0.05  # between two looks at what has come
+# What vLLM calls the groups of layers that keep every token; None: it does not say.
+_WHOLE: Final = (None, "full_attention", "mla_attention")
 
 Hash = bytes | int
 # The block before, a digest of the tokens, and what else the block's hash covers (salt, adapter, images).
@@ -66,31 +68,41 @@ class _Engine:
     replay: Any
     next: int = 0  # number of the next batch
     synced: bool = False
-    blocks: dict[str, set[Hash]] = field(default_factory=dict)  # by medium
+
+
+# What one tier of an engine has, by group of its layers. A block is there if all groups have it.
+_Tier = dict[int, set[Hash]]
 
 
 class Index:
-    """The blocks of many engines, from their events. Thread-safe."""
+    """The blocks of many engines, from their events. Thread-safe.
+
+    Of an engine whose layers are in several groups, those count that keep every token. Of the others, such as sliding
+    windows, an engine has what it needs at the end of a prefix, or computes it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._children: dict[_Place, Hash] = {}
         self._places: dict[Hash, _Place] = {}
         self._holders: dict[Hash, int] = {}  # how many tiers of engines have it
-        self._engines: dict[str, dict[str, set[Hash]]] = {}
+        self._engines: dict[str, dict[str, _Tier]] = {}  # by name and medium
         self._block_tokens: set[int] = set()  # sizes of blocks that were told of
 
     def apply(self, engine: str, event: dict[str, Any]) -> None:
         """Take in an event of vLLM, as its msgpack decodes. Unknown kinds are ignored: later versions may have more."""
-        kind, medium = event.get("type"), event.get("medium") or GPU
+        kind, medium, group = event.get("type"), event.get("medium") or GPU, event.get("group_idx") or 0
+        if event.get("kv_cache_spec_kind") not in _WHOLE:
+            return
         with self._lock:
             tiers = self._engines.setdefault(engine, {})
             if kind == "BlockStored":
-                self._store(tiers.setdefault(medium, set()), event)
+                self._store(tiers.setdefault(medium, {}).setdefault(group, set()), event)
             elif kind == "BlockRemoved":
-                self._remove(tiers.get(medium, set()), event["block_hashes"])
+                self._remove(tiers.get(medium, {}).get(group, set()), event["block_hashes"])
             elif kind == "AllBlocksCleared":  # of the engine's own cache
-                self._remove(tiers.get(GPU, set()), list(tiers.get(GPU, ())))
+                for blocks in tiers.get(GPU, {}).values():
+                    self._remove(blocks, list(blocks))
 
     def _store(self, blocks: set[Hash], event: dict[str, Any]) -> None:
         size, parent, extras = event["block_size"], event["parent_block_hash"], event.get("extra_keys")
@@ -122,8 +134,9 @@ class Index:
     def forget(self, engine: str) -> None:
         """The engine has gone, or what it has is not known any more."""
         with self._lock:
-            for blocks in self._engines.pop(engine, {}).values():
-                self._remove(blocks, list(blocks))
+            for tier in self._engines.pop(engine, {}).values():
+                for blocks in tier.values():
+                    self._remove(blocks, list(blocks))
 
     def chain(self, token_ids: Sequence[int]) -> tuple[list[Hash], int]:
         """-> the hashes of the prompt's leading blocks that somebody has, and the tokens of a block."""
@@ -148,8 +161,8 @@ class Index:
         with self._lock:
             return {
                 engine: {
-                    **{medium: _leading(hashes, [blocks]) for medium, blocks in tiers.items()},
-                    "any": _leading(hashes, [blocks for medium, blocks in tiers.items() if medium != "STORAGE"]),
+                    **{medium: _leading(hashes, [tier]) for medium, tier in tiers.items()},
+                    "any": _leading(hashes, [tier for medium, tier in tiers.items() if medium != "STORAGE"]),
                 }
                 for engine, tiers in self._engines.items()
             }
@@ -164,16 +177,23 @@ def _digest(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bytes:
     return xxhash.xxh3_128_digest(tokens.tobytes())
 
 
-def _leading(hashes: Sequence[Hash], sets: Sequence[set[Hash]]) -> int:
-    return next((n for n, each in enumerate(hashes) if not any(each in some for some in sets)), len(hashes))
+def _leading(hashes: Sequence[Hash], tiers: Sequence[_Tier]) -> int:
+    """How many leading ones of these blocks are in one of the tiers, in each group."""
+    groups = {group for tier in tiers for group in tier}
+    by_group = [[tier[group] for tier in tiers if group in tier] for group in groups]
+    if not by_group:
+        return 0
+    there = (all(any(each in some for some in sets) for sets in by_group) for each in hashes)
+    return next((number for number, present in enumerate(there) if not present), len(hashes))
 
 
 class Routes:
     """Listens to engines, and says where a prompt is. Thread-safe; a thread of its own listens.
 
     `stores`: clients of the store, one for each rank's namespace; a block counts if all of them have it. They are asked
-    with the hashes that the events carry, which must be whole: ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. `tokenize`:
-    makes tokens of text.
+    with the hashes that the events carry, which must be whole: ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. Where the
+    store has blocks in parts, `kvstore_client.engine.parts.PartsStore(client, range(N))` asks for all N of them:
+    engines with ``head_shards``, and models of N groups of layers. `tokenize`: makes tokens of text.
     """
 
     def __init__(self, stores: Sequence[Store] = (), tokenize: Callable[[str], Sequence[int]] | None = None) -> None:

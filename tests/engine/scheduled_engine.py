@@ -38,7 +38,7 @@ from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
 from kvstore_client.vllm.connector.block_groups import BlockGroups
-from kvstore_client.vllm.connector.events import KVEvents
+from kvstore_client.vllm.connector.events import KVEvents, group_kinds
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.plan import StepPlan
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
@@ -73,7 +73,7 @@ class FakeLookups:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         everywhere = set.intersection(*self.held)
-        there = (everywhere.issuperset(self._groups.keys([key])) for key in keys)
+        there = (everywhere.issuperset(self._groups.keys([key])) for key in keys)  # as `PartsStore` tells it
         return next((index for index, present in enumerate(there) if not present), len(keys))
 
     def forget(self) -> None:
@@ -155,7 +155,7 @@ class ScheduledEngine:
         windows: Sequence[int] = (0,),
     ) -> None:
         init_none_hash(sha256)
-        self.groups = BlockGroups([bool(window) for window in windows])
+        self.groups = BlockGroups(windows, BLOCK_TOKENS)
         config = _config(model, blocks, budget, asynchronous, prefix_cache)
         self.blocks = blocks
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
@@ -179,7 +179,7 @@ class ScheduledEngine:
             prefix_caching=prefix_cache,
             admission=Admission(block_tokens=BLOCK_TOKENS, timeout_s=5.0, always=True),
             steps_ahead=self.depth - 1,
-            events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS),
+            events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(_cache_config(blocks, windows))),
             parts=ranks,
             groups=self.groups,
         )

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 
 with warnings.catch_warnings():
@@ -56,10 +57,11 @@ def test_a_model_with_windows_only_loads_the_window(start: StartEngine) -> None:
     assert load.keys == keys[3:]
 
 
-def test_a_block_that_lacks_a_group_ends_the_hit(start: StartEngine) -> None:
+def test_what_the_store_lacks_of_a_group_ends_the_hit(start: StartEngine) -> None:
     engine = start(windows=(0, WINDOW, WINDOW))
     keys = store(engine)
-    engine.ranks[0].held.remove(keys[3 * 3 + 1])
+    for rank in engine.ranks:
+        rank.held.remove(keys[3 * 3 + 1])
     engine.add(PROMPT)
     [load] = engine.step().plan.loads
     assert {key[:-1] for key in load.keys} == {key[:-1] for key in keys[: 3 * 3]}
@@ -107,10 +109,74 @@ def test_what_the_host_tier_has_of_each_group_is_loaded_from_there(start: StartE
     assert (len(load.host_slots), load.keys) == (7, [])
 
 
+def test_what_was_loaded_is_in_the_host_tier_as_far_as_it_is_needed(start: StartEngine) -> None:
+    """The tier never gets the blocks behind the window, and need not."""
+    engine = start(windows=MIXED)
+    store(engine)
+    engine.add(PROMPT)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    engine.lookups.answering = False
+    engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert (len(load.host_slots), load.keys) == (7, [])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_hole_in_the_store_is_filled_as_far_as_possible_and_nothing_is_copied_in_vain(
+    start: StartEngine, keep: bool
+) -> None:
+    """The engine has the prefix, but of the layers with a window only its end."""
+    engine = start(windows=MIXED, keep=keep)
+    engine.add(PROMPT)
+    engine.run()
+    keys = engine.keys(PROMPT)
+    engine.ranks[0].held.clear()
+    engine.add(range(6 * BLOCK_TOKENS + 3))
+    engine.run()
+    again = engine.ranks[0].held
+    if keep:
+        assert again >= set(keys), "the tier has them all"
+    else:
+        assert not again & set(keys[:6]), "they would be of no use"
+
+
+def test_a_request_waits_for_a_load_that_brings_the_end_of_its_own_prefix(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    store(engine)
+    store(engine, range(3 * BLOCK_TOKENS))
+    for tokens in (PROMPT, PROMPT, range(3 * BLOCK_TOKENS + 1)):
+        engine.add(tokens)
+    loads = engine.step().plan.loads
+    assert sorted(len(load.keys) for load in loads) == [3 + 2, 5 + 2]
+
+
+def test_the_longest_run_has_its_window() -> None:
+    groups = BlockGroups([0, WINDOW], BLOCK_TOKENS)
+    yes, no = True, False
+
+    def run(*window: bool, local: int = 0, full: int = 6) -> int:
+        present = np.array([[index < full, there] for index, there in enumerate(window)], dtype=bool).reshape(-1, 2)
+        return groups.run(present, local)
+
+    assert run(yes, yes, yes, yes, yes, yes) == 6
+    assert run(no, no, no, no, yes, yes) == 6
+    assert run(no, no, no, no, no, yes) == 0
+    assert run(no, no, no, no, no, yes, local=9) == 0
+    assert run(yes, yes, no, no, no, yes) == 2
+    assert run(yes, no, yes, yes, no, no) == 4
+    assert run(no, yes, yes, no, no, no, full=2) == 0
+    assert run() == 0
+    present = np.array([[True, False], [True, False], [False, True], [True, True]])
+    assert groups.needed(present, 0, 4).tolist() == [True, True, False, True]
+    assert groups.needed(present, 0, 3).tolist() == [True, False, False]
+
+
 def test_the_places_of_blocks_leave_out_those_behind_the_window() -> None:
-    groups = BlockGroups([True, False])
-    assert (groups.first, groups.whole, groups.recompute_whole) == (1, 1, True)
-    assert list(groups.places([[0, 0, 7], [4, 5, 6]], 1, 3)) == [Place(1, 1, 5), Place(2, 0, 7), Place(2, 1, 6)]
+    groups = BlockGroups([64, 0])
+    assert (groups.first, groups.last, groups.whole, groups.recompute_whole) == (1, 0, 1, True)
+    assert list(groups.places([[0, 0, 7], [4, 5, 6]], [1, 2])) == [Place(1, 1, 5), Place(2, 0, 7), Place(2, 1, 6)]
+    assert groups.complete([[0, 0, 7], [4, 5, 6]], 2) and not groups.complete([[0, 0, 7], [4, 5, 6]], 1)
     assert groups.keys([b"a", b"b"]) == [b"a\x00", b"a\x01", b"b\x00", b"b\x01"]
     plain = BlockGroups()
     assert plain.keys([b"a"]) == [b"a"] and not plain.recompute_whole
@@ -119,5 +185,5 @@ def test_the_places_of_blocks_leave_out_those_behind_the_window() -> None:
 def test_the_groups_of_a_model_are_part_of_its_namespace() -> None:
     one, two = cache(FullAttentionSpec(**PLAIN)), cache(SlidingWindowSpec(**PLAIN, sliding_window=64), groups=2)
     assert groups_digest(one) == "" and groups_digest(two).startswith("2-")
-    assert BlockGroups.of(two).count == 2 and BlockGroups.of(two).windows
-    assert not BlockGroups.of(one).windows
+    assert BlockGroups.of(two, 32).count == 2 and BlockGroups.of(two, 32).windows
+    assert not BlockGroups.of(one, 32).windows

@@ -21,13 +21,15 @@ with warnings.catch_warnings():
 
 
 class LostDevice:
-    """A copy of a device whose error comes when somebody waits for it, as CUDA's do."""
+    """A copy of a device whose error comes when somebody is to wait for it, as CUDA's do."""
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    order = wait
 
 
 class FailingLayout(BlockLayout):
@@ -58,7 +60,7 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     keys = make_keys(2)
     for job, key in enumerate(keys):
         worker.save(Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job], attributes=[(0, None)]))
-    worker.await_copies()
+    worker.order_copies()
     report = worker.take_report()
     assert report is not None and report.broken == {0} and report.copied == {0: 1, 1: 1}
     assert counters.take()["defects"] == 1
@@ -85,16 +87,20 @@ class Locks:
         self.left += self.locked.pop(address)
 
 
-def test_memory_is_locked_in_pieces_that_a_driver_takes() -> None:
-    size = 3 * PIECE_BYTES + 4096
+@pytest.mark.parametrize("row_bytes", [4096, 917504, 5 * 12345])
+def test_memory_is_locked_in_pieces_that_a_driver_takes_and_no_row_is_in_two(row_bytes: int) -> None:
+    address = 1 << 40
+    size = (3 * PIECE_BYTES // row_bytes + 1) * row_bytes
     locks = Locks(size)
-    assert lock_in_pieces(1 << 40, size, locks.register, locks.unregister) == list(locks.locked)
+    assert lock_in_pieces(address, size, row_bytes, locks.register, locks.unregister) == list(locks.locked)
     assert sum(locks.locked.values()) == size and max(locks.locked.values()) <= PIECE_BYTES
-    assert list(locks.locked) == [(1 << 40) + number * PIECE_BYTES for number in range(4)]
+    starts = list(locks.locked)
+    assert len(starts) >= 4 and starts[0] == address
+    assert all((start - address) % row_bytes == 0 and start % 4096 == 0 for start in starts)
 
 
 def test_memory_that_cannot_be_locked_is_refused_and_nothing_stays_locked() -> None:
     locks = Locks(2 * PIECE_BYTES)
     with pytest.raises(ValueError, match=r"does not page-lock 48\.0 GiB.*after 32\.0 GiB. Lower cpu_bytes.*ulimit -l"):
-        lock_in_pieces(0, 3 * PIECE_BYTES, locks.register, locks.unregister)
+        lock_in_pieces(0, 3 * PIECE_BYTES, 4096, locks.register, locks.unregister)
     assert not locks.locked

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore_client import KVStoreClient
@@ -179,6 +180,23 @@ def test_an_engine_that_was_restarted_has_nothing_of_before(engines: list[Engine
 
     wait_until(is_heard, 20, "the new process is heard")
     assert routes.find(PROMPT).tokens == 0
+
+
+def in_group(event: Any, group: int, **described: Any) -> Any:
+    return msgspec.structs.replace(event, group_idx=group, **described)
+
+
+def test_of_a_model_with_sliding_windows_the_groups_that_keep_all_tokens_count(
+    engines: list[Engine], routes: Routes
+) -> None:
+    engine, hashes = engines[0], hashes_of(PROMPT)
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2 * SIZE}
+    engine.say(*(in_group(stored(PROMPT), group, kv_cache_spec_kind="full_attention") for group in (0, 1)))
+    engine.say(in_group(stored(PROMPT), 2, **window))
+    until(routes, {"a": {"GPU": 20, "any": 20}})
+    engine.say(in_group(BlockRemoved(hashes[:4], "GPU"), 2))  # the window has moved on
+    engine.say(in_group(BlockRemoved(hashes[3:], "GPU"), 1))
+    until(routes, {"a": {"GPU": 12, "any": 12}})
 
 
 def test_the_store_is_asked_for_what_it_has_now(

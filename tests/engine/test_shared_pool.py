@@ -46,7 +46,7 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
             attributes=[(0, None)] * 4,
         )
     )
-    worker.await_copies()
+    worker.order_copies()
     worker.close()
     blocks = guard.call(lambda client: client.get(keys).blocks, None)
     assert blocks is not None and b"".join(map(bytes, blocks)) == swapped_out(layout, 0, 1, 2, 3).tobytes()

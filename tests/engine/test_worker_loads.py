@@ -29,7 +29,7 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
     )
     keys = make_keys(1 + 2 * LOADING_THREADS)
     worker.save(Saves(0, keys[:1], [None], block_ids=[0], slots=[3], attributes=[(0, None)]))
-    worker.await_copies()
+    worker.order_copies()
     loaded: set[str] = set()
     with server.stopped():
         for number, key in enumerate(keys[1:]):  # more than there are threads for the network

@@ -1,8 +1,8 @@
 """The groups of a model's KV cache: layers that keep the same tokens share a group, and a request has blocks of each.
 
 In a group of full attention a request has a block for all its tokens. In one with a sliding window it has blocks for
-the window alone: in the place of those before it is the null block, which holds nothing. A prefix is a hit if the store
-has it in all groups, and of each group that is loaded for which the engine gave the request blocks.
+the window alone: in the place of those before it is the null block, which holds nothing. So of a prefix that is loaded,
+every block is needed in the groups of full attention, and in the others those of the window at its end.
 
 Blocks of all groups are of one size and lie in one cache, so they are blocks of one namespace. Where there is more
 than one group, a block's key is the engine's hash and one byte more: the number of the group.
@@ -10,9 +10,10 @@ than one group, a block's key is the engine's hash and one byte more: the number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,12 @@ from kvstore_client.engine.parts import part_keys
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 NULL_BLOCK: Final = 0
+
+# (blocks, groups): whether a block is there in a group
+Presence = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +42,32 @@ class Place:
 
 
 class BlockGroups:
-    """The groups of one engine. Immutable.
+    """The groups of one engine. Used by one thread.
 
-    count: how many there are. first: one that keeps most tokens. whole: how many keep all tokens. windows: whether one
-    does not.
+    count: how many there are. whole: how many keep all tokens. windows: whether one does not. first: one that keeps
+    most tokens. last: one that keeps fewest.
     """
 
-    def __init__(self, windows: Sequence[bool] = (False,)) -> None:
-        """windows: of each group, whether it has a sliding window."""
+    def __init__(self, windows: Sequence[int] = (0,), block_tokens: int = 1) -> None:
+        """windows: of each group, in tokens; 0: it keeps all."""
         self.count = len(windows)
         self.windows = any(windows)
-        self.whole = list(windows).count(False)
-        self.first = list(windows).index(False) if self.whole else 0
+        self.whole = sum(not window for window in windows)
+        self.first = max(range(self.count), key=lambda group: windows[group] or float("inf"))
+        self.last = min(range(self.count), key=lambda group: windows[group] or float("inf"))
+        self._windows = windows
+        self._block_tokens = block_tokens
+        self._keys: WeakKeyDictionary[Request, list[bytes]] = WeakKeyDictionary()
 
     @classmethod
-    def of(cls, kv_cache_config: KVCacheConfig) -> BlockGroups:
+    def of(cls, kv_cache_config: KVCacheConfig, block_tokens: int) -> BlockGroups:
         """Those of an engine that `check_engine` accepts."""
-        groups = [iter_layer_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-        return cls([any(isinstance(spec, SlidingWindowSpec) for spec in group) for group in groups])
+        windows = []
+        for group in kv_cache_config.kv_cache_groups:
+            specs = iter_layer_specs(group.kv_cache_spec)
+            kept = [_kept(spec) for spec in specs if isinstance(spec, SlidingWindowSpec)]
+            windows.append(max(kept) if len(kept) == len(specs) else 0)
+        return cls(windows, block_tokens)
 
     @property
     def recompute_whole(self) -> bool:
@@ -62,28 +75,79 @@ class BlockGroups:
         block is not all there, or the engine cannot tell whose block it is."""
         return self.windows or self.count > 1
 
-    def key(self, key: bytes, group: int) -> bytes:
-        """The key of a block in a group."""
-        return key + bytes([group]) if self.count > 1 else key
+    # Keys.
 
     def keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The keys of blocks in all groups, block by block."""
         return part_keys(keys, range(self.count)) if self.count > 1 else keys
 
+    def keys_of(self, request: Request, chain: Sequence[bytes]) -> Sequence[bytes]:
+        """`keys` of a request's chain, of which those that are known are not made again."""
+        if self.count == 1:
+            return chain
+        known = self._keys.setdefault(request, [])
+        done = len(known) // self.count
+        if done > len(chain) or (done and known[-1][:-1] != chain[done - 1]):  # vLLM took tokens back, or new weights
+            known.clear()
+            done = 0
+        known += self.keys(chain[done:])
+        return known
+
     def in_group(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
-        """The keys of blocks in one group."""
-        return [self.key(key, group) for key in keys] if self.count > 1 else keys
+        """Of the keys of `keys`, those of one group."""
+        return keys[group :: self.count] if self.count > 1 else keys
 
-    def all_of(self, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """By block, whether it is present in all groups; `present`: of the keys of `keys`."""
-        return np.asarray(present.reshape(-1, self.count).all(axis=1))
+    # What is there.
 
-    def places(self, block_ids: Sequence[Sequence[int]], first: int, end: int) -> Iterator[Place]:
-        """Blocks `first` to `end` of a request, whose numbers are `block_ids` by group, as far as it has them."""
-        for index in range(first, end):
+    def presence(self, there: npt.NDArray[np.bool_]) -> Presence:
+        """By block and group; `there`: by the keys of `keys`."""
+        return there.reshape(-1, self.count)
+
+    def run(self, present: Presence, local: int) -> int:
+        """How many of these blocks, which follow `local` others, can be loaded: the longest run that is there in all
+        groups of full attention, and in the others within the window at its end."""
+        full = [group for group, window in enumerate(self._windows) if not window]
+        whole = np.asarray(present[:, full].all(axis=1))
+        run = len(whole) if whole.all() else int(whole.argmin())
+        ends = np.arange(1, run + 1)
+        fits = np.ones(run, dtype=np.bool_)
+        for group, window in enumerate(self._windows):
+            if window:
+                gaps = np.where(present[:run, group], -1, np.arange(run))
+                start = np.maximum.accumulate(gaps) + 1 if run else gaps  # of the run that ends there
+                fits &= start <= self._first_needed(ends + local, window) - local
+        return int(np.flatnonzero(fits)[-1]) + 1 if fits.any() else 0
+
+    def needed(self, present: Presence, local: int, run: int) -> npt.NDArray[np.bool_]:
+        """Of the first `run` of these blocks, whether all that a load of that run needs is there."""
+        there = np.ones(run, dtype=np.bool_)
+        for group, window in enumerate(self._windows):
+            first = int(self._first_needed(np.array(local + run), window)) - local if window else 0
+            there[max(0, first) :] &= present[max(0, first) : run, group]
+        return there
+
+    def _first_needed(self, ends: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
+        """The first block that a prefix needs that ends behind so many blocks."""
+        first: npt.NDArray[np.int64] = np.maximum(0, ends * self._block_tokens - window + 1) // self._block_tokens
+        return first
+
+    # A request's blocks in the engine's cache.
+
+    def places(self, block_ids: Sequence[Sequence[int]], indices: Iterable[int]) -> Iterator[Place]:
+        """Blocks of a request, whose numbers are `block_ids` by group, as far as it has them."""
+        for index in indices:
             for group, ids in enumerate(block_ids):
                 if ids[index] != NULL_BLOCK:
                     yield Place(index, group, ids[index])
+
+    def complete(self, block_ids: Sequence[Sequence[int]], index: int) -> bool:
+        """Whether a request has this block in all groups."""
+        return all(ids[index] != NULL_BLOCK for ids in block_ids)
+
+
+def _kept(spec: SlidingWindowSpec) -> int:
+    """How many tokens the engine keeps of a window, at least 1."""
+    return max(1, int(spec.sliding_window) + int(spec.extra_retained_tokens))
 
 
 def groups_digest(kv_cache_config: KVCacheConfig) -> str:

@@ -11,6 +11,7 @@ One call hands the driver up to `RUNS_PER_CALL` runs of a copy. No kernel of our
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,16 +27,17 @@ Addresses = npt.NDArray[np.int64]
 
 # Batches of over 50 000 runs are known to have crashed a driver. A call costs microseconds, so more calls cost nothing.
 RUNS_PER_CALL = 8192
-# Memory is locked in pieces of this size, a multiple of a page: drivers refuse hundreds of GiB in one call.
+# Memory is locked in pieces of about this size: drivers refuse hundreds of GiB in one call.
 PIECE_BYTES = 16 << 30
 
 
 class DeviceCopy:
-    """A copy on a side stream. It keeps the memory that it reads and writes alive. Thread-safe. Both methods raise the
+    """A copy on a side stream. It keeps the memory that it reads and writes alive. Thread-safe. The methods raise the
     device's errors."""
 
-    def __init__(self, event: torch.cuda.Event, keep: object) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, keep: object) -> None:
         self._event = event
+        self._device = device
         self._keep = keep
 
     def done(self) -> bool:
@@ -43,6 +45,9 @@ class DeviceCopy:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def order(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class Runs(NamedTuple):
@@ -108,7 +113,7 @@ class SideStreams:
             for first in range(0, len(sizes), RUNS_PER_CALL):
                 self._copy_batch(*(array[first : first + RUNS_PER_CALL] for array in batch))
             done.record(stream)
-        return DeviceCopy(done, (batch, keep))
+        return DeviceCopy(done, self._device, (batch, keep))
 
 
 def pinned_rows(
@@ -129,7 +134,7 @@ def pinned_rows(
         pool = memory[first : first + size].reshape(rows, row_bytes)
     register, unregister = host_register()
     torch.cuda.set_device(device)
-    locked = lock_in_pieces(pool.ctypes.data, size, register, unregister)
+    locked = lock_in_pieces(pool.ctypes.data, size, row_bytes, register, unregister)
     # The array that owns the memory outlives all its views, and its finalizer runs before the memory is freed.
     finalizer = weakref.finalize(memory, _unlock, locked, unregister)
     finalizer.atexit = False  # when the process ends, the driver unlocks its memory
@@ -137,13 +142,18 @@ def pinned_rows(
 
 
 def lock_in_pieces(
-    address: int, size: int, register: Callable[[int, int], bool], unregister: Callable[[int], None]
+    address: int, size: int, row_bytes: int, register: Callable[[int, int], bool], unregister: Callable[[int], None]
 ) -> list[int]:
     """Page-lock memory with `register(address, bytes)`, which returns whether it could. -> the addresses to unlock.
-    Raises ValueError, with nothing locked, if some of it cannot be locked."""
+    Raises ValueError, with nothing locked, if some of it cannot be locked.
+
+    A piece ends where a row and a page end: a copy from or to a row must not touch two pieces.
+    """
     locked: list[int] = []
-    for start in range(address, address + size, PIECE_BYTES):
-        if not register(start, min(PIECE_BYTES, address + size - start)):
+    whole = math.lcm(row_bytes, mmap.PAGESIZE)
+    piece = max(1, PIECE_BYTES // whole) * whole
+    for start in range(address, address + size, piece):
+        if not register(start, min(piece, address + size - start)):
             _unlock(locked, unregister)
             raise ValueError(
                 f"kvstore: the system does not page-lock {size / 2**30:.1f} GiB of host memory, which copies to and "

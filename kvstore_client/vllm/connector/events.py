@@ -20,8 +20,10 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 OWNERSHIP: Final = "kvstore"
@@ -42,11 +44,21 @@ class _Block:
     users: int = 0
 
 
+def group_kinds(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]:
+    """What `KVEvents` must know of the groups."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+
+
 class KVEvents:
     """The events of one engine. Not thread-safe. All calls do nothing if they are not wanted."""
 
-    def __init__(self, *, wanted: bool, block_tokens: int) -> None:
+    def __init__(
+        self, *, wanted: bool, block_tokens: int, groups: Sequence[tuple[str, int | None]] = (("full_attention", None),)
+    ) -> None:
+        """groups: of each group of the cache, what vLLM calls its kind, and its sliding window."""
         self.wanted = wanted
+        self._groups = groups
         self._block_tokens = block_tokens
         self._blocks: dict[bytes, _Block] = {}  # by key
         self._in_tier: dict[bytes, tuple[Any, int]] = {}  # key -> hash, group
@@ -89,6 +101,7 @@ class KVEvents:
             if medium == MEDIUM_CPU:
                 self._in_tier[key] = block.block_hash, block.group
             extra = to_event_extra_keys([block.extra_keys])
+            kind, window = self._groups[block.group]
             self._events.append(
                 BlockStored(
                     block_hashes=[block.block_hash],
@@ -100,6 +113,8 @@ class KVEvents:
                     lora_name=block.lora_name,
                     extra_keys=extra,
                     group_idx=block.group,
+                    kv_cache_spec_kind=kind,
+                    kv_cache_spec_sliding_window=window,
                     locality=LOCALITY[medium],
                     ownership=OWNERSHIP,
                 )

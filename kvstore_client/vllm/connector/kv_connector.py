@@ -35,7 +35,7 @@ from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
 from kvstore_client.vllm.connector.block_groups import BlockGroups, groups_digest
-from kvstore_client.vllm.connector.events import KVEvents
+from kvstore_client.vllm.connector.events import KVEvents, group_kinds
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.connector.mismatch import explain_mismatch
@@ -86,7 +86,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_engine(vllm_config, kv_cache_config)
-        self._groups = BlockGroups.of(kv_cache_config)
+        self._groups = BlockGroups.of(kv_cache_config, vllm_config.cache_config.block_size)
         self._start = SchedulerStart(vllm_config.parallel_config.world_size, self._make_half)
         self._worker: WorkerHalf | None = None
         self._guards: list[StoreGuard] = []
@@ -140,7 +140,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             counters=self._counters,
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
             admission=Admission(
-                block_tokens=self._vllm_config.cache_config.block_size // max(1, self._groups.whole),
+                block_tokens=self._vllm_config.cache_config.block_size / max(1, self._groups.whole),
                 timeout_s=self._options.timeout_s,
                 always=self._options.always_load,
             ),
@@ -148,6 +148,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             events=KVEvents(
                 wanted=bool(events and events.enable_kv_cache_events),
                 block_tokens=self._vllm_config.cache_config.block_size,
+                groups=group_kinds(self._kv_cache_config),
             ),
             parts=len({rank.part for rank in ranks}),
             groups=self._groups,
@@ -308,7 +309,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker and isinstance(kv_connector_metadata, StepPlan) and kv_connector_metadata.reusing:
-            self._worker.await_copies()
+            self._worker.order_copies()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker:

@@ -47,6 +47,9 @@ class Copy(Protocol):
     def wait(self) -> None:
         """Blocks until the copy is done."""
 
+    def order(self) -> None:
+        """Have what the calling thread's stream is given from now on wait for the copy. Never blocks."""
+
 
 class FinishedCopy:
     """A copy that was complete when the call returned."""
@@ -55,6 +58,9 @@ class FinishedCopy:
         return True
 
     def wait(self) -> None:
+        pass
+
+    def order(self) -> None:
         pass
 
 
@@ -70,10 +76,10 @@ class BlockLayout:
         once in a block. ranges: a block has so many ranges of heads, one after the other, each as a block of its own
         would be. Raises ValueError when there is no cache, when the pages of the layers have different shapes or
         cannot be cut into these ranges, or when the tensors lie neither on the CPU nor on one CUDA device."""
-        distinct: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        distinct: dict[tuple[object, ...], torch.Tensor] = {}
         for name in sorted(kv_caches, key=_layer_order):
             tensor = kv_caches[name]
-            distinct.setdefault((tensor.data_ptr(), tensor.stride()), tensor)
+            distinct.setdefault((tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype), tensor)
         whole = list(distinct.values())
         if not whole:
             raise ValueError("kvstore: the engine registered no KV cache, there is nothing to store")

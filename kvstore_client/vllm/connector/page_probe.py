@@ -49,6 +49,25 @@ def page_fingerprint(
 
 def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype: torch.dtype, ranges: int) -> str:
     """Of one range of heads in the pages of one block of a layer, with known keys and values in it."""
+    contents = set()
+    for number in range(ranges):  # with nothing in the other ranges: where they lie must be seen
+        parts = _written(layer, cache, num_blocks, tokens, dtype, ranges, number)
+        content = parts.pop(number)
+        if any(map(any, parts)):
+            raise ValueError("the heads of a page cannot be told apart")
+        if not any(content):
+            raise ValueError("nothing was written")
+        contents.add(content)
+    if len(contents) > 1:
+        raise ValueError("the ranges of heads are laid out in different ways")
+    return xxhash.xxh3_64_hexdigest(contents.pop())
+
+
+def _written(
+    layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype: torch.dtype, ranges: int, number: int
+) -> list[bytes]:
+    """The bytes of each range of heads after known keys and values were written to range `number`, and zeros to the
+    others."""
     pages = cache.shape[0] // num_blocks  # of the kernel, in one block
     page = torch.zeros_like(cache[:pages])  # dense, with the same order of axes
     slots = torch.arange(tokens, device=cache.device)
@@ -62,16 +81,11 @@ def _digest(layer: Any, cache: torch.Tensor, num_blocks: int, tokens: int, dtype
         layer.impl.do_kv_cache_update(latent, rope, page, slots, layer.kv_cache_dtype, layer._k_scale)
     else:
         heads = layer.num_kv_heads // ranges
-        key = known(tokens, heads, layer.head_size).repeat(1, ranges, 1)  # the same in every range
-        value = known(tokens, heads, layer.head_size_v).repeat(1, ranges, 1) + 1
+        some = slice(number * heads, (number + 1) * heads)
+        key = torch.zeros((tokens, layer.num_kv_heads, layer.head_size), dtype=dtype, device=cache.device)
+        value = torch.zeros((tokens, layer.num_kv_heads, layer.head_size_v), dtype=dtype, device=cache.device)
+        key[:, some] = known(tokens, heads, layer.head_size)
+        value[:, some] = known(tokens, heads, layer.head_size_v) + 1
         layer.impl.do_kv_cache_update(layer, key, value, page, slots)
-    contents = {
-        part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        for part in (page.chunk(ranges, dim=1) if ranges > 1 else [page])
-    }
-    content = contents.pop()
-    if contents:
-        raise ValueError("the heads of a page cannot be told apart")
-    if not any(content):
-        raise ValueError("nothing was written")
-    return xxhash.xxh3_64_hexdigest(content)
+    parts = page.chunk(ranges, dim=1) if ranges > 1 else [page]
+    return [part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in parts]

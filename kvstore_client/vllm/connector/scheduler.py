@@ -16,6 +16,7 @@ Over 400 lines because loads, saves and the workers' reports of both change the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
@@ -26,7 +27,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kvstore_client.engine.admission import Admission, StepTimes
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PIN_S, PrefixLookups
-from kvstore_client.vllm.connector.block_groups import BlockGroups, Place
+from kvstore_client.vllm.connector.block_groups import NULL_BLOCK, BlockGroups, Place
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.events import KVEvents
 from kvstore_client.vllm.connector.host_tier import HostTier, Slots
@@ -37,7 +38,6 @@ from kvstore_client.vllm.connector.request_options import request_options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -167,28 +167,32 @@ class SchedulerHalf:
         keys = self._look_up(request, waiting)
         if waiting.lookup is None or (len(keys) - local) * self._block_tokens < self._min_hit_tokens:
             return 0
-        if self._prefix_caching and self._awaits(waiting, self._groups.key(keys[local], self._groups.first)):
+        groups = self._groups
+        names = groups.keys_of(request, self._keys.of(request))
+        if self._prefix_caching and self._awaits(waiting, names, local, len(keys)):
             return None
-        in_host = self._groups.all_of(self._tier.find(self._groups.keys(keys[local:])) >= 0)
-        if (stored := self._lookups.poll(waiting.lookup)) is None and not in_host.all():
+        in_host = groups.presence(self._tier.find(names[local * groups.count : len(keys) * groups.count]) >= 0)
+        if (stored := self._lookups.poll(waiting.lookup)) is None and groups.run(in_host, local) < len(in_host):
             return None
         present = in_host.copy()
         present[: max(0, (stored or 0) - local)] = True
         most = waiting.options.max_load_tokens
         if most is not None:
             present[most // self._block_tokens :] = False
-        run = _leading(present)
-        from_store = run - int(in_host[:run].sum())
+        run = groups.run(present, local)
+        here = groups.needed(in_host, local, run)
+        from_store = run - int(here.sum())
         waiting.declined = 0
         if from_store:
-            least = max(1, self._groups.whole)  # what is transferred of a block, at least
+            least = max(1, groups.whole)  # what is transferred of a block, at least
             load = self._admission.judge(from_store * least, self._tokens_before(request))
             if load is None:
                 return None
-            load //= least
+            load = math.ceil(load / least)
             waiting.declined = from_store - load
             if waiting.declined:
-                run = int(np.searchsorted(np.cumsum(~in_host[:run]), load, side="right"))
+                present[int(np.searchsorted(np.cumsum(~here), load, side="right")) :] = False
+                run = groups.run(present, local)
         tokens = run * self._block_tokens
         return tokens if tokens >= self._min_hit_tokens else 0
 
@@ -205,11 +209,14 @@ class SchedulerHalf:
         coming = load.from_store // max(1, self._groups.whole) * self._block_tokens if load is not None else 0
         return coming + max(0, left)
 
-    def _awaits(self, waiting: WaitingRequest, key: bytes) -> bool:
-        """Whether to wait for another request's load of the block, which will put it into the engine's own cache for
-        all requests. A request waits for one such load only: if that fails, every request loads for itself, since
-        otherwise the last of them would wait for the loads of all others in turn."""
-        bringer = self._arriving.get(key)
+    def _awaits(self, waiting: WaitingRequest, names: Sequence[bytes], local: int, end: int) -> bool:
+        """Whether to wait for another request's load, which will put blocks `local` to `end` into the engine's own
+        cache for all requests; with a sliding window, only if it has the same end. A request waits for one such load
+        only: if that fails, every request loads for itself, since otherwise the last of them would wait for the loads
+        of all others in turn."""
+        groups = self._groups
+        tells = (end - 1) * groups.count + groups.last if groups.windows else local * groups.count
+        bringer = self._arriving.get(names[tells])
         if bringer is None or waiting.awaited not in (None, bringer):
             return False
         waiting.awaited = bringer
@@ -232,9 +239,9 @@ class SchedulerHalf:
         if external_tokens <= 0:
             return
         first, end = waiting.local, waiting.local + external_tokens // self._block_tokens
-        chain = self._keys.of(request)
-        places = list(self._groups.places(blocks.get_block_ids(), first, end))
-        keys = [self._groups.key(chain[place.index], place.group) for place in places]
+        names = self._groups.keys_of(request, self._keys.of(request))
+        places = list(self._groups.places(blocks.get_block_ids(), range(first, end)))
+        keys = [self._name(names, place) for place in places]
         block_ids = [place.block_id for place in places]
         slots = self._tier.acquire(keys).tolist()
         in_host = [index for index, slot in enumerate(slots) if slot >= 0]
@@ -252,7 +259,7 @@ class SchedulerHalf:
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
             keys,
-            [self._parent(chain, place) for place in places],
+            [self._parent(names, place) for place in places],
             block_ids,
             load.host_slots,
             load.slots or [],
@@ -263,13 +270,18 @@ class SchedulerHalf:
         if load.slots:
             for index in to_fetch:
                 self.events.note(request, keys[index], places[index].index, places[index].group)
-        host_tokens = sum(places[index].group == self._groups.first for index in in_host) * self._block_tokens
+        fetched = {places[index].index for index in to_fetch}
+        here = {places[index].index for index in in_host} - fetched
+        host_tokens = len(here) * self._block_tokens if fetched else external_tokens
         self._hit_sources = (request.request_id, host_tokens, external_tokens - host_tokens)
         self._counters.add("hit_tokens_cpu", host_tokens)
         self._counters.add("hit_tokens_store", external_tokens - host_tokens)
 
-    def _parent(self, chain: Sequence[bytes], place: Place) -> bytes | None:
-        return self._groups.key(chain[place.index - 1], place.group) if place.index else None
+    def _name(self, names: Sequence[bytes], place: Place) -> bytes:
+        return names[place.index * self._groups.count + place.group]
+
+    def _parent(self, names: Sequence[bytes], place: Place) -> bytes | None:
+        return names[(place.index - 1) * self._groups.count + place.group] if place.index else None
 
     def hit_sources(self, request: Request) -> tuple[int, int]:
         """How many tokens of the load just planned by `allocated` come from the host tier, and from the store."""
@@ -347,14 +359,21 @@ class SchedulerHalf:
         if first >= end or not options.save:
             return 0
         attributes = (options.priority, options.ttl_s)
-        places = list(self._groups.places(block_ids, first, end))
-        keys = [self._groups.key(chain[place.index], place.group) for place in places]
+        names = self._groups.keys_of(request, chain)
+        complete = [index for index in range(first, end) if self._groups.complete(block_ids, index)]
+        again = self._tier.keep and tracked.stored is not None
+        if again and len(complete) < end - first:  # behind a window, but perhaps the host tier has them
+            for index in sorted({*range(max(first, tracked.stored or 0), end)}.difference(complete)):
+                for group in range(self._groups.count):
+                    self._send_again(request, names, Place(index, group, NULL_BLOCK), attributes)
+        places = list(self._groups.places(block_ids, complete))
+        keys = [self._name(names, place) for place in places]
         unplaced = 0
         for place, key, slot in zip(places, keys, self._reserve(keys).tolist(), strict=True):
             if slot >= 0:
                 self.events.note(request, key, place.index, place.group)
                 self._saves.keys.append(key)
-                self._saves.parents.append(self._parent(chain, place))
+                self._saves.parents.append(self._parent(names, place))
                 self._saves.attributes.append(attributes)
                 self._saves.block_ids.append(place.block_id)
                 self._saves.slots.append(slot)
@@ -363,11 +382,11 @@ class SchedulerHalf:
                 unplaced = end - place.index
                 end = place.index
                 break
-            elif self._tier.keep and tracked.stored is not None and place.index >= tracked.stored:
-                self._send_again(request, place, attributes)
+            elif again and place.index >= (tracked.stored or 0):
+                self._send_again(request, names, place, attributes)
         tracked.next_save = max(first, end)
         for group in range(self._groups.count):
-            self._tier.touch(self._groups.in_group(chain[:end], group))
+            self._tier.touch(self._groups.in_group(names[: end * self._groups.count], group))
         return unplaced
 
     def _settle_lookup(self, tracked: TrackedRequest) -> None:
@@ -381,19 +400,20 @@ class SchedulerHalf:
             tracked.stored = lookup.stored or 0
             tracked.next_save = min(tracked.next_save, tracked.stored)
 
-    def _send_again(self, request: Request, place: Place, attributes: tuple[int, float | None]) -> None:
-        """Plan to send a block that the host tier has and the store lacks."""
-        chain = self._keys.of(request)
-        key = self._groups.key(chain[place.index], place.group)
+    def _send_again(
+        self, request: Request, names: Sequence[bytes], place: Place, attributes: tuple[int, float | None]
+    ) -> None:
+        """Plan to send a block that the store lacks, if the host tier has it."""
+        key = self._name(names, place)
         [slot] = self._tier.acquire([key]).tolist()
-        if slot < 0:  # still being written, and sent after that
+        if slot < 0:  # or still being written, and sent after that
             return
         if slot in self._saves.send_slots:
             self._tier.release([slot])
             return
         self.events.note(request, key, place.index, place.group)
         self._saves.send_keys.append(key)
-        self._saves.send_parents.append(self._parent(chain, place))
+        self._saves.send_parents.append(self._parent(names, place))
         self._saves.send_attributes.append(attributes)
         self._saves.send_slots.append(slot)
 
@@ -512,8 +532,3 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._lookups.close()
-
-
-def _leading(present: npt.NDArray[np.bool_]) -> int:
-    """How many blocks there are before the first that is missing."""
-    return int(len(present) if present.all() else present.argmin())

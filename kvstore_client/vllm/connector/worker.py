@@ -52,8 +52,8 @@ class WorkerHalf:
     """The transfers of one rank. Call every method from the model's thread. A failure does not raise: a block whose
     load fails is reported as not loaded, and one whose save fails is not saved.
 
-    It owns the host pool; the scheduler's half assigns the pool's slots. Only `await_copies`, `take_loaded` (for
-    `IDLE_WAIT_S`) and `close` wait.
+    It owns the host pool; the scheduler's half assigns the pool's slots. Only `take_loaded` (for `IDLE_WAIT_S`) and
+    `close` wait.
     """
 
     def __init__(
@@ -199,13 +199,13 @@ class WorkerHalf:
         self._idle = plan.idle
         self._held.update(plan.held)
 
-    def await_copies(self) -> None:
-        """Wait for all copies out of the cache: the model is about to write to blocks that were others'."""
+    def order_copies(self) -> None:
+        """Have the model wait for all copies out of the cache: it is about to write to blocks that were others'."""
         for index, copying in enumerate(self._copying):
             if copying.copy is None:
                 continue
             try:
-                copying.copy.wait()
+                copying.copy.order()
             except Exception:  # the device's: what it copied cannot be trusted, so it is not saved
                 logger.exception("kvstore: copying %d blocks out of the cache failed", len(copying.saves.slots))
                 self._counters.add("defects")
