@@ -13,6 +13,7 @@ from benchmarks.remote_kv_cache.first_token import STORE as FROM_STORE
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.test_beside_python import PACE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
+from benchmarks.remote_kv_cache.test_hooks import COPIES, EVERYTHING, NOTHING
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING
 from benchmarks.remote_kv_cache.test_sharding import (
     DIFFERENT,
@@ -296,6 +297,22 @@ def _all_at_once(at_most: float) -> Callable[[Result], Finding]:
     return find
 
 
+def _hooks(at_most_s: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        slowest = []
+        for name in (NOTHING, EVERYTHING):
+            calls = result.case(name).parameters["calls"]
+            call = max(calls, key=lambda call: calls[call]["p99"])
+            slowest.append((calls[call]["p99"], f"{name}: {call} {calls[call]['p99'] * 1e3:.2f} ms"))
+        return Finding(
+            "; ".join(said for _, said in slowest),
+            f"{COPIES} copies on the CPU",
+            max(slowest)[0] <= at_most_s and _right(result),
+        )
+
+    return find
+
+
 def _only(result: Result, group: str) -> CaseResult:
     """The one case of a part. Raises `KeyError` if that part was left out."""
     cases = result.group(group)
@@ -418,6 +435,13 @@ REMOTE_CLAIMS: Final = (
         "test_slow_store",
         f"--parts '{ALL_AT_ONCE}'",
         _all_at_once(1.1),
+    ),
+    Claim(
+        _MODULE,
+        "no step of an engine waits for the connector: p99 of each call ≤ 1 ms",
+        "test_hooks",
+        "",
+        _hooks(0.001),
     ),
     Claim(_MODULE, "demo: equal tokens, first token ≥ 10 times sooner", "test_demo", "", _demo),
 )

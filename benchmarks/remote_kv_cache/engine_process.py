@@ -1,12 +1,13 @@
 """One vLLM engine in a process of its own: `run` is the main function of that process.
 
 The process first sends "ready" through the pipe. For each `Order` that it receives it sends a `Run`, for each `Doubt` a
-list of numbers; None ends the engine. The engine's output goes to its log. The time is taken in this process, around
-the engine's own call, so that the pipe is not timed.
+list of numbers, for `Times` the seconds of calls; None ends the engine. Its output goes to its log. Time is taken in
+this process, around the engine's own call, so that the pipe is not timed.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -32,11 +33,12 @@ PRELOAD: Final = [
 @dataclass(frozen=True)
 class Setup:
     """The settings of an engine. `connector`: its options, None for an engine without it. `arguments`: those of
-    `vllm.LLM`."""
+    `vllm.LLM`. `timed`: whether the calls to the connector are timed."""
 
     model: Path
     connector: dict[str, Any] | None
     arguments: dict[str, Any]
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,31 @@ class Doubt:
 
     prompt: list[int]
     continuation: list[int]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Asks for the seconds of each call to the connector since it was asked last, by the call's name."""
+
+
+# What a vLLM engine calls in its steps and between them.
+TIMED: Final = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "take_events",
+    "bind_connector_metadata",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "get_kv_connector_stats",
+)
 
 
 @dataclass(frozen=True)
@@ -95,11 +122,17 @@ def _serve(setup: Setup, pipe: Connection) -> None:
     from vllm import SamplingParams
 
     tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a process which ends as this one does
+    times = _time_calls() if setup.timed else {}
     engine = _make_engine(setup)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         if isinstance(order, Doubt):
             pipe.send(_gaps(engine, order))
+            continue
+        if isinstance(order, Times):
+            pipe.send({name: list(seconds) for name, seconds in times.items()})
+            for seconds in times.values():
+                seconds.clear()
             continue
         sampling = SamplingParams(temperature=0, max_tokens=order.output_tokens, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": tokens} for tokens in order.prompts]
@@ -112,6 +145,29 @@ def _serve(setup: Setup, pipe: Connection) -> None:
         ]
         pipe.send(Run(begin, seconds, answers))
     engine.llm_engine.engine_core.shutdown()
+
+
+def _time_calls() -> dict[str, list[float]]:
+    """Have the calls of connectors that are made from now on timed. -> their seconds, by name."""
+    from kvstore_client.vllm.connector import KVStoreConnector
+
+    times: dict[str, list[float]] = {}
+
+    def timed(call: Any, seconds: list[float]) -> Any:
+        @functools.wraps(call)
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                seconds.append(time.perf_counter() - began)
+
+        return wrapper
+
+    for name in TIMED:
+        times[name] = []
+        setattr(KVStoreConnector, name, timed(getattr(KVStoreConnector, name), times[name]))
+    return times
 
 
 def _gaps(engine: Any, doubt: Doubt) -> list[float]:

@@ -86,6 +86,20 @@ def slow_store(results: Results) -> str:
     return markdown(("prompts", "", "s, median (min … max)", f"x {WITHOUT}"), rows)
 
 
+def hooks(results: Results) -> str:
+    """The time of each call to the connector, in milliseconds."""
+    cases = {case.name: case.parameters["calls"] for case in results["test_hooks"].cases}
+    rows = []
+    for call in dict.fromkeys(name for calls in cases.values() for name in calls):
+        cells = [call]
+        for calls in cases.values():
+            told = calls.get(call)
+            cells += [f"{told[key] * 1e3:.3f}" for key in ("p50", "p99", "max")] if told else [""] * 3
+        rows.append(tuple(cells))
+    headings = [f"{name}: {what}" for name in cases for what in ("p50", "p99", "longest")]
+    return markdown(("call, ms", *headings), rows)
+
+
 def _qps(case: CaseResult, operation: str) -> str:
     return f"{case.parameters['prompts'] / case.seconds(operation).median:.2f}"
 
@@ -115,4 +129,5 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "long_prefill": ("test_long_prefill", long_prefill),
     "first_token": ("test_long_prefill", first_token),
     "slow_store": ("test_slow_store", slow_store),
+    "hooks": ("test_hooks", hooks),
 }

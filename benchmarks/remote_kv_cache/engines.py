@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from benchmarks.remote_kv_cache import engine_process
 from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, EngineModel, save_model
-from benchmarks.remote_kv_cache.engine_process import Doubt, Order, Run, Setup
+from benchmarks.remote_kv_cache.engine_process import Doubt, Order, Run, Setup, Times
 from benchmarks.remote_kv_cache.processes import environment
 from kvstore.wire import NamespaceInfo
 from kvstore_client import KVStoreClient, Namespace
@@ -51,9 +51,11 @@ def compute_threads() -> int:
 class Engine:
     """A vLLM engine. It starts at once; the first order, or `wait_ready`, waits until it serves."""
 
-    def __init__(self, model: EngineModel, connector: dict[str, Any] | None, **arguments: Any) -> None:
-        """connector: its options; None for an engine without it. arguments: further ones of `vllm.LLM`, beside those
-        below."""
+    def __init__(
+        self, model: EngineModel, connector: dict[str, Any] | None, *, timed: bool = False, **arguments: Any
+    ) -> None:
+        """connector: its options; None for an engine without it. timed: whether the calls to it are timed. arguments:
+        further ones of `vllm.LLM`, beside those below."""
         # Read when torch and transformers are imported, which is before an engine's own settings are made.
         os.environ["OMP_NUM_THREADS"] = str(compute_threads())
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -64,7 +66,7 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        setup = Setup(save_model(model), connector, {"block_size": BLOCK_TOKENS, **arguments})
+        setup = Setup(save_model(model), connector, {"block_size": BLOCK_TOKENS, **arguments}, timed)
         descriptor, name = tempfile.mkstemp(suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
@@ -93,6 +95,12 @@ class Engine:
         self.wait_ready()
         self._pipe.send(Doubt(prompt, continuation))
         return list(self._receive(_ANSWER_S))
+
+    def times(self) -> dict[str, list[float]]:
+        """See `Times`."""
+        self.wait_ready()
+        self._pipe.send(Times())
+        return dict(self._receive(_ANSWER_S))
 
     def stop(self) -> None:
         """End the engine, by force if it does not end by itself."""

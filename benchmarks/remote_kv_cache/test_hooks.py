@@ -1,0 +1,117 @@
+"""How long an engine's steps wait for the connector: the time of each call that the engine makes to it.
+
+Prompts that nobody has seen, several at a time and in chunks, with a few tokens of output (*nothing stored*); then the
+same prompts on another engine (*all stored*). Every call is timed by itself, around the connector's own method. On the
+CPU a copy between cache and host memory is made within the call (`wait_for_save`), as no device does it beside the
+model. Needs vLLM; without it nothing is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
+from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, add_engine_model_option, full_blocks
+from benchmarks.remote_kv_cache.engines import Engine, Store
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console, time_text
+
+NOTHING: Final = "nothing stored"
+EVERYTHING: Final = "all stored"
+COPIES: Final = "wait_for_save"  # the call that copies, where no device does
+_PROMPTS: Final = 8  # at a time
+_TOKENS: Final = 1000
+_OUTPUT_TOKENS: Final = 16
+_STEP_TOKENS: Final = 512
+_WARM_UP: Final = 1_000_000  # seeds from here on
+
+
+def percentiles(calls: dict[str, list[list[float]]]) -> dict[str, dict[str, float]]:
+    """By call, over all rounds: how often it was made, and p50, p99 and the longest, in seconds."""
+    found = {}
+    for name, rounds in calls.items():
+        every = np.concatenate([np.asarray(each) for each in rounds])
+        if len(every):
+            p50, p99 = np.percentile(every, (50, 99))
+            found[name] = {"calls": len(every), "p50": float(p50), "p99": float(p99), "max": float(every.max())}
+    return found
+
+
+def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
+    """Rounds of new prompts, each computed by one engine and then loaded by another one."""
+    rounds = benchmark.rounds
+    blocks = _PROMPTS * (full_blocks(_TOKENS) + 2)
+    arguments: dict[str, Any] = {
+        "max_model_len": _TOKENS + 2 * _OUTPUT_TOKENS,
+        "max_num_batched_tokens": _STEP_TOKENS,
+        "max_num_seqs": _PROMPTS,
+        "kv_cache_memory_bytes": 2 * blocks * model.block_bytes + (64 << 20),
+    }
+    calls: dict[str, dict[str, list[list[float]]]] = {NOTHING: {}, EVERYTHING: {}}
+    with ExitStack() as stack, benchmark.progress() as bar:
+        task = bar.add_task("rounds", total=rounds)
+        endpoint = stack.enter_context(kvstore_server(blocks * model.block_bytes * (rounds + 2)))
+        store = stack.enter_context(Store(endpoint))
+        connector = {"endpoint": endpoint}
+        engines = {name: stack.enter_context(Engine(model, connector, timed=True, **arguments)) for name in calls}
+        for engine in engines.values():
+            engine.generate(model.prompts(_WARM_UP, _PROMPTS, _TOKENS), _OUTPUT_TOKENS)
+        for number in range(rounds):
+            prompts = model.prompts(number, _PROMPTS, _TOKENS)
+            answers = []
+            for name, engine in engines.items():
+                engine.times()  # those of the round before, which may have gone on after its answers
+                before = store.settle()
+                answers.append(engine.generate(prompts, _OUTPUT_TOKENS).answers)
+                if name == NOTHING:
+                    store.settle(before + _PROMPTS * full_blocks(_TOKENS))
+                for call, seconds in engine.times().items():
+                    calls[name].setdefault(call, []).append(seconds)
+            checks.tokens(f"round {number}", prompts, answers[1], answers[0], engines[NOTHING])
+            bar.update(task, advance=1, refresh=True)
+    for name, timed in calls.items():
+        told = percentiles(timed)
+        benchmark.cases.append(
+            Case(
+                name=name,
+                seconds={
+                    call: [float(np.percentile(seconds, 99)) for seconds in timed[call] if len(seconds)]
+                    for call in told
+                },
+                moved=dict.fromkeys(told, 0),
+                limits={},
+                references=(),
+                parameters={"model": model.to_json(), "prompts": _PROMPTS, "prompt_tokens": _TOKENS, "calls": told},
+            )
+        )
+
+
+def show(cases: list[Case]) -> None:
+    for case in cases:
+        table = Table("call", "calls", "p50", "p99", "longest", title=case.name, title_justify="left")
+        for name, told in case.parameters["calls"].items():
+            table.add_row(name, f"{told['calls']}", *(time_text(told[key]) for key in ("p50", "p99", "max")))
+        console().print(table)
+
+
+def main() -> int:
+    benchmark = Benchmark(
+        __spec__.name, __doc__, rounds=7, add_options=lambda parser: add_engine_model_option(parser, "--model", "tiny")
+    )
+    if missing_module("vllm"):
+        benchmark.say(f"hooks: {missing_module('vllm')}, so it is not measured")
+        return 0
+    checks = Checks()
+    measure(benchmark, ENGINE_MODELS[benchmark.options.model or "tiny"], checks)
+    show(benchmark.cases)
+    return conclude(benchmark, checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
