@@ -2,7 +2,7 @@
 # test.sh [PYTEST ARGUMENT...]: all that must hold before a change lands, inside the environment of run.sh. With
 # arguments, which select tests, the check of a real installation is left out.
 #
-# The tests run in TEST_WORKERS processes (two a core: they mostly wait); those that measure time run last, alone. Style,
+# The tests run in TEST_WORKERS processes (three for two cores); those that measure time run last, alone. Style,
 # types and the installation are checked beside the first tests; what they say is printed at the end.
 set -euo pipefail
 started=$SECONDS

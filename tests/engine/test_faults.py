@@ -211,18 +211,21 @@ def test_a_slow_store_loses_blocks_and_slows_nobody(
     )
 
     def ask(first: int) -> float:
-        prompts = [prompt(seed) for seed in range(first, first + 6)]
-        started = time.monotonic()
-        for each in prompts:
-            check(expected, [each], engine.generate(each))
-        return time.monotonic() - started
+        """-> seconds of the fastest prompt: a store that slows the engine down slows all of them."""
+        seconds = []
+        for seed in range(first, first + 6):
+            started = time.monotonic()
+            answers = engine.generate(prompt(seed))
+            seconds.append(time.monotonic() - started)
+            check(expected, [prompt(seed)], answers)
+        return min(seconds)
 
     ask(100)
     fast_s = ask(110)
     engine.settle()
     ledger = Ledger(engine)
     link.bytes_per_s = 1e6
-    assert ask(120) < 1.5 * fast_s + SLACK_S
+    assert ask(120) < 1.5 * fast_s + SLACK_S / 6
     numbers = engine.metrics()
     assert numbers["dropped_blocks"] > 0
     assert numbers["waiting_blocks"] <= 16

@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tests.support.harness import STOP_S, wait_until
 from tests.support.ports import free_ports
 
 START_S = 20.0
+_MEMORY = Path("/dev/shm")
 
 
 class Etcd:
@@ -34,6 +37,10 @@ class Etcd:
             pytest.skip("etcd is not installed: scripts/programs.sh installs it")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        # In memory: on a disk that other tests keep busy, a write takes seconds.
+        made = tempfile.mkdtemp(prefix="kvstore-etcd-", dir=_MEMORY if _MEMORY.is_dir() else None)
+        weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+        self._data_folder = Path(made) / "data"
         self.host = host
         self.port, self._peer_port = free_ports(2)
         self._prefix = list(prefix)
@@ -57,7 +64,7 @@ class Etcd:
         client, peer = (f"http://{self.host}:{port}" for port in (self.port, self._peer_port))
         command = [
             *self._prefix,
-            *("etcd", "--name", "etcd", "--data-dir", str(self.folder / "data"), "--log-level", "warn"),
+            *("etcd", "--name", "etcd", "--data-dir", str(self._data_folder), "--log-level", "warn"),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"etcd={peer}"),
@@ -99,5 +106,5 @@ class Etcd:
         """Start again on the same ports, with the same data or `empty`."""
         assert not self.running
         if empty:
-            shutil.rmtree(self.folder / "data")
+            shutil.rmtree(self._data_folder)
         self.start()

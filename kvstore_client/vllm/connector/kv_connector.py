@@ -10,6 +10,8 @@ scheduler, with their first reports.
 
 Once the engine runs, the guards catch the store's failures, and `_never_raise` catches defects of ours. Only the few
 calls that must keep a promise to the engine are not caught, such as ``update_state_after_alloc``.
+
+Over 400 lines because vLLM wants one class for both halves.
 """
 
 from __future__ import annotations
