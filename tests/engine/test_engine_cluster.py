@@ -3,6 +3,7 @@ blocks when there is one copy of each, and none when there are two."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -151,13 +152,14 @@ def test_a_node_killed_while_the_engine_serves_fails_no_request(
     kill_one_that_sends(cluster, 4 * BLOCK_BYTES, lambda: engine.order(*questions))
     answers = engine.result()
     check(expected, questions, answers)
-    assert (
-        max(answer.seconds for answer in answers) < len(questions) * compute_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
-    )
+    started = time.monotonic()
+    expected(*(prompt(1000 * replicas + number, LONG) for number in (510, 511, 512)))  # how fast the machine is now
+    computed_s = max(len(questions) * compute_s, time.monotonic() - started)
+    assert max(answer.seconds for answer in answers) < computed_s + LOOKUP_TIMEOUT_S + TIMEOUT_S + SLACK_S
     # It is dead for good: nothing waits for it, and what it had is stored with the others again.
     answers = engine.generate(*questions)
     check(expected, questions, answers)
-    assert max(answer.seconds for answer in answers) < len(questions) * compute_s + SLACK_S
+    assert max(answer.seconds for answer in answers) < computed_s + SLACK_S
     engine.settle()
     gained = {name: value - before[name] for name, value in engine.metrics().items()}
     if replicas == 2:
