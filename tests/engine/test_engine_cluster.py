@@ -25,7 +25,7 @@ LONG = 1900
 OPTIONS = {"timeout_s": 10.0, "lookup_timeout_s": 10.0}  # a busy machine is not what is tested
 LOOKUP_TIMEOUT_S = 0.5
 TIMEOUT_S = 1.5
-SLACK_S = 2.0  # of a busy machine
+SLACK_S = 4.0  # of a busy machine
 
 one_and_two_copies = pytest.mark.parametrize("replicas", [1, 2])
 

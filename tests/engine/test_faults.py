@@ -35,7 +35,7 @@ from tests.support.slow_link import SlowLink
 MiB = 1 << 20
 LOOKUP_TIMEOUT_S = 0.5
 TIMEOUT_S = 1.5
-SLACK_S = 2.0  # of a busy machine
+SLACK_S = 4.0  # of a busy machine
 BLOCKS = 500 // BLOCK  # of a prompt
 LONG = 1900  # tokens; what comes of it is more than sockets hold
 
