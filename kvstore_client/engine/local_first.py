@@ -45,11 +45,6 @@ class _Call:
         return max(0.001, self._deadline - time.monotonic())
 
 
-def in_remote(store: KVStoreClient | LocalFirstStore, keys: Sequence[bytes]) -> Present:
-    """Which keys need not be set, because the fleet's store has them."""
-    return store.contains(keys) if isinstance(store, KVStoreClient) else store.in_remote(keys)
-
-
 class LocalFirstStore:
     """The calls that an engine makes of a `KVStoreClient`, over two of them. Both are `fail_open`. Thread-safe; usable
     in a child after a fork."""

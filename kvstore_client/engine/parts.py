@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.client import KVStoreClient
-from kvstore_client.engine.local_first import LocalFirstStore, Present, in_remote
+from kvstore_client.engine.local_first import LocalFirstStore, Present
 from kvstore_client.errors import KVStoreError
 from kvstore_client.results import ClientStats, SetResult
 
@@ -35,6 +35,11 @@ def part_keys(keys: Sequence[bytes], parts: range) -> list[bytes]:
     """The keys of these parts of every block, block by block."""
     suffixes = [bytes([part]) for part in parts]
     return [key + suffix for key in keys for suffix in suffixes]
+
+
+def in_remote(store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes]) -> Present:
+    """Which keys need not be set, because the fleet's store has them."""
+    return store.contains(keys) if isinstance(store, KVStoreClient) else store.in_remote(keys)
 
 
 class PartsStore:
@@ -67,10 +72,8 @@ class PartsStore:
         )
 
     def in_remote(self, keys: Sequence[bytes]) -> Present:
-        """Which keys need not be set."""
-        keys = part_keys(keys, self._parts)
-        store = self._store
-        return self._whole(store.in_remote(keys) if isinstance(store, PartsStore) else in_remote(store, keys))
+        """Which keys are in the fleet's store."""
+        return self._whole(in_remote(self._store, part_keys(keys, self._parts)))
 
     def get_into(
         self, keys: Sequence[bytes], out: npt.NDArray[np.uint8], slots: Sequence[int], *, timeout_s: float | None = None

@@ -28,8 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
-from kvstore_client.engine.local_first import in_remote
-from kvstore_client.engine.parts import PartsStore
+from kvstore_client.engine.parts import in_remote
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
@@ -144,7 +143,7 @@ class TransferOut:
 
     def _send(self, batch: list[_Waiting]) -> None:
         keys = [each.key for each in batch]
-        present = self._guard.call(lambda store: _stored(store, keys), None)
+        present = self._guard.call(lambda store: in_remote(store, keys), None)
         if present is None:
             return self._report(batch, SendOutcome.FAILED)
         missing = [each for each, there in zip(batch, present, strict=True) if not there]
@@ -154,7 +153,7 @@ class TransferOut:
         stored = np.ones(len(missing), dtype=np.bool_)
         if self._guard.call(lambda client: _set(client, missing), len(missing)):  # it does not tell which ones
             keys = [each.key for each in missing]
-            stored = self._guard.call(lambda store: _stored(store, keys), np.zeros(len(missing), dtype=np.bool_))
+            stored = self._guard.call(lambda store: in_remote(store, keys), np.zeros(len(missing), dtype=np.bool_))
         self._report([each for each, there in zip(missing, stored, strict=True) if there], SendOutcome.STORED)
         self._report([each for each, there in zip(missing, stored, strict=True) if not there], SendOutcome.FAILED)
 
@@ -174,11 +173,6 @@ _COUNTERS: Final = {
     SendOutcome.DROPPED: "dropped_blocks",
     SendOutcome.FAILED: "unsaved_blocks",
 }
-
-
-def _stored(store: Store, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-    """Which blocks need not be set."""
-    return store.in_remote(keys) if isinstance(store, PartsStore) else in_remote(store, keys)
 
 
 def _set(client: Store, blocks: Sequence[_Waiting]) -> int:

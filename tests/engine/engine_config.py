@@ -76,7 +76,13 @@ class Rank:
             self.patch.setattr(rank_namespace_module, name, lambda group=group: group)
 
     def namespace(
-        self, layers: dict[str, Any], tenant: str = "", weights: str = "", pages: str = "page-0", head_shards: int = 0
+        self,
+        layers: dict[str, Any],
+        tenant: str = "",
+        weights: str = "",
+        pages: str = "page-0",
+        head_shards: int = 0,
+        groups: str = "",
     ) -> Namespace:
         self.config.compilation_config.static_forward_context = layers
         parts = head_parts(self.config, head_shards) if head_shards else None
@@ -84,7 +90,14 @@ class Rank:
         if parts is not None:
             layout = SimpleNamespace(**{**vars(LAYOUT), "block_bytes": len(parts.mine) * PART_BYTES})
         found = rank_namespace(
-            self.config, layout, list(layers.values()), pages, tenant=tenant, weights=weights, parts=parts
+            self.config,
+            layout,
+            list(layers.values()),
+            pages,
+            tenant=tenant,
+            weights=weights,
+            parts=parts,
+            groups=groups,
         )
         self.parts = parts
         return found

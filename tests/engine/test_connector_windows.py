@@ -151,6 +151,19 @@ def test_a_request_waits_for_a_load_that_brings_the_end_of_its_own_prefix(start:
     assert sorted(len(load.keys) for load in loads) == [3 + 2, 5 + 2]
 
 
+def test_after_new_weights_no_group_finds_older_blocks(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    store(engine)
+    engine.lookups.answering = False
+    request = engine.add(PROMPT)
+    engine.step()  # the request waits for an answer; its keys are known
+    assert engine.change_weights()
+    engine.lookups.answering = True
+    assert not engine.step().plan.loads
+    before = set(engine.keys(PROMPT))
+    assert before.isdisjoint(engine.groups.keys_of(request, engine.half._keys.of(request)))
+
+
 def test_the_longest_run_has_its_window() -> None:
     groups = BlockGroups([0, WINDOW], BLOCK_TOKENS)
     yes, no = True, False
@@ -173,12 +186,12 @@ def test_the_longest_run_has_its_window() -> None:
 
 
 def test_the_places_of_blocks_leave_out_those_behind_the_window() -> None:
-    groups = BlockGroups([64, 0])
-    assert (groups.first, groups.last, groups.whole, groups.recompute_whole) == (1, 0, 1, True)
+    groups = BlockGroups([64, 0], BLOCK_TOKENS)
+    assert (groups.last, groups.whole, groups.recompute_whole) == (0, 1, True)
     assert list(groups.places([[0, 0, 7], [4, 5, 6]], [1, 2])) == [Place(1, 1, 5), Place(2, 0, 7), Place(2, 1, 6)]
     assert groups.complete([[0, 0, 7], [4, 5, 6]], 2) and not groups.complete([[0, 0, 7], [4, 5, 6]], 1)
     assert groups.keys([b"a", b"b"]) == [b"a\x00", b"a\x01", b"b\x00", b"b\x01"]
-    plain = BlockGroups()
+    plain = BlockGroups([0], BLOCK_TOKENS)
     assert plain.keys([b"a"]) == [b"a"] and not plain.recompute_whole
 
 

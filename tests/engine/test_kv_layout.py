@@ -155,6 +155,15 @@ def test_the_order_of_a_range_is_described_as_that_of_an_engine_with_fewer_heads
         assert block_layout(tensors, ranges=HEADS).description == block_layout(dense).description
 
 
+def test_views_of_one_memory_with_other_heads_are_refused() -> None:
+    """As layers of two groups have, if the smaller page is padded to the size of the larger one."""
+    import torch
+
+    buffer = torch.zeros(BLOCKS, 4, TOKENS, CONTENT)
+    with pytest.raises(ValueError, match="pages differ in shape"):
+        block_layout({"layers.0": buffer[:, :3], "layers.1": buffer})
+
+
 def test_caches_without_heads_to_cut_are_refused() -> None:
     import torch
 

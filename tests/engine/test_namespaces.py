@@ -207,6 +207,10 @@ def test_the_operators_name_for_the_weights_is_in_the_namespace(rank: Rank) -> N
     assert len({rank.namespace(heads(4), weights=name).id for name in ("", "2026-11", "2026-12")}) == 3
 
 
+def test_which_layers_have_a_block_in_common_is_in_the_namespace(rank: Rank) -> None:
+    assert len({rank.namespace(heads(4), groups=groups).id for groups in ("", "2-a", "2-b")}) == 3
+
+
 def test_an_upgrade_of_vllm_keeps_the_namespace_unless_its_pages_change(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +238,20 @@ def test_a_range_of_heads_is_known_by_what_an_engine_with_fewer_heads_writes(cap
     assert len({fingerprint(Kernel(), 4, 2), fingerprint(Kernel(), 2)}) == 1
     assert fingerprint(Kernel(), 4, 2) != fingerprint(Kernel(), 4, 4)
     assert fingerprint(Kernel((0, 1, 2)), 4, 2).startswith("vllm-"), "its heads cannot be told apart"
+
+
+class ValuesOfTheNextHead:
+    """Keeps the value of each head beside the key of another one."""
+
+    def do_kv_cache_update(
+        self, layer: object, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        cache[0] = torch.cat([key, value.roll(1, dims=1)], dim=-1)[slots].permute(1, 0, 2)
+
+
+def test_ranges_of_heads_that_hold_what_belongs_to_others_are_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    assert fingerprint(ValuesOfTheNextHead(), 4, 2).startswith("vllm-")
+    assert fingerprint(ValuesOfTheNextHead(), 4).startswith("page-")
 
 
 class NoKernel:

@@ -44,16 +44,15 @@ class Place:
 class BlockGroups:
     """The groups of one engine. Used by one thread.
 
-    count: how many there are. whole: how many keep all tokens. windows: whether one does not. first: one that keeps
-    most tokens. last: one that keeps fewest.
+    count: how many there are. whole: how many keep all tokens. windows: whether one does not. last: one that keeps
+    fewest.
     """
 
-    def __init__(self, windows: Sequence[int] = (0,), block_tokens: int = 1) -> None:
+    def __init__(self, windows: Sequence[int], block_tokens: int) -> None:
         """windows: of each group, in tokens; 0: it keeps all."""
         self.count = len(windows)
         self.windows = any(windows)
         self.whole = sum(not window for window in windows)
-        self.first = max(range(self.count), key=lambda group: windows[group] or float("inf"))
         self.last = min(range(self.count), key=lambda group: windows[group] or float("inf"))
         self._windows = windows
         self._block_tokens = block_tokens
@@ -109,6 +108,8 @@ class BlockGroups:
         full = [group for group, window in enumerate(self._windows) if not window]
         whole = np.asarray(present[:, full].all(axis=1))
         run = len(whole) if whole.all() else int(whole.argmin())
+        if not self.windows:
+            return run
         ends = np.arange(1, run + 1)
         fits = np.ones(run, dtype=np.bool_)
         for group, window in enumerate(self._windows):

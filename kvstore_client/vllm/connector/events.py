@@ -53,9 +53,7 @@ def group_kinds(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]:
 class KVEvents:
     """The events of one engine. Not thread-safe. All calls do nothing if they are not wanted."""
 
-    def __init__(
-        self, *, wanted: bool, block_tokens: int, groups: Sequence[tuple[str, int | None]] = (("full_attention", None),)
-    ) -> None:
+    def __init__(self, *, wanted: bool, block_tokens: int, groups: Sequence[tuple[str, int | None]]) -> None:
         """groups: of each group of the cache, what vLLM calls its kind, and its sliding window."""
         self.wanted = wanted
         self._groups = groups

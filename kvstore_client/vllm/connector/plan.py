@@ -76,8 +76,8 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """The workers' tasks in one step.
 
     held: finished request -> a job; the engine keeps the request's blocks until all copies up to that job are made.
-    reusing: blocks of requests that go on, preempted or out of their window, may be given to others in this step, so
-        copies out of them must end first.
+    reusing: blocks of preempted requests, or blocks behind a window, may be given to others in this step, so copies out
+        of them must end first.
     idle: no token is computed in this step; the engine comes back at once.
     """
 

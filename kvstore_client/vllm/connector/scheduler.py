@@ -360,10 +360,13 @@ class SchedulerHalf:
             return 0
         attributes = (options.priority, options.ttl_s)
         names = self._groups.keys_of(request, chain)
-        complete = [index for index in range(first, end) if self._groups.complete(block_ids, index)]
-        again = self._tier.keep and tracked.stored is not None
-        if again and len(complete) < end - first:  # behind a window, but perhaps the host tier has them
-            for index in sorted({*range(max(first, tracked.stored or 0), end)}.difference(complete)):
+        # From here on the store lacks blocks that the host tier may have.
+        lacking = tracked.stored if self._tier.keep and tracked.stored is not None else end
+        complete = []
+        for index in range(first, end):
+            if self._groups.complete(block_ids, index):
+                complete.append(index)
+            elif index >= lacking:  # behind a window
                 for group in range(self._groups.count):
                     self._send_again(request, names, Place(index, group, NULL_BLOCK), attributes)
         places = list(self._groups.places(block_ids, complete))
@@ -382,7 +385,7 @@ class SchedulerHalf:
                 unplaced = end - place.index
                 end = place.index
                 break
-            elif again and place.index >= (tracked.stored or 0):
+            elif place.index >= lacking:
                 self._send_again(request, names, place, attributes)
         tracked.next_save = max(first, end)
         for group in range(self._groups.count):
