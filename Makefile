@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test coverage soak torture chaos attack sanitize lint format docs demo bench build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak torture chaos attack sanitize lint format docs demo bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -24,6 +24,9 @@ test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k pr
 
 coverage: ## the lines of kvstore, kvstore_client and kvstore_cli that the tests run, servers included
 	@exec scripts/run.sh full scripts/coverage.sh $(PYTEST_ARGS)
+
+gpu-test: ## the tests of the copies to and from a CUDA device, and their benchmark: PYTHON= an interpreter with torch for CUDA
+	@exec scripts/gpu_test.sh $(PYTEST_ARGS)
 
 soak: ## engines while the store fails, with sliding windows and of different sizes, too: KVSTORE_SOAK_S=600 seconds each
 	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-600} scripts/run.sh full python -m pytest -m soak

@@ -84,7 +84,7 @@ class FakeLookups:
 
 
 @functools.cache
-def _config(model: Path, blocks: int, budget: int, asynchronous: bool, prefix_cache: bool) -> VllmConfig:
+def scheduler_config(model: Path, blocks: int, budget: int, asynchronous: bool, prefix_cache: bool) -> VllmConfig:
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -108,7 +108,7 @@ def _config(model: Path, blocks: int, budget: int, asynchronous: bool, prefix_ca
     return config
 
 
-def _cache_config(blocks: int, windows: Sequence[int]) -> KVCacheConfig:
+def cache_config(blocks: int, windows: Sequence[int]) -> KVCacheConfig:
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
     specs = [
         SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
@@ -156,10 +156,10 @@ class ScheduledEngine:
     ) -> None:
         init_none_hash(sha256)
         self.groups = BlockGroups(windows, BLOCK_TOKENS)
-        config = _config(model, blocks, budget, asynchronous, prefix_cache)
+        config = scheduler_config(model, blocks, budget, asynchronous, prefix_cache)
         self.blocks = blocks
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
-            config, _cache_config(blocks, windows), StructuredOutputManager(config), block_size=BLOCK_TOKENS
+            config, cache_config(blocks, windows), StructuredOutputManager(config), block_size=BLOCK_TOKENS
         )
         self.depth = 2 if asynchronous else 1
         self.counters = Counters()
@@ -179,7 +179,7 @@ class ScheduledEngine:
             prefix_caching=prefix_cache,
             admission=Admission(block_tokens=BLOCK_TOKENS, timeout_s=5.0, always=True),
             steps_ahead=self.depth - 1,
-            events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(_cache_config(blocks, windows))),
+            events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(cache_config(blocks, windows))),
             parts=ranks,
             groups=self.groups,
         )

@@ -81,7 +81,9 @@ class SideStreams:
     def copy_out(self, runs: Runs, keep: object) -> DeviceCopy:
         """Copy from the cache to the rows, after all work queued on the calling thread's stream. ``keep``: an object
         that must outlive the copy, such as the array of the rows."""
-        return self._copy(self._out, self._event_of_the_current_stream(), runs.cache, runs.rows, runs.sizes, keep)
+        return self._copy(
+            self._out, self._event_of_the_current_stream(), runs.cache, runs.rows, runs.sizes, keep, False
+        )
 
     def copy_in(self, runs: Runs, keep: object, after: Fence | None) -> DeviceCopy:
         """Copy from the rows to the cache, after the fence. Without one, blocks until the device is idle."""
@@ -90,7 +92,8 @@ class SideStreams:
         if after is None:
             torch.cuda.synchronize(self._device)
             after = self.fence()
-        return self._copy(after.stream, after.event, runs.rows, runs.cache, runs.sizes, keep)
+        # Nothing queued writes to the rows: what was copied or received there was complete before the load began.
+        return self._copy(after.stream, after.event, runs.rows, runs.cache, runs.sizes, keep, True)
 
     def _event_of_the_current_stream(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -105,13 +108,16 @@ class SideStreams:
         dst: Addresses,
         sizes: Addresses,
         keep: object,
+        any_order: bool,
     ) -> DeviceCopy:
+        """any_order: no work queued on any stream writes to what is read, so it may be read early."""
         batch = [torch.from_numpy(array) for array in (src, dst, sizes)]
         done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps instead of spinning
         with torch.cuda.stream(stream):
             stream.wait_event(after)
             for first in range(0, len(sizes), RUNS_PER_CALL):
-                self._copy_batch(*(array[first : first + RUNS_PER_CALL] for array in batch))
+                some = [array[first : first + RUNS_PER_CALL] for array in batch]
+                self._copy_batch(*some, is_src_access_order_any=any_order)
             done.record(stream)
         return DeviceCopy(done, self._device, (batch, keep))
 

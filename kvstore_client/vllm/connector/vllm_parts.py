@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
-# Arguments ``src, dst, sizes``: int64 tensors in host memory; addresses and bytes.
-BatchedCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+class BatchedCopy(Protocol):
+    """``src``, ``dst``, ``sizes``: int64 tensors in host memory; addresses and bytes. ``is_src_access_order_any``: the
+    sources may be read before the stream comes to the copy, because nothing that is queued writes to them."""
+
+    def __call__(
+        self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, /, *, is_src_access_order_any: bool = False
+    ) -> None: ...
 
 
 def batched_copy() -> BatchedCopy:
     """The function that queues, on the current stream, copies of ``sizes[i]`` bytes from address ``src[i]`` to
     ``dst[i]`` for every i: in one call to the driver where possible (cuMemcpyBatchAsync, CUDA 12.8). Raises
-    RuntimeError when this vLLM has no such function. In later versions it takes more arguments, all optional."""
+    RuntimeError when this vLLM has no such function."""
     copy: BatchedCopy = _part("vllm._custom_ops", "swap_blocks_batch")
     return copy
 
