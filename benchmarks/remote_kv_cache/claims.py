@@ -438,7 +438,7 @@ REMOTE_CLAIMS: Final = (
     ),
     Claim(
         _MODULE,
-        "no step of an engine waits for the connector: p99 of each call ≤ 1 ms",
+        "no step of an engine waits for the connector: p99 of each call ≤ 1 ms, without the wait for a core",
         "test_hooks",
         "",
         _hooks(0.001),

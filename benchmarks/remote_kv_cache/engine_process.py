@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: `run` is the main function of that process.
 
 The process first sends "ready" through the pipe. For each `Order` that it receives it sends a `Run`, for each `Doubt` a
-list of numbers, for `Times` the seconds of calls; None ends the engine. Its output goes to its log. Time is taken in
+list of numbers, for `Times` how long calls took; None ends the engine. Its output goes to its log. Time is taken in
 this process, around the engine's own call, so that the pipe is not timed.
 """
 
@@ -60,7 +60,8 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Times:
-    """Asks for the seconds of each call to the connector since it was asked last, by the call's name."""
+    """Asks how long each call to the connector took since it was asked last, by the call's name: the seconds, and for
+    how many of them the thread could run but had no core."""
 
 
 # What a vLLM engine calls in its steps and between them.
@@ -130,9 +131,9 @@ def _serve(setup: Setup, pipe: Connection) -> None:
             pipe.send(_gaps(engine, order))
             continue
         if isinstance(order, Times):
-            pipe.send({name: list(seconds) for name, seconds in times.items()})
-            for seconds in times.values():
-                seconds.clear()
+            pipe.send({name: list(taken) for name, taken in times.items()})
+            for taken in times.values():
+                taken.clear()
             continue
         sampling = SamplingParams(temperature=0, max_tokens=order.output_tokens, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": tokens} for tokens in order.prompts]
@@ -147,20 +148,22 @@ def _serve(setup: Setup, pipe: Connection) -> None:
     engine.llm_engine.engine_core.shutdown()
 
 
-def _time_calls() -> dict[str, list[float]]:
-    """Have the calls of connectors that are made from now on timed. -> their seconds, by name."""
+def _time_calls() -> dict[str, list[tuple[float, float]]]:
+    """Have the calls of connectors that are made from now on timed. -> how long they took, by name: see `Times`."""
     from kvstore_client.vllm.connector import KVStoreConnector
 
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[tuple[float, float]]] = {}
 
-    def timed(call: Any, seconds: list[float]) -> Any:
+    def timed(call: Any, taken: list[tuple[float, float]]) -> Any:
         @functools.wraps(call)
         def wrapper(*arguments: Any, **named: Any) -> Any:
+            waited = _waited_for_a_core()
             began = time.perf_counter()
             try:
                 return call(*arguments, **named)
             finally:
-                seconds.append(time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                taken.append((seconds, min(seconds, _waited_for_a_core() - waited)))
 
         return wrapper
 
@@ -168,6 +171,14 @@ def _time_calls() -> dict[str, list[float]]:
         times[name] = []
         setattr(KVStoreConnector, name, timed(getattr(KVStoreConnector, name), times[name]))
     return times
+
+
+def _waited_for_a_core() -> float:
+    """For how many seconds the calling thread could run but had no core; 0 where the kernel does not count that."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _gaps(engine: Any, doubt: Doubt) -> list[float]:

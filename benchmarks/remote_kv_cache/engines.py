@@ -96,7 +96,7 @@ class Engine:
         self._pipe.send(Doubt(prompt, continuation))
         return list(self._receive(_ANSWER_S))
 
-    def times(self) -> dict[str, list[float]]:
+    def times(self) -> dict[str, list[tuple[float, float]]]:
         """See `Times`."""
         self.wait_ready()
         self._pipe.send(Times())

@@ -1,9 +1,11 @@
 """How long an engine's steps wait for the connector: the time of each call that the engine makes to it.
 
 Prompts that nobody has seen, several at a time and in chunks, with a few tokens of output (*nothing stored*); then the
-same prompts on another engine (*all stored*). Every call is timed by itself, around the connector's own method. On the
-CPU a copy between cache and host memory is made within the call (`wait_for_save`), as no device does it beside the
-model. Needs vLLM; without it nothing is measured.
+same prompts on another engine (*all stored*). Every call is timed by itself, around the connector's own method. Left
+out is for how long the engine's thread could run but had no core, because the model, the store and the connector's
+threads share the cores of this machine; the longest call with that is told, too. On the CPU a copy between cache and
+host memory is made within the call (`wait_for_save`), as no device does it beside the model. Needs vLLM; without it
+nothing is measured.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from rich.table import Table
 
 from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
@@ -32,14 +35,30 @@ _STEP_TOKENS: Final = 512
 _WARM_UP: Final = 1_000_000  # seeds from here on
 
 
-def percentiles(calls: dict[str, list[list[float]]]) -> dict[str, dict[str, float]]:
-    """By call, over all rounds: how often it was made, and p50, p99 and the longest, in seconds."""
+Taken = list[tuple[float, float]]  # of each call: the seconds, and those of them for which it had no core
+
+
+def _running(taken: Taken) -> npt.NDArray[np.float64]:
+    seconds, waited = np.array(taken).T
+    return np.subtract(seconds, waited, dtype=np.float64)
+
+
+def percentiles(calls: dict[str, list[Taken]]) -> dict[str, dict[str, float]]:
+    """By call, over all rounds: how often it was made; p50, p99 and the longest, without the wait for a core; and the
+    longest with it. In seconds."""
     found = {}
     for name, rounds in calls.items():
-        every = np.concatenate([np.asarray(each) for each in rounds])
-        if len(every):
-            p50, p99 = np.percentile(every, (50, 99))
-            found[name] = {"calls": len(every), "p50": float(p50), "p99": float(p99), "max": float(every.max())}
+        every = [each for taken in rounds for each in taken]
+        if every:
+            running = _running(every)
+            p50, p99 = np.percentile(running, (50, 99))
+            found[name] = {
+                "calls": len(every),
+                "p50": float(p50),
+                "p99": float(p99),
+                "max": float(running.max()),
+                "max_waiting": max(seconds for seconds, _ in every),
+            }
     return found
 
 
@@ -53,7 +72,7 @@ def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
         "max_num_seqs": _PROMPTS,
         "kv_cache_memory_bytes": 2 * blocks * model.block_bytes + (64 << 20),
     }
-    calls: dict[str, dict[str, list[list[float]]]] = {NOTHING: {}, EVERYTHING: {}}
+    calls: dict[str, dict[str, list[Taken]]] = {NOTHING: {}, EVERYTHING: {}}
     with ExitStack() as stack, benchmark.progress() as bar:
         task = bar.add_task("rounds", total=rounds)
         endpoint = stack.enter_context(kvstore_server(blocks * model.block_bytes * (rounds + 2)))
@@ -71,8 +90,8 @@ def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
                 answers.append(engine.generate(prompts, _OUTPUT_TOKENS).answers)
                 if name == NOTHING:
                     store.settle(before + _PROMPTS * full_blocks(_TOKENS))
-                for call, seconds in engine.times().items():
-                    calls[name].setdefault(call, []).append(seconds)
+                for call, taken in engine.times().items():
+                    calls[name].setdefault(call, []).append(taken)
             checks.tokens(f"round {number}", prompts, answers[1], answers[0], engines[NOTHING])
             bar.update(task, advance=1, refresh=True)
     for name, timed in calls.items():
@@ -81,8 +100,7 @@ def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
             Case(
                 name=name,
                 seconds={
-                    call: [float(np.percentile(seconds, 99)) for seconds in timed[call] if len(seconds)]
-                    for call in told
+                    call: [float(np.percentile(_running(taken), 99)) for taken in timed[call] if taken] for call in told
                 },
                 moved=dict.fromkeys(told, 0),
                 limits={},
@@ -94,9 +112,11 @@ def measure(benchmark: Benchmark, model: EngineModel, checks: Checks) -> None:
 
 def show(cases: list[Case]) -> None:
     for case in cases:
-        table = Table("call", "calls", "p50", "p99", "longest", title=case.name, title_justify="left")
+        headings = ("call", "calls", "p50", "p99", "longest", "with the wait for a core")
+        table = Table(*headings, title=case.name, title_justify="left")
         for name, told in case.parameters["calls"].items():
-            table.add_row(name, f"{told['calls']}", *(time_text(told[key]) for key in ("p50", "p99", "max")))
+            times = (time_text(told[key]) for key in ("p50", "p99", "max", "max_waiting"))
+            table.add_row(name, f"{told['calls']}", *times)
         console().print(table)
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 LOADING_THREADS = 2
 # How long a step without tokens waits for the end of a transfer. Without this wait, such steps would spin and take the
 # GIL from the transfers.
-IDLE_WAIT_S = 0.001
+IDLE_WAIT_S = 0.0003
 
 
 _IN_STORE = (SendOutcome.STORED, SendOutcome.PRESENT)
