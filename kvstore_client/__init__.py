@@ -16,7 +16,8 @@ from kvstore_client.errors import (
     Timeout,
 )
 from kvstore_client.keys import Namespace, prefix_keys
-from kvstore_client.results import GetResult, Location, SetResult, ShardStatus, StoreInfo
+from kvstore_client.promises import Promise
+from kvstore_client.results import GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
 
 if TYPE_CHECKING:
     from kvstore_client.aio import AsyncKVStoreClient
@@ -30,9 +31,11 @@ __all__ = [
     "KVStoreError",
     "KeySizeMismatch",
     "Location",
+    "Lookup",
     "Namespace",
     "NotAuthorized",
     "OutOfMemory",
+    "Promise",
     "ProtocolError",
     "SetResult",
     "ShardStatus",

@@ -25,7 +25,8 @@ from kvstore_client._links.link import SharedMemory
 from kvstore_client.client import DEFAULT_CONNECTIONS, DEFAULT_TIMEOUT_S, KVStoreClient
 from kvstore_client.errors import ConnectionLost, KVStoreError
 from kvstore_client.keys import Keys, Namespace
-from kvstore_client.results import ClientStats, GetResult, Location, SetResult, ShardStatus, StoreInfo
+from kvstore_client.promises import Promise
+from kvstore_client.results import ClientStats, GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -166,6 +167,19 @@ class AsyncKVStoreClient:
         client = await self._connected()
         return await self._run(client.match_prefix, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
 
+    async def lookup(
+        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
+    ) -> Lookup:
+        """See `KVStoreClient.lookup`."""
+        client = await self._connected()
+        return await self._run(client.lookup, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
+
+    async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
+        """See `KVStoreClient.promise`. Use what it returns in an `async with` statement."""
+        client = await self._connected()
+        promise = await self._run(client.promise, keys, ttl_s=ttl_s, timeout_s=timeout_s)
+        return promise
+
     async def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
         """See `KVStoreClient.load_prefix`."""
         client = await self._connected()
@@ -177,11 +191,17 @@ class AsyncKVStoreClient:
         return await self._run(client.get, keys, timeout_s=timeout_s)
 
     async def get_into(
-        self, keys: Keys, out: Any, slots: Iterable[int] | None = None, *, timeout_s: float | None = None
+        self,
+        keys: Keys,
+        out: Any,
+        slots: Iterable[int] | None = None,
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """See `KVStoreClient.get_into`."""
+        """See `KVStoreClient.get_into`. A call that waits keeps one of the pool's threads."""
         client = await self._connected()
-        return await self._run(client.get_into, keys, out, slots, timeout_s=timeout_s)
+        return await self._run(client.get_into, keys, out, slots, wait_s=wait_s, timeout_s=timeout_s)
 
     @contextlib.asynccontextmanager
     async def borrow(

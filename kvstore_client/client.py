@@ -29,6 +29,7 @@ from kvstore_client._calls.batches import first_occurrences
 from kvstore_client._calls.chains import Parent, chains_of
 from kvstore_client._calls.exchange import Exchange
 from kvstore_client._calls.options import Options
+from kvstore_client._calls.promising import Promiser
 from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.shards import Shards
@@ -40,7 +41,8 @@ from kvstore_client._links.link import SharedMemory
 from kvstore_client.endpoints import parse_endpoints
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
-from kvstore_client.results import ClientStats, GetResult, Location, SetResult, ShardStatus, StoreInfo
+from kvstore_client.promises import Promise
+from kvstore_client.results import ClientStats, GetResult, Location, Lookup, SetResult, ShardStatus, StoreInfo
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 DEFAULT_CONNECTIONS: Final = 1  # on two cores more are slower: `python -m benchmarks.remote_kv_cache.test_connections`
@@ -122,6 +124,7 @@ class KVStoreClient:
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
         self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
         self._writer = Writer(self._exchange, namespace.block_bytes, replicas, min_copies, self._repairs, self._reader)
+        self._promiser = Promiser(self._exchange, replicas)
         self._shards = Shards(self._exchange)
         self._results = ResultMemory()
         self._core.connect(fail_open)
@@ -228,6 +231,28 @@ class KVStoreClient:
         """How many leading keys of the chain are present without a gap. Options as of `contains`."""
         return self._reader.match_prefix(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
+    def lookup(
+        self, keys: Keys, *, refresh: bool = False, pin_s: float = 0.0, timeout_s: float | None = None
+    ) -> Lookup:
+        """How many leading keys of the chain are present without a gap, and how many are present or were promised.
+        Options as of `contains`."""
+        return self._reader.lookup(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
+
+    def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
+        """Tell the store that this client will set these blocks, and learn which of them others have promised already:
+        `with client.promise(keys) as promise`, and set those that are `promise.mine`.
+
+        Who asks for a promised block with `wait_s` waits for it. The promise of a block ends when the block is set, by
+        whomever; at the end of the `with` block, or with `withdraw`; after `ttl_s`, at most 600, unless it is renewed;
+        and when this client's connection ends. Then those who still wait miss at once. Nothing is reserved: a promise
+        takes no room, and forbids nobody to set the block. A store that has no memory for more promises refuses them.
+        Raises the errors that the class names; with `fail_open`, blocks whose shard does not answer are `mine`.
+        """
+        ttl_s = _arguments.seconds("ttl_s", ttl_s, wire.MAX_PROMISE_MS / 1000)
+        packed = pack_keys(keys)
+        first, unique = first_occurrences(packed)
+        return Promise(self._promiser, packed, unique, first, ttl_s, self._options(timeout_s))
+
     def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
         """Receive the leading blocks of a chain straight into `out[0]`, `out[1]` … -> how many: the first missing block
         ends the run.
@@ -266,15 +291,27 @@ class KVStoreClient:
         return GetResult(len(packed), hit, len(packed) - hit, len(packed) - len(unique), blocks)
 
     def get_into(
-        self, keys: Keys, out: Any, slots: Iterable[int] | None = None, *, timeout_s: float | None = None
+        self,
+        keys: Keys,
+        out: Any,
+        slots: Iterable[int] | None = None,
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> npt.NDArray[np.bool_]:
         """Receive block i straight into `out[slots[i]]` (`out[i]` without slots). -> which blocks arrived: `(n,)` bool.
 
         `out`: writable memory of `(rows, block_bytes)` bytes: an array, a CPU tensor or a buffer that can be viewed as
-        uint8. A row whose block is missing may have been written to. Raises `IndexError` for a slot outside `out`,
-        `ValueError` for two equal slots.
+        uint8. A row whose block is missing may have been written to. `wait_s`: wait so long for blocks that some client
+        has promised; the call then takes `wait_s` and `timeout_s` at most. A block that nobody has promised, or whose
+        promise ends, is missing at once. Raises `IndexError` for a slot outside `out`, `ValueError` for two equal
+        slots.
         """
-        options = self._options(timeout_s)
+        options = self._options(timeout_s, wait_s=_arguments.seconds("wait_s", wait_s, MAX_TIMEOUT_S, zero=True))
+        if options.timeout_s + options.wait_s > MAX_TIMEOUT_S:
+            raise ValueError(
+                f"wait_s={wait_s} and timeout_s={options.timeout_s:g}: expected {MAX_TIMEOUT_S:g} s together at most"
+            )
         packed = pack_keys(keys)
         rows = writable_rows(out, self.namespace.block_bytes)
         places = list(range(len(packed))) if slots is None else _arguments.whole_numbers("slots", slots)

@@ -32,6 +32,14 @@ class SetResult(NamedTuple):
     refused: int = 0
 
 
+class Lookup(NamedTuple):
+    """How much of a chain there is: `present` leading keys without a gap, and `promised` leading keys of which each is
+    present or was promised by some client; `promised` is at least `present`."""
+
+    present: int
+    promised: int
+
+
 @dataclass(frozen=True)
 class GetResult:
     """`blocks[i]` is the block of key i as a read-only memoryview of `block_bytes` bytes, or None on a miss.

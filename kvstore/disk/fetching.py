@@ -28,7 +28,7 @@ log = logging.getLogger("kvstore.disk")
 
 ABSENT: Final = -1  # not on disk, or memory has no slot for it
 COMING: Final = -2  # in memory, or being read or written there
-WAIT: Final = -3  # on disk; ask again when the namespace's parked streams are woken
+WAIT: Final = -3  # on disk; ask again when the namespace's waiters are told
 READ_JOB_BYTES: Final = 1 << 20  # at most so much a job, so that several threads give the device several reads at once
 MAX_MEMORY_SHARE: Final = 0.25  # the share of memory that may be in slots that wait for the disk
 
@@ -44,7 +44,7 @@ class Fetching:
         self._writing = writing
         self._limit_bytes = int(volume.store.limit_bytes * MAX_MEMORY_SHARE)
         self._starved: set[NamespaceStore] = set()  # namespaces with streams that got `WAIT`
-        self._in_flight: dict[int, tuple[NamespaceStore, Slots]] = {}  # by number of the job
+        self._in_flight: dict[int, tuple[NamespaceStore, Slots, bytes]] = {}  # by number of the job; with their keys
         self._jobs = 0
         self.in_flight_bytes = 0
         self.blocks = self.bytes = self.corrupt = 0
@@ -117,7 +117,7 @@ class Fetching:
         sums = disk.index.checksums(places)
         self.in_flight_bytes += len(slots) * size
         self._jobs += 1
-        self._in_flight[self._jobs] = namespace, slots
+        self._in_flight[self._jobs] = namespace, slots, namespace.memory.index.keys_of(slots)
         volume.reads.submit(
             volume.job(
                 segment,
@@ -144,7 +144,7 @@ class Fetching:
     ) -> None:
         volume = self._volume
         self.in_flight_bytes -= len(slots) * namespace.block_bytes
-        del self._in_flight[job]
+        _, _, keys = self._in_flight.pop(job)
         if isinstance(status, OSError):
             self._give_up(namespace, disk, slots, places)
             volume.fail(status)
@@ -161,27 +161,26 @@ class Fetching:
             disk.index.release(places)
             if (status > 0).any():
                 volume.fail_with(int(status.max()))
-        namespace.wake_parked()
+        namespace.tell(keys)
         self.wake()
 
     def give_up(self) -> None:
         """The disk has failed, and its threads may hang for ever: do not wait for their reads; wake all streams."""
-        for namespace, slots in self._in_flight.values():
+        for namespace, slots, keys in self._in_flight.values():
             namespace.memory.index.disown(slots)
-            namespace.wake_parked()
+            namespace.tell(keys)
         self.wake()
 
     def disown(self, namespace: NamespaceStore, keys: bytes) -> None:
         """These blocks are deleted or about to be replaced: discard what reads in flight deliver for them."""
         size = namespace.key_bytes
         replaced = {keys[at : at + size] for at in range(0, len(keys), size)}
-        for other, slots in self._in_flight.values():
+        for other, slots, read in self._in_flight.values():
             if other is not namespace:
                 continue
-            read = namespace.memory.index.keys_of(slots)
             mine = [read[at : at + size] in replaced for at in range(0, len(read), size)]
             if namespace.memory.index.disown(slots[np.array(mine)]):
-                namespace.wake_parked()
+                namespace.tell(keys)
 
     @property
     def starved(self) -> bool:
@@ -192,7 +191,7 @@ class Fetching:
         """Wake the streams that got `WAIT`, so that they try again."""
         starved, self._starved = self._starved, set()
         for namespace in starved:
-            namespace.wake_parked()
+            namespace.waiters.tell_all()
 
     def _place(self, namespace: NamespaceStore, disk: DiskBlocks, slots: Slots, places: Slots, sums: Sums) -> None:
         index = namespace.memory.index

@@ -65,6 +65,8 @@ _NAMESPACE: Final[dict[str, _Family]] = {
     "blocks": _Family("kvstore_blocks", "Blocks that can be read."),
     "memory_bytes": _Family("kvstore_namespace_memory_bytes", "Segments of the namespace, in bytes."),
     "pinned": _Family("kvstore_pinned_blocks", "Blocks kept from eviction by a pin."),
+    "promised": _Family("kvstore_promised_blocks", "Blocks that clients have promised to set."),
+    "awaited": _Family("kvstore_awaited_blocks", "Blocks that are not there yet and that clients wait for."),
     "hits": _Family("kvstore_hit_blocks", "Blocks asked for by GET and sent.", True),
     "misses": _Family("kvstore_missed_blocks", "Blocks asked for by GET and not there.", True),
     "created": _Family("kvstore_created_blocks", "Blocks stored.", True),

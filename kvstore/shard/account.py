@@ -32,8 +32,9 @@ REPLIES: Final = "replies"  # replies that clients have not taken
 CHAINS: Final = "chains"  # the keys that a client asked for last
 LISTS: Final = "lists"  # the order of a namespace's blocks
 LEASES: Final = "leases"  # which blocks clients on this host may read in shared memory
+PROMISES: Final = "promises"  # keys that clients are about to set
 REMOVALS: Final = "removals"  # keys that the disk tier's index has yet to forget
-HOLDERS: Final = (CONNECTIONS, FRAMES, WRITES, STREAMS, REPLIES, CHAINS, LISTS, LEASES, REMOVALS)
+HOLDERS: Final = (CONNECTIONS, FRAMES, WRITES, STREAMS, REPLIES, CHAINS, LISTS, LEASES, PROMISES, REMOVALS)
 
 CONNECTION_BYTES: Final = 28 << 10
 WRITE_BYTES: Final = 2 << 10

@@ -22,6 +22,7 @@ from kvstore.shard.sets import Sets
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
+from kvstore.store.expected import PROMISE_BYTES, split
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
 from kvstore.wire import ErrorCode, WireError
@@ -162,10 +163,27 @@ class Answers:
                 pin_until = now + min(PREFIX_PIN_S, request.deadline_ms / 1000)
             stream = Stream(self._store, self._disk, namespace, request, keys, now, peer.resume, pin_until, peer.leases)
             peer.add_stream(stream)
+        elif isinstance(request, wire.Promise):
+            self._promise(peer, request, keys)
+        elif isinstance(request, wire.Withdraw):
+            withdrawn = namespace.promises.withdraw(split(keys, request.key_bytes), peer) if namespace else 0
+            peer.reply(wire.WithdrawReply(request.id, withdrawn))
         elif isinstance(request, wire.Delete):
             self._delete(peer, request, namespace, keys)
         else:
             self._lookup(peer, request, namespace, keys)
+
+    def _promise(self, peer: Peer, request: wire.Promise, keys: bytes) -> None:
+        if self._state.draining:
+            raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        peer.share.check(request.count * PROMISE_BYTES)
+        namespace, now = self._store.open(peer.namespace, request.key_bytes), self._state.now
+        present = namespace.contains(keys, now, False, 0)
+        peer.promising.add(namespace.promises)
+        answers = namespace.promises.make(
+            split(keys, request.key_bytes), present, peer, now + request.ttl_ms / 1000, peer.promised
+        )
+        peer.reply(wire.PromiseReply(request.id, answers))
 
     def _delete(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore | None, keys: bytes) -> None:
         if request.damaged and namespace is not None:
@@ -194,8 +212,8 @@ class Answers:
         keys: bytes,
     ) -> None:
         self._state.lookups += 1
-        matching = isinstance(request, wire.MatchPrefix)
         if namespace is None:
+            matching = isinstance(request, wire.MatchPrefix)
             reply = wire.MatchReply(request.id, 0) if matching else wire.ContainsReply(request.id, bytes(request.count))
             peer.reply(reply)
             return
@@ -203,11 +221,12 @@ class Answers:
         if request.pin_s > 0 and self._may_pin(namespace, request.count):
             pin_until = self._state.now + request.pin_s
         tick = self._store.ticks(request.count) if request.refresh else 0
-        if matching:
+        if isinstance(request, wire.MatchPrefix):
             length = namespace.match_prefix(keys, self._state.now, request.refresh, tick, pin_until)
             peer.reply(wire.MatchReply(request.id, length))
         else:
-            present = namespace.contains(keys, self._state.now, request.refresh, tick, pin_until)
+            look_up = namespace.expected if request.promised else namespace.contains
+            present = look_up(keys, self._state.now, request.refresh, tick, pin_until)
             peer.reply(wire.ContainsReply(request.id, present))
 
     def _may_pin(self, namespace: NamespaceStore, count: int) -> bool:

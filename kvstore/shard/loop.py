@@ -154,7 +154,7 @@ class Shard:
             if now >= housekeeping:
                 housekeeping = now + HOUSEKEEPING_S
                 self._enforce_deadlines(now)
-                self._store.expire(now)
+                self._store.expire(now, state.draining)
                 if self._nixl is not None:
                     self._nixl.progress()  # clients connect and leave
                 if now >= self._accepts_again:
@@ -388,16 +388,24 @@ class Shard:
             # epoll never reports them, so read what is there.
             if reader.write is not None:
                 self._to_read.add(reader, reader.pace)
-            for stream in list(peer.streams.values()):
-                if now > stream.deadline + 2.0:
-                    peer.close("a reply was not taken by its deadline")
-                    break
-                if now > stream.deadline:
-                    stream.give_up_waiting()
-                    peer.resume(stream)
-                elif stream.impatient(now):
-                    peer.resume(stream)
+            if now > peer.next_due:
+                self._pass_time(peer, now)
+            if peer.leases is not None and peer.leases.held_bytes:
+                for stream in peer.streams.values():
+                    if stream.impatient(now):
+                        peer.resume(stream)
         self._flush_all(now)
+
+    @staticmethod
+    def _pass_time(peer: Peer, now: float) -> None:
+        """Some of its streams may be due."""
+        for stream in list(peer.streams.values()):
+            if now > stream.deadline + 2.0:
+                peer.close("a reply was not taken by its deadline")
+                return
+            if now > stream.due:
+                stream.time_passed(now)
+        peer.next_due = min((stream.due for stream in peer.streams.values()), default=float("inf"))
 
 
 def _last_heard(reader: MessageReader) -> float:

@@ -20,6 +20,7 @@ from kvstore.shard.account import (
     CONNECTION_BYTES,
     CONNECTIONS,
     GETS,
+    PROMISES,
     REPLIES,
     REPLY_BYTES,
     STREAMS,
@@ -31,6 +32,7 @@ from kvstore.shard.leases import Leases
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Outgoing, Stream
 from kvstore.shard.turns import Line, Pace
+from kvstore.store.expected import PROMISE_BYTES, Promises
 from kvstore.wire import ErrorCode, WireError, zmtp
 from kvstore.wire.shared import send_with_descriptors
 
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 WRITE_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one reader does not starve the others
 MAX_REMEMBERED_BYTES: Final = 16 << 20  # while the shard buffers less, the keys that clients asked for are remembered
 MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond this nothing more is read from this client
-MAX_PROMISED_REPLIES: Final = 64
+MAX_HELD_REPLIES: Final = 64
 MAX_STREAMS: Final = 256
 SMALL_REPLIES_BYTES: Final = 4 << 10
 KEEP_ALIVE_S: Final = 1.0  # how often a client that must wait is sent a PING
@@ -89,10 +91,12 @@ class Peer:
         self.chain = b""  # the keys that the client asked for last: a SET usually continues them
         self.streams: dict[int, Stream] = {}
         self.jobs = 0  # of this client in the background
+        self.promising: set[Promises] = set()  # where it has promised blocks
+        self.next_due = float("inf")  # when one of its streams is due, at the earliest
         self._state = state
         self._to_flush = to_flush
         self._on_close = on_close
-        self._promised = 0  # replies that wait for the disk
+        self._held_replies = 0  # replies that wait for the disk
         self._progress = state.now  # when the kernel last took bytes for this client, or new ones came to be sent
         self._replies: deque[bytes] = deque([zmtp.greeting() + zmtp.ready(b"ROUTER")])
         self._replies_bytes = 0
@@ -134,15 +138,15 @@ class Peer:
         self.share.take(REPLIES, len(data) + REPLY_BYTES)
         self._to_flush.add(self, self.pace)
 
-    def promise(self, reply: wire.Reply) -> Callable[[], None]:
+    def hold(self, reply: wire.Reply) -> Callable[[], None]:
         """Hold a reply back that has to wait. -> a function to call once, when the reply may be sent."""
-        self._promised += 1
+        self._held_replies += 1
 
-        def keep() -> None:
-            self._promised -= 1
+        def send() -> None:
+            self._held_replies -= 1
             self.reply(reply)
 
-        return keep
+        return send
 
     # ---- streams ---------------------------------------------------------------------------------------------
 
@@ -156,6 +160,7 @@ class Peer:
         self.share.take(STREAMS, stream.nbytes)
         self._state.streams += 1
         self.streams[stream.id] = stream
+        self.next_due = min(self.next_due, stream.due)
         self.resume(stream)
 
     def resume(self, stream: Stream) -> None:
@@ -173,6 +178,10 @@ class Peer:
         if stream in self._turn:
             self._turn.remove(stream)
 
+    def promised(self, keys: int) -> None:
+        """It has promised so many keys more; below 0: fewer."""
+        self.share.take(PROMISES, keys * PROMISE_BYTES)
+
     # ---- state -----------------------------------------------------------------------------------------------
 
     @property
@@ -183,7 +192,7 @@ class Peer:
     @property
     def backed_up(self) -> bool:
         """The client does not read its replies, or too many wait for the disk: read no more from it."""
-        if self._promised > MAX_PROMISED_REPLIES:
+        if self._held_replies > MAX_HELD_REPLIES:
             return True
         queued = self._replies_bytes
         return queued > 0 and (queued > MAX_QUEUED_REPLIES_BYTES or self.share.full)
@@ -194,15 +203,15 @@ class Peer:
         return bool(self._sending) or self._parts is not None
 
     @property
-    def promised(self) -> bool:
+    def waits(self) -> bool:
         """A reply waits for the disk."""
-        return self._promised > 0
+        return self._held_replies > 0
 
     @property
     def idle(self) -> bool:
         """There is nothing to send, now or later."""
         lent = self.leases is not None and self.leases.held_bytes > 0
-        return not (self._busy or self._replies or self.streams or self._promised or self.jobs or lent)
+        return not (self._busy or self._replies or self.streams or self._held_replies or self.jobs or lent)
 
     def stalled(self, now: float) -> bool:
         """Bytes wait to be sent, and the client has taken none for `STALL_S`."""
@@ -294,6 +303,8 @@ class Peer:
         account.give_back(CONNECTIONS, CONNECTION_BYTES)
         for stream in list(self.streams.values()):
             self.end_stream(stream)
+        for promises in self.promising:
+            promises.withdraw_all(self)
         if self.files is not None:
             self.files.close()
         self._on_close(self)

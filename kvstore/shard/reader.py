@@ -84,7 +84,7 @@ class MessageReader:
         That is a client from which nothing is read (`held_back`), whose reply waits for the disk, or that is in the
         middle of a SET.
         """
-        if self._speaks_ping and (held_back or self.peer.promised or self.write is not None):
+        if self._speaks_ping and (held_back or self.peer.waits or self.write is not None):
             self.peer.keep_alive(now)
 
     def abandon(self) -> None:
@@ -297,7 +297,7 @@ class MessageReader:
 
     def _take_header(self, header: bytes | bytearray, more: bool) -> None:
         request = wire.decode_request(header)
-        if isinstance(request, wire.Set | wire.Get | wire.Contains | wire.MatchPrefix | wire.Delete):
+        if isinstance(request, wire.Set | wire.KeyedRequest):
             self._request = request
             self.deadline = self._state.now + request.deadline_ms / 1000
             if not more:
@@ -362,4 +362,4 @@ class MessageReader:
         if self.write is not None:
             write = self._end_write(self.write)
             write.namespace.memory.index.abort(write.slots)
-            write.namespace.wake_parked()
+            write.namespace.tell(write.keys)

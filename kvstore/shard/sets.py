@@ -20,6 +20,7 @@ from kvstore.shard.leases import Lending
 from kvstore.shard.peer import Peer
 from kvstore.shard.state import ShardState
 from kvstore.store.chains import part_of
+from kvstore.store.expected import split
 from kvstore.store.namespace import NamespaceStore, find_parent
 from kvstore.store.namespaces import Priorities, Store
 from kvstore.store.tier import Slots
@@ -158,7 +159,8 @@ class Sets:
         existed = int((slots == BlockIndex.EXISTED).sum())
         if existed:  # touch the blocks that existed, so that the chain's head is not evicted before its new tail
             namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
-        namespace.wake_parked()
+        namespace.promises.fulfil(split(write.keys, namespace.key_bytes))
+        namespace.tell(write.keys)
         reply = wire.SetReply(
             id=request.id,
             total=request.count,
@@ -208,10 +210,10 @@ class Sets:
             peer.reply(reply)
             return
         peer.share.take(REMOVALS, held)
-        promise = peer.promise(reply)
+        send = peer.hold(reply)
 
-        def keep() -> None:
+        def removed() -> None:
             peer.share.give_back(REMOVALS, held)
-            promise()
+            send()
 
-        self._disk.volume.after_removals(keep)
+        self._disk.volume.after_removals(removed)

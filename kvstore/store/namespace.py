@@ -9,7 +9,6 @@ Only the thread of the shard's loop uses this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from kvstore._cext import BlockIndex
 from kvstore.store.arena import Arena
 from kvstore.store.disk_blocks import DiskBlocks
+from kvstore.store.expected import Promises, Waiters, split
 from kvstore.store.tier import NamespaceTier, Slots, keys_before
 from kvstore.wire import NamespaceInfo
 from kvstore.wire.attributes import TTL_STEP_S, attributes_dtype
@@ -53,7 +53,8 @@ class NamespaceStore:
     priority: int = 0  # the lowest priority that a block gets
     listed: bool = False  # for a mover: other nodes may have copies of its blocks
     replicas: int = 1  # the largest number of copies that a client keeps of each block
-    parked: set[Callable[[], None]] = field(default_factory=set)  # called once, when a write ends or is given up
+    waiters: Waiters = field(default_factory=Waiters)  # for blocks that are written, or were promised
+    promises: Promises = field(init=False)
     hits: int = 0
     misses: int = 0
     created: int = 0
@@ -61,17 +62,19 @@ class NamespaceStore:
     pins_counted_at: float = float("-inf")  # monotonic seconds
     empty_since: float | None = None  # monotonic seconds, set by `Store.expire`
 
+    def __post_init__(self) -> None:
+        self.promises = Promises(self.waiters)
+
     @property
     def empty(self) -> bool:
-        """It has no block, and no client is reading or writing one."""
-        return self.memory.empty and not self.parked and (self.disk is None or self.disk.empty)
+        """It has no block, and no client is reading, writing or promising one."""
+        expected = self.waiters or self.promises
+        return self.memory.empty and not expected and (self.disk is None or self.disk.empty)
 
-    def wake_parked(self) -> None:
-        """A write has ended: wake the streams that wait for a block."""
-        if self.parked:
-            parked, self.parked = self.parked, set()
-            for wake in parked:
-                wake()
+    def tell(self, keys: bytes) -> None:
+        """A write of these blocks has ended, or was given up: wake who waits for one of them."""
+        if self.waiters:
+            self.waiters.tell(split(keys, self.key_bytes))
 
     def views(self, slots: Slots) -> list[memoryview]:
         """-> the memory of `slots`, in order, with adjacent slots merged into one view."""
@@ -126,6 +129,17 @@ class NamespaceStore:
             self.contains(keys[: length * self.key_bytes], now, refresh, tick, pin_until)
         return length
 
+    def expected(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
+        """-> one byte a key: 1 as in `contains`, 2 when it is not there and was promised."""
+        present = self.contains(keys, now, refresh, tick, pin_until)
+        if not self.promises or 0 not in present:
+            return present
+        promised = bytearray(present)
+        for number, key in enumerate(split(keys, self.key_bytes)):
+            if not promised[number] and key in self.promises:
+                promised[number] = 2
+        return bytes(promised)
+
     def on_disk(self, keys: bytes, now: float) -> bytes:
         """-> one byte a key: 1 when the block is on disk."""
         if self.disk is None or self.disk.empty:
@@ -163,4 +177,6 @@ class NamespaceStore:
             disk_bytes=disk.nbytes if disk else 0,
             disk_evicted=disk.evicted if disk else 0,
             replicas=self.replicas,
+            promised=len(self.promises),
+            awaited=len(self.waiters),
         )

@@ -245,12 +245,15 @@ class Store:
         present = np.frombuffer(namespace.contains(keys, now, False, 0), dtype=np.bool_)
         return np.where(present, BlockIndex.EXISTED, BlockIndex.NO_SPACE).astype(np.int32)
 
-    def expire(self, now: float) -> None:
-        """Free expired blocks, looking at some slots a call, and forget namespaces that have been empty for `EMPTY_S`.
+    def expire(self, now: float, ending: bool = False) -> None:
+        """Free expired blocks, looking at some slots a call; end promises whose time is over, or all of them if the
+        shard is `ending`; forget namespaces that have been empty for `EMPTY_S`.
 
         The loop calls it every fraction of a second.
         """
         for namespace in list(self):
+            if namespace.promises:
+                namespace.promises.expire(float("inf") if ending else now)
             namespace.memory.index.expire(now, EXPIRE_STEP)
             if namespace.disk is not None:
                 namespace.disk.expire(now, EXPIRE_STEP)

@@ -36,6 +36,7 @@ MAX_TTL_S: Final = 10 * 365 * 86400
 MAX_REPLICAS: Final = 3
 MAX_HOTTEST_BYTES: Final = 8 << 20  # all keys of one HOTTEST reply together
 MAX_DEADLINE_MS: Final = 600_000
+MAX_PROMISE_MS: Final = 600_000
 CHECKSUM_BYTES: Final = 8
 ATTRIBUTES_BYTES: Final = 5  # what goes with a block to another shard, beside a key: see attributes.py
 
@@ -150,7 +151,8 @@ class Get(_Header, tag=3, frozen=True):
     `credit` > 0: the shard may send so many bytes of payload before it needs more CREDIT. `refresh`: the GET counts as
     a use of the blocks, and in hits and misses. `prefix`: the keys are a chain, and only its leading run of blocks that
     are present is requested. `attributes`: have PARTs say what goes with each block. `references`: have PARTs say where
-    in shared memory the blocks are, as far as that is possible; only on a Unix socket.
+    in shared memory the blocks are, as far as that is possible; only on a Unix socket. `wait_ms`: wait so long for
+    blocks that were promised; with `prefix` they count as present.
     """
 
     id: int
@@ -162,10 +164,12 @@ class Get(_Header, tag=3, frozen=True):
     prefix: bool = False
     attributes: bool = False
     references: bool = False
+    wait_ms: int = 0
 
 
 class Contains(_Header, tag=4, frozen=True):
-    """Frames: header, keys. `pin_s` > 0: blocks that are found are not evicted for so many seconds."""
+    """Frames: header, keys. `pin_s` > 0: blocks that are found are not evicted for so many seconds. `promised`: have
+    the reply tell which keys were promised."""
 
     id: int
     deadline_ms: int
@@ -173,6 +177,7 @@ class Contains(_Header, tag=4, frozen=True):
     key_bytes: int
     refresh: bool = False
     pin_s: float = 0.0
+    promised: bool = False
 
 
 class MatchPrefix(_Header, tag=5, frozen=True):
@@ -271,6 +276,27 @@ class Share(_Header, tag=16, frozen=True):
     handle: bytes = b""
 
 
+class Promise(_Header, tag=17, frozen=True):
+    """Frames: header, keys. The client is about to set these blocks: who asks for them may wait. The promise of a key
+    ends when it is set, with WITHDRAW, with the connection, or after `ttl_ms`. Who has promised a key may do so again,
+    which renews it."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+    ttl_ms: int
+
+
+class Withdraw(_Header, tag=18, frozen=True):
+    """Frames: header, keys. The client will not set those of these blocks that this connection has promised."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+
+
 # ---- shard -> client -------------------------------------------------------------------------------------------
 
 
@@ -332,7 +358,7 @@ class Part(_Header, tag=67, frozen=True):
 
 
 class ContainsReply(_Header, tag=68, frozen=True):
-    """`present`: one byte a key, 0 or 1."""
+    """`present`: one byte a key, 0 or 1; 2 if the key was promised and the request asked for that."""
 
     id: int
     present: bytes
@@ -426,6 +452,21 @@ class ReleaseRing(_Header, tag=81, frozen=True):
     nbytes: int
 
 
+class PromiseReply(_Header, tag=82, frozen=True):
+    """`answers`: one byte a key. 0: this connection has promised it; 1: it is there, or being written; 2: another
+    client has promised it."""
+
+    id: int
+    answers: bytes
+
+
+class WithdrawReply(_Header, tag=83, frozen=True):
+    """`withdrawn`: how many keys' promises this ended."""
+
+    id: int
+    withdrawn: int
+
+
 class Error(_Header, tag=127, frozen=True):
     """A request was refused. `id` 0: the message was so malformed that its request is not known."""
 
@@ -434,7 +475,7 @@ class Error(_Header, tag=127, frozen=True):
     message: str
 
 
-KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete
+KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete | Promise | Withdraw
 Request: TypeAlias = (
     Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest | Purge | Release | Share
 )
@@ -456,6 +497,8 @@ Reply: TypeAlias = (
     | ShareReply
     | Taken
     | ReleaseRing
+    | PromiseReply
+    | WithdrawReply
     | Error
 )
 
@@ -480,7 +523,7 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
         ) from None
     if not 0 <= request.id < 1 << 63:
         raise WireError(ErrorCode.PROTOCOL, f"request id {request.id} is outside 0 .. 2**63-1")
-    if isinstance(request, Set | Get | Contains | MatchPrefix | Delete):
+    if isinstance(request, Set | KeyedRequest):
         _check_keyed(request)
     elif isinstance(request, Hello) and not 1 <= request.replicas <= MAX_REPLICAS:
         raise WireError(ErrorCode.LIMIT, f"{request.replicas} replicas: expected 1 to {MAX_REPLICAS}", request.id)
@@ -530,6 +573,16 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
     _check_deadline(request)
     if isinstance(request, Contains | MatchPrefix) and not 0.0 <= request.pin_s <= MAX_PIN_S:
         raise WireError(ErrorCode.LIMIT, f"a pin of {request.pin_s} s: expected 0 to {MAX_PIN_S:g} s", request.id)
+    if isinstance(request, Get) and not 0 <= request.wait_ms <= request.deadline_ms:
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"a wait of {request.wait_ms} ms: expected 0 to the deadline, {request.deadline_ms} ms",
+            request.id,
+        )
+    if isinstance(request, Promise) and not 0 < request.ttl_ms <= MAX_PROMISE_MS:
+        raise WireError(
+            ErrorCode.LIMIT, f"a promise for {request.ttl_ms} ms: expected 1 to {MAX_PROMISE_MS} ms", request.id
+        )
     if isinstance(request, Set) and not 0 <= request.priority <= MAX_PRIORITY:
         raise WireError(ErrorCode.LIMIT, f"a priority of {request.priority}: expected 0 to {MAX_PRIORITY}", request.id)
     if isinstance(request, Set) and not 0.0 <= request.ttl_s <= MAX_TTL_S:

@@ -32,6 +32,8 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
     disk_bytes: int = 0
     disk_evicted: int = 0
     replicas: int = 1  # the largest number of copies that a client keeps
+    promised: int = 0  # blocks that clients are about to set
+    awaited: int = 0  # blocks that clients wait for, because they are being written or read from disk, or were promised
 
 
 class DiskInfo(msgspec.Struct, frozen=True):

@@ -31,13 +31,22 @@ from kvstore_client._links.targets import BlockTarget, BorrowTarget, IntoTarget,
 from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.keys import KeyArray
+from kvstore_client.results import Lookup
 
 STREAM_CREDIT_BYTES: Final = 8 << 20
+WAITED_S: Final = 0.05  # a read that took longer may have waited for promised blocks
 DISCARD_TIMEOUT_S: Final = 0.2  # how long a reader waits at most for the deletion of a damaged block
 
 Present = npt.NDArray[np.bool_]
 
+_PRESENT: Final = 1  # as `wire.ContainsReply` has it
+
 log = logging.getLogger("kvstore_client")
+
+
+def _leading(flags: Present) -> int:
+    """The length of the leading run of True."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 class Reader:
@@ -53,12 +62,22 @@ class Reader:
 
     def contains(self, packed: KeyArray, options: Options) -> Present:
         """-> one bool per key."""
-        present = np.zeros(len(packed), dtype=np.bool_)
+        present: Present = self._states(packed, options, False) == _PRESENT
+        return present
+
+    def lookup(self, packed: KeyArray, options: Options) -> Lookup:
+        """-> how many leading keys of the chain are present, and how many present or promised."""
+        states = self._states(packed, options, True)
+        return Lookup(_leading(states == _PRESENT), _leading(states != 0))
+
+    def _states(self, packed: KeyArray, options: Options, promised: bool) -> npt.NDArray[np.uint8]:
+        """-> one number per key, as `wire.ContainsReply` has it. `promised`: whether to tell what was promised."""
+        states = np.zeros(len(packed), dtype=np.uint8)
         deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            request = wire.Contains(call.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
+            request = wire.Contains(call.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s, promised)
             return keyed_message(request, keys)
 
         rounds = Rounds(self._core, packed, np.arange(len(packed)), self._replicas, options.timeout_s)
@@ -75,11 +94,12 @@ class Reader:
                     continue
                 if not isinstance(reply, wire.ContainsReply) or len(reply.present) != call.count:
                     call.fail(protocol_error(call.link, reply))
-                else:
-                    present[call.positions] = np.frombuffer(reply.present, dtype=np.bool_)
-            rounds.settle(calls, present)
+                    continue
+                found = np.frombuffer(reply.present, dtype=np.uint8)
+                states[call.positions] = np.where(found, found, states[call.positions])
+            rounds.settle(calls, states == _PRESENT)
         self._end(rounds, options)
-        return present
+        return states
 
     def match_prefix(self, packed: KeyArray, options: Options) -> int:
         """-> how many leading keys of the chain the store has without a gap."""
@@ -123,20 +143,33 @@ class Reader:
         the first gap of the whole chain arrive, and few of those behind the gap.
         """
         target = IntoTarget(rows, slots, len(packed), self._verify)
-        rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
+        began = time.monotonic()
+        self._read_into(packed, unique, target, options, began + options.wait_s)
+        if options.wait_s and time.monotonic() - began > WAITED_S:
+            # What was waited for in vain may have come elsewhere: its owners may have changed meanwhile.
+            missing = unique[~target.present[unique]]
+            if len(missing):
+                self._read_into(packed, missing, target, options, began)
+        return target.present
+
+    def _read_into(
+        self, packed: KeyArray, positions: Numbers, target: IntoTarget, options: Options, wait_until: float
+    ) -> None:
+        """Read the blocks at these positions, and wait for promised ones until `wait_until`."""
+        wait_s = max(0.0, wait_until - time.monotonic())
+        rounds = Rounds(self._core, packed, positions, self._replicas, options.timeout_s + wait_s, waits=wait_s > 0)
         while groups := rounds.next():
             lacking = rounds.lacking()
-            calls = self._get_calls(packed, groups, target, options, 0, bool(lacking))
+            calls = self._get_calls(packed, groups, target, options, 0, bool(lacking), wait_until)
             self._exchange.run(calls, rounds.deadline, rounds.patience_s)
             self._settle(rounds, calls, target.present, packed, target)
             copied = Copied(packed, calls) if lacking else None
-            for link, positions in lacking:
-                found = positions[target.present[positions]]
+            for link, owned in lacking:
+                found = owned[target.present[owned]]
                 if copied is not None and len(found):
                     attributes = copied.to(rounds.owned_by(link), found)
                     self._repairs.put(link, packed[found], map(target.row, found.tolist()), attributes)
         self._end(rounds, options)
-        return target.present
 
     def borrow(self, packed: KeyArray, unique: Numbers, verify: bool, options: Options) -> Borrowed:
         """Read the blocks at positions `unique` where they are. -> what must be ended."""
@@ -184,8 +217,6 @@ class Reader:
                 for call in calls:
                     if call.unfinished:
                         call.link.abandon(call.answer)
-                        if not call.link.by_reference:
-                            call.link.post(wire.encode(wire.Cancel(call.id)))
             self._settle(rounds, calls, present, packed, target)
         self._end(rounds, options)
 
@@ -235,22 +266,26 @@ class Reader:
         options: Options,
         credit: int,
         attributes: bool,
+        wait_until: float = 0.0,
     ) -> list[Call]:
-        """The GETs of a round. `attributes`: whether blocks that they find are set elsewhere."""
-        deadline_ms, key_bytes = options.deadline_ms, packed.shape[1]
+        """The GETs of a round. `attributes`: whether blocks that they find are set elsewhere. `wait_until`: the
+        monotonic time until which they wait for blocks that were promised."""
+        key_bytes = packed.shape[1]
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
+            wait_ms = int(max(0.0, wait_until - time.monotonic()) * 1000) if wait_until else 0
             references = call.link.by_reference  # what it lends it lends until it is given back: no credit is needed
             request = wire.Get(
                 call.id,
-                deadline_ms,
+                options.deadline_ms + wait_ms,
                 len(keys),
                 key_bytes,
                 0 if references else credit,
                 prefix=options.prefix,
                 attributes=attributes,
                 references=references,
+                wait_ms=wait_ms,
             )
             return keyed_message(request, keys)
 

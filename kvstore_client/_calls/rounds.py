@@ -24,13 +24,18 @@ from kvstore_client.keys import KeyArray
 
 # Even with a long deadline, a shard is given up after so long a silence while another one can be asked.
 MOST_PATIENCE_S: Final = 1.0
+WAITING_PATIENCE_S: Final = 2.5  # with a shard that waits for blocks and has nothing to say but to answer PINGs
 
 
 class Rounds:
     """The rounds of one call that looks for blocks. `positions`: the positions in `packed` of the keys to look for.
     Used by the calling thread only."""
 
-    def __init__(self, core: Core, packed: KeyArray, positions: Numbers, replicas: int, timeout_s: float) -> None:
+    def __init__(
+        self, core: Core, packed: KeyArray, positions: Numbers, replicas: int, timeout_s: float, waits: bool = False
+    ) -> None:
+        """waits: the shards may wait for blocks before they answer."""
+        self._most_patience_s = WAITING_PATIENCE_S if waits else MOST_PATIENCE_S
         self.deadline = time.monotonic() + timeout_s
         self.failovers = 0  # blocks looked for elsewhere because a shard failed
         self.found_elsewhere = 0  # blocks found after the first round
@@ -60,7 +65,7 @@ class Rounds:
         later: int = self._candidates.shape[1] - self._column - 1
         if not later:
             return None
-        return min(MOST_PATIENCE_S, max(0.0, self.deadline - time.monotonic()) / (later + 1))
+        return min(self._most_patience_s, max(0.0, self.deadline - time.monotonic()) / (later + 1))
 
     def next(self) -> Sequence[tuple[Link, Numbers]]:
         """Start a round. -> the shards to ask, each with the positions it is asked for; empty if no shard is left."""

@@ -405,9 +405,9 @@ class Link:
                 if dealer is not None:
                     dealer.abandon(answer)
                     dealer.receiver.arm()
-            if isinstance(answer, GetAnswer) and self.by_reference:
-                self.post(wire.encode(wire.Cancel(answer.id)))
-                if not answer.kept:
+            if isinstance(answer, GetAnswer):
+                self.post(wire.encode(wire.Cancel(answer.id)))  # the rest would keep a slow link busy for nothing
+                if self.by_reference and not answer.kept:
                     self.post(wire.encode(wire.Release(answer.id, 0)))
         except BaseException:  # KeyboardInterrupt: perhaps the shard was not told, and would keep what it lent
             self.drop(ConnectionLost(f"{self}: a call was interrupted"))

@@ -375,9 +375,21 @@ def test_a_namespace_in_use_again_starts_its_wait_anew(store: Store) -> None:
     store.expire(EMPTY_S + 1)
     assert store.get(canonical("a")) is namespace
     waits: list[str] = []
-    namespace.parked.add(lambda: waits.append("woken"))
+
+    def wake() -> None:
+        waits.append("woken")
+
+    namespace.waiters.add(keys[0], wake)
     store.expire(3 * EMPTY_S)
     assert store.get(canonical("a")) is namespace, "somebody waits for a block of it"
+    namespace.promises.make(keys, bytes(1), "client", 6 * EMPTY_S, lambda _: None)
+    namespace.waiters.discard(keys[0], wake)
+    store.expire(5 * EMPTY_S)
+    assert store.get(canonical("a")) is namespace, "a block of it was promised"
+    store.expire(6 * EMPTY_S)
+    assert not namespace.promises
+    store.expire(7 * EMPTY_S)
+    assert store.get(canonical("a")) is None
 
 
 def test_what_expires_or_is_evicted_leaves_no_namespace_behind() -> None:

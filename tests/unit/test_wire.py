@@ -63,6 +63,8 @@ SHARD_INFO = wire.ShardInfo(
             disk_bytes=256 << 20,
             disk_evicted=11,
             replicas=2,
+            promised=17,
+            awaited=6,
         )
     ],
     policy="default",
@@ -121,7 +123,9 @@ REQUESTS: dict[str, wire.Request] = {
     "set_copied": wire.Set(2, 10_000, 1, 8, attributes=bytes.fromhex("4006000002") + b"key--000"),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True, True),
     "get_references": wire.Get(3, 10_000, 64, 16, references=True),
+    "get_waiting": wire.Get(3, 40_000, 64, 16, wait_ms=30_000),
     "contains": wire.Contains(4, 600_000, 1, 8, True, 2.5),
+    "contains_promised": wire.Contains(4, 10_000, 3, 8, promised=True),
     "match_prefix": wire.MatchPrefix(5, 1, 256, 64, False, 60.0),
     "delete": wire.Delete(6, 250, 0, 16),
     "sync": wire.Sync(7, 10_000),
@@ -134,6 +138,8 @@ REQUESTS: dict[str, wire.Request] = {
     "purge": wire.Purge(12, 10_000, True),
     "release": wire.Release(3, 64),
     "share": wire.Share(13, 2, 16 << 20),
+    "promise": wire.Promise(14, 10_000, 64, 16, 30_000),
+    "withdraw": wire.Withdraw(15, 1_000, 64, 16),
 }
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
@@ -157,6 +163,7 @@ REPLIES: dict[str, wire.Reply] = {
     "part_references": wire.Part(3, bytes(4), bytes(8), False, 1, 0, references=bytes([7] + [0] * 10 + [14] + [0] * 4)),
     "part_last": wire.Part(3, b"", b"", True, 9, 8183, 0),
     "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
+    "contains_reply_promised": wire.ContainsReply(4, b"\x01\x02\x00"),
     "match_reply": wire.MatchReply(5, 200),
     "delete_reply": wire.DeleteReply(6, 0),
     "sync_reply": wire.SyncReply(7),
@@ -170,6 +177,8 @@ REPLIES: dict[str, wire.Reply] = {
     "share_reply": wire.ShareReply(13),
     "taken": wire.Taken(2, 16),
     "release_ring": wire.ReleaseRing(0, 4096),
+    "promise_reply": wire.PromiseReply(14, b"\x00\x01\x02"),
+    "withdraw_reply": wire.WithdrawReply(15, 62),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {

@@ -1,0 +1,219 @@
+"""What a GET asks for: which of its blocks are there, and which it waits for.
+
+When another client is writing a block, or a thread is reading it from disk, the search waits for it until the block is
+there, the write is given up, or the deadline passes; so it does when the block was promised, if the GET asked for that.
+It waits for a few blocks at a time, and looks no further before some of them are decided. A block that is not there
+when its turn comes is a miss.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.disk.tier import DiskTier
+from kvstore.store.expected import WAITER_BYTES
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.namespaces import Store
+from kvstore.store.tier import Slots
+from kvstore.wire import Get
+
+READ_AHEAD_BYTES: Final = 32 << 20  # how far ahead of its next part a GET has blocks read from disk
+MAX_WAITING: Final = 8  # blocks that a GET waits for at a time
+
+Positions = npt.NDArray[np.uint32]
+
+
+class Search:
+    """The blocks of one GET. Used by the loop's thread only. `close` must be called at the end."""
+
+    __slots__ = (
+        "_again",
+        "_ahead",
+        "_disk",
+        "_key_bytes",
+        "_keys",
+        "_namespace",
+        "_next",
+        "_store",
+        "_waiting",
+        "_wake",
+        "count",
+        "fetched",
+        "misses",
+        "wait_until",
+    )
+
+    def __init__(
+        self,
+        store: Store,
+        disk: DiskTier | None,
+        namespace: NamespaceStore,
+        request: Get,
+        keys: bytes,
+        now: float,
+        pin_until: float,
+        wake: Callable[[], None],
+    ) -> None:
+        """wake: called when there is news of a block that it waits for."""
+        self._store = store
+        self._disk = disk
+        self._namespace = namespace
+        self._keys = memoryview(keys)
+        self._key_bytes = request.key_bytes
+        self._wake = wake
+        self._next = 0
+        self._ahead = 0  # blocks before this position were looked up on disk
+        self._waiting: list[int] = []  # positions of blocks that are not there yet
+        self._again = array("I")  # positions to look at again: there was no room for them
+        self.count = request.count
+        self.misses = 0
+        self.fetched = False  # at least one block was read from disk
+        self.wait_until = now + request.wait_ms / 1000 if request.wait_ms else 0.0  # for blocks that were promised
+        ticks = store.ticks(request.count)
+        if request.prefix:
+            self._cut_to_prefix(keys, now, request.refresh, ticks, pin_until)
+        else:  # touch the chain as a whole, because its parts may be sent in any order
+            namespace.contains(keys, now, request.refresh, ticks)
+
+    def _cut_to_prefix(self, keys: bytes, now: float, used: bool, ticks: int, pin_until: float) -> None:
+        """Reduce the request to the leading run of blocks that are there or will be.
+
+        The run is touched and, until `pin_until`, pinned: an evicted block would make all blocks after it useless.
+        """
+        namespace = self._namespace
+        length = namespace.match_prefix(keys, now, used, ticks, pin_until)
+        if self.wait_until and namespace.promises:
+            rest = keys[length * self._key_bytes :]
+            absent = namespace.expected(rest, now, False, 0).find(0) if rest else 0
+            length = self.count if absent < 0 else length + absent
+        self.misses = self.count - length
+        self.count = length
+        self._keys = memoryview(keys[: length * self._key_bytes])
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes of the server's memory that it takes."""
+        waiters = min(self.count, MAX_WAITING) * WAITER_BYTES
+        return len(self._keys) + self.count * self._again.itemsize + waiters
+
+    @property
+    def undecided(self) -> int:
+        """Blocks that it has to look at, or look at again."""
+        return self.count - self._next + len(self._waiting) + len(self._again)
+
+    def touch(self, now: float) -> None:
+        """Count a use of the chain as a whole, so that its tail is evicted first."""
+        self._namespace.memory.index.contains(bytes(self._keys), now, True, self._store.ticks(self.count))
+
+    def give_up(self) -> None:
+        """Count all blocks that are not decided as misses."""
+        self.misses += self.undecided
+        self.close()
+        del self._again[:]
+        self._next = self._ahead = self.count
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        waiting, self._waiting = self._waiting, []
+        for position in waiting:
+            self._namespace.waiters.discard(self._key(position), self._wake)
+
+    def put_back(self, positions: Positions) -> None:
+        """There is no room for these blocks: look at them again. Their slots are the caller's to release."""
+        self._again.extend(positions.tolist())
+
+    def take(self, room: int, now: float) -> tuple[Positions, Slots]:
+        """Reference up to `room` blocks that are in memory, those that were waited for first. -> none, if it has to
+        wait, or if there is none."""
+        while True:
+            self.read_ahead(now)
+            positions, slots = self._acquire(room, now)
+            if len(positions) or self._waiting or not self.undecided:
+                return positions, slots  # otherwise all blocks looked up so far are misses: look up more
+
+    def read_ahead(self, now: float) -> None:
+        """Start to read the next blocks from disk, so that they are in memory when their turn comes."""
+        namespace = self._namespace
+        if namespace.disk is None or namespace.disk.empty:
+            self._ahead = self.count
+        if self._ahead == self.count:
+            return
+        window = max(1, min(READ_AHEAD_BYTES, self._store.limit_bytes // 4) // namespace.block_bytes)
+        end = min(self.count, self._next - len(self._waiting) - len(self._again) + window)
+        if end - self._ahead < min(self.count - self._ahead, max(1, window // 4)):
+            return  # wait until the look-up is worth its cost: many blocks at a time
+        keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[self._ahead : end]
+        self._ahead = end
+        present = namespace.memory.index.contains(keys.reshape(-1), now, False, 0)
+        absent = np.frombuffer(present, dtype=np.uint8) == 0
+        if absent.any():
+            self._fetch(keys[absent], now)
+
+    def _key(self, position: int) -> bytes:
+        return bytes(self._keys[position * self._key_bytes : (position + 1) * self._key_bytes])
+
+    def _fetch(self, keys: npt.NDArray[np.uint8], now: float) -> npt.NDArray[np.bool_]:
+        """Start to read blocks from disk that are not in memory. -> for each key, whether to wait for it."""
+        assert self._disk is not None
+        expected = self._disk.fetching.fetch(self._namespace, keys.tobytes(), now) < -1
+        self.fetched = self.fetched or bool(expected.any())
+        return expected
+
+    def _acquire(self, room: int, now: float) -> tuple[Positions, Slots]:
+        found: list[tuple[Positions, Slots]] = []
+        if self._waiting or self._again:
+            known = np.array([*self._waiting, *self._again], dtype=np.uint32)
+            del self._again[:]
+            self.close()
+            positions, slots, rest = self._find(known, now)
+            self.put_back(rest)
+            if len(positions) > room:  # one look-up of all of them is cheaper than several look-ups of some
+                self._namespace.memory.index.release(slots[room:])
+                self.put_back(positions[room:])
+            found.append((positions[:room], slots[:room]))
+            room -= len(found[0][0])
+        while self._next < self._ahead and room > 0 and len(self._waiting) < MAX_WAITING:
+            end = min(self._ahead, self._next + room)
+            positions, slots, rest = self._find(np.arange(self._next, end, dtype=np.uint32), now)
+            self._next = end - len(rest)
+            found.append((positions, slots))
+            room -= len(positions)
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int32)
+        positions, slots = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return positions, slots
+
+    def _find(self, positions: Positions, now: float) -> tuple[Positions, Slots, Positions]:
+        """Reference the blocks that are in memory; wait for the others, or count them as misses. -> positions and slots
+        of those that are there, and the positions at the end that were not looked at, because it waits for enough."""
+        namespace = self._namespace
+        keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[positions]
+        slots = namespace.memory.index.acquire(keys.reshape(-1), now, 0, False)
+        there = slots >= 0
+        if there.all():
+            return positions, slots, positions[:0]
+        expected = slots == -2
+        absent = slots == -1
+        if absent.any() and namespace.disk is not None and not namespace.disk.empty:
+            expected[absent] = self._fetch(keys[absent], now)
+        if self.wait_until > now and namespace.promises:
+            for row in np.flatnonzero(absent & ~expected).tolist():
+                expected[row] = keys[row].tobytes() in namespace.promises
+        waits = np.flatnonzero(expected)
+        end = len(positions)
+        if len(waits) > (most := MAX_WAITING - len(self._waiting)):
+            end = int(waits[most])
+            namespace.memory.index.release(slots[end:][there[end:]])
+        for position in positions[waits[:most]].tolist():
+            self._waiting.append(position)
+            namespace.waiters.add(self._key(position), self._wake)
+        self.misses += int((~there & ~expected)[:end].sum())
+        there = there[:end]
+        return positions[:end][there], slots[:end][there], positions[end:]

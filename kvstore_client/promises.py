@@ -1,0 +1,81 @@
+"""What a client has promised to set."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client._calls.options import Options
+from kvstore_client._calls.promising import MINE, OTHERS, PRESENT, UNASKED, Promiser
+from kvstore_client._links.view import Numbers
+from kvstore_client.keys import KeyArray
+
+
+class Promise:
+    """Blocks that this client will set: see `KVStoreClient.promise`. Use it in a `with` or `async with` statement, or
+    call `withdraw`. Its methods wait for the store.
+
+    Each `(n,)` bool, by key:
+
+    mine: this client has promised it, or its shard could not be asked: compute it, and set it.
+    present: it is in the store.
+    others: another client has promised it: `get_into(…, wait_s=…)` waits for it.
+
+    Thread-safe.
+    """
+
+    def __init__(
+        self,
+        promiser: Promiser,
+        packed: KeyArray,
+        unique: Numbers,
+        first: npt.NDArray[np.intp],
+        ttl_s: float,
+        options: Options,
+    ) -> None:
+        """Makes the promise. unique: the positions of the first occurrence of each key. first: for each key its first
+        occurrence."""
+        self._promiser = promiser
+        self._packed = packed
+        self._ttl_s = ttl_s
+        self._options = options
+        answers, self._told = promiser.make(packed, unique, ttl_s, options)
+        self._mine = unique[answers[unique] == MINE]
+        answers = answers[first]
+        self.mine: npt.NDArray[np.bool_] = (answers == MINE) | (answers == UNASKED)
+        self.present: npt.NDArray[np.bool_] = answers == PRESENT
+        self.others: npt.NDArray[np.bool_] = answers == OTHERS
+
+    def renew(self, ttl_s: float | None = None) -> None:
+        """Promise for `ttl_s` more from now, as long as at first if that is None, what is this client's and not set
+        yet; at the shards that own it now. Raises as `KVStoreClient.promise`."""
+        before = self._told
+        _, self._told = self._promiser.make(self._packed, self._mine, ttl_s or self._ttl_s, self._options)
+        own = {id(each.link) for each in self._told}
+        self._promiser.withdraw(self._packed, [each for each in before if id(each.link) not in own])
+
+    def withdraw(self) -> None:
+        """Say that what was not set will not be: who waits for it misses at once. Does not raise for a shard that
+        cannot be reached, because that ends the promise, too."""
+        told, self._told = self._told, []
+        self._promiser.withdraw(self._packed, told)
+
+    def __enter__(self) -> Promise:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.withdraw()
+
+    async def __aenter__(self) -> Promise:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import asyncio  # slow to import, and most users do not need it
+
+        await asyncio.to_thread(self.withdraw)

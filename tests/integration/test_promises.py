@@ -1,0 +1,375 @@
+"""Promises: who waits for a promised block gets it when it is set, and misses at once when it will not come."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import wire
+from kvstore_client import AsyncKVStoreClient, KVStoreClient, KVStoreError, Lookup, Namespace
+from tests.support.harness import (
+    MakeNamespace,
+    RawClient,
+    Server,
+    StartServer,
+    blocks_of,
+    make_keys,
+    namespace_info,
+    pack,
+    shard_info,
+    wait_until,
+)
+
+BLOCK_BYTES = 4096
+SOON_S = 1.0  # for what happens at once, on a busy machine
+LONG_S = 20.0  # that no test waits out
+
+
+@pytest.fixture
+def namespace(new_namespace: MakeNamespace) -> Namespace:
+    return new_namespace(BLOCK_BYTES)
+
+
+Connect = Callable[..., KVStoreClient]
+
+
+@pytest.fixture
+def connect(server: Server, namespace: Namespace) -> Iterator[Connect]:
+    clients: list[KVStoreClient] = []
+
+    def connect(**options: Any) -> KVStoreClient:
+        clients.append(KVStoreClient(server.endpoint, namespace, timeout_s=5, **options))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+class Reading:
+    """A `get_into` with `wait_s` on a thread of its own."""
+
+    def __init__(self, client: KVStoreClient, keys: list[bytes], wait_s: float = LONG_S, **options: Any) -> None:
+        self.rows = np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8)
+        self.keys = keys
+        self.seconds = 0.0
+        self._error: Exception | None = None
+        self._present: Any = None
+        self._thread = threading.Thread(target=self._run, args=(client, wait_s, options))
+        self._began = time.monotonic()
+        self._thread.start()
+
+    def _run(self, client: KVStoreClient, wait_s: float, options: dict[str, Any]) -> None:
+        try:
+            self._present = client.get_into(self.keys, self.rows, wait_s=wait_s, **options)
+        except Exception as error:
+            self._error = error
+        self.seconds = time.monotonic() - self._began
+
+    @property
+    def waits(self) -> bool:
+        return self._thread.is_alive()
+
+    def present(self, within_s: float = SOON_S) -> list[bool]:
+        """Which blocks came, with the right bytes."""
+        self._thread.join(within_s)
+        assert not self.waits, f"it still waits after {within_s} s"
+        if self._error is not None:
+            raise self._error
+        found: list[bool] = self._present.tolist()
+        for there, row, block in zip(found, self.rows, blocks_of(self.keys, BLOCK_BYTES), strict=True):
+            assert not there or row.tobytes() == block, "wrong bytes"
+        return found
+
+
+def awaited(client: KVStoreClient, count: int) -> None:
+    wait_until(lambda: namespace_info(client).awaited == count, what=f"{count} blocks are awaited")
+
+
+def test_a_promised_block_is_waited_for_until_it_is_set(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(4)
+    producer.set(keys[:1], blocks_of(keys[:1], BLOCK_BYTES))
+    with producer.promise(keys) as promise:
+        assert promise.mine.tolist() == [False, True, True, True]
+        assert promise.present.tolist() == [True, False, False, False]
+        assert not promise.others.any()
+        reading = Reading(consumer, keys)
+        awaited(producer, 3)
+        producer.set(keys[1:3], blocks_of(keys[1:3], BLOCK_BYTES))
+        awaited(producer, 1)
+        assert reading.waits
+        producer.set(keys[3:], blocks_of(keys[3:], BLOCK_BYTES))
+        assert reading.present() == [True] * 4
+    assert namespace_info(producer).promised == 0
+
+
+def test_blocks_that_nobody_has_promised_are_missing_at_once(connect: Connect) -> None:
+    consumer, keys = connect(), make_keys(4)
+    assert Reading(consumer, keys).present() == [False] * 4
+    consumer.set(keys[:1], blocks_of(keys[:1], BLOCK_BYTES))
+    assert Reading(consumer, keys).present() == [True, False, False, False]
+
+
+def test_without_wait_a_promised_block_is_missing_at_once(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(2)
+    with producer.promise(keys):
+        assert Reading(consumer, keys, wait_s=0).present() == [False, False]
+
+
+def test_the_end_of_a_promise_is_the_end_of_the_wait(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(3)
+    promise = producer.promise(keys)
+    reading = Reading(consumer, keys)
+    awaited(producer, 3)
+    promise.withdraw()
+    assert reading.present() == [False] * 3
+    promise.withdraw()  # again: nothing happens
+
+    with pytest.raises(RuntimeError, match="the prefill failed"), producer.promise(keys):
+        reading = Reading(consumer, keys)
+        awaited(producer, 3)
+        raise RuntimeError("the prefill failed")
+    assert reading.present() == [False] * 3
+
+
+def test_a_promise_ends_with_its_time_unless_it_is_renewed(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(2)
+    promise = producer.promise(keys, ttl_s=0.6)
+    reading = Reading(consumer, keys)
+    for _ in range(3):
+        time.sleep(0.4)
+        promise.renew()
+    assert reading.waits
+    assert reading.present(0.6 + SOON_S) == [False, False]
+    assert reading.seconds >= 1.7
+    assert producer.promise(keys).mine.all(), "what has ended can be promised again"
+
+
+def test_a_wait_ends_with_its_own_time(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(40)  # more than it waits for at a time
+    producer.set(keys[30:], blocks_of(keys[30:], BLOCK_BYTES))
+    with producer.promise(keys):
+        reading = Reading(consumer, keys, wait_s=0.5)
+        assert reading.present(0.5 + SOON_S) == [False] * 30 + [True] * 10
+        assert reading.seconds >= 0.5
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_producer_that_is_gone_promises_nothing(
+    server: Server, connect: Connect, namespace: Namespace, end: str
+) -> None:
+    consumer, keys = connect(), make_keys(3)
+    code = (
+        "import sys; from kvstore_client import KVStoreClient, Namespace\n"
+        f"client = KVStoreClient(sys.argv[1], {namespace!r})\n"
+        "promise = client.promise([bytes.fromhex(key) for key in sys.argv[2:]])\n"
+        "print('promised', flush=True); sys.stdin.read(); client.close()\n"
+    )
+    command = [sys.executable, "-c", code, server.endpoint, *(key.hex() for key in keys)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "promised\n"
+        reading = Reading(consumer, keys)
+        awaited(consumer, 3)
+        if end == "kill":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            process.stdin.close()
+        assert reading.present() == [False] * 3
+        process.stdin.close()
+    assert all((each.promised, each.awaited) == (0, 0) for each in shard_info(consumer).namespaces)
+
+
+def test_only_one_of_two_clients_promises_a_block(connect: Connect) -> None:
+    first, second, keys = connect(), connect(), make_keys(4)
+    one = first.promise(keys[:3])
+    two = second.promise(keys[1:])
+    assert one.mine.tolist() == [True] * 3
+    assert two.mine.tolist() == [False, False, True] and two.others.tolist() == [True, True, False]
+    one.withdraw()
+    assert second.promise(keys).mine.all()
+    two.withdraw()
+
+
+def test_a_block_that_somebody_else_sets_fulfils_the_promise(connect: Connect) -> None:
+    producer, other, consumer, keys = connect(), connect(), connect(), make_keys(2)
+    with producer.promise(keys):
+        reading = Reading(consumer, keys)
+        awaited(producer, 2)
+        other.set(keys, blocks_of(keys, BLOCK_BYTES))
+        assert reading.present() == [True, True]
+        assert namespace_info(producer).promised == 0
+
+
+def test_repeated_keys_are_one_promise(connect: Connect) -> None:
+    producer, keys = connect(), make_keys(2)
+    promise = producer.promise([keys[0], keys[1], keys[0]])
+    assert promise.mine.tolist() == [True] * 3
+    assert namespace_info(producer).promised == 2
+    promise.withdraw()
+    assert producer.promise([]).mine.tolist() == []
+
+
+def test_a_lookup_tells_what_is_present_and_what_is_promised(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(6)
+    assert consumer.lookup(keys) == Lookup(0, 0)
+    producer.set(keys[:2] + keys[3:4], blocks_of(keys[:2] + keys[3:4], BLOCK_BYTES))
+    assert consumer.lookup(keys) == Lookup(present=2, promised=2)
+    with producer.promise(keys[:5]):
+        assert consumer.lookup(keys) == Lookup(present=2, promised=5)
+        assert consumer.contains(keys).tolist() == [True, True, False, True, False, False]
+        assert consumer.match_prefix(keys) == 2
+    assert consumer.lookup(keys) == Lookup(present=2, promised=2)
+    assert consumer.lookup([]) == Lookup(0, 0)
+
+
+def test_of_many_waiters_each_is_told_of_its_own_block(connect: Connect) -> None:
+    producer, keys = connect(), make_keys(12)
+    consumers = [connect() for _ in range(3)]
+    with producer.promise(keys):
+        readings = [Reading(consumers[number % 3], [key]) for number, key in enumerate(keys)]
+        awaited(producer, 12)
+        for number in (7, 0, 11):
+            producer.set([keys[number]], blocks_of([keys[number]], BLOCK_BYTES))
+            assert readings[number].present() == [True]
+        assert sum(reading.waits for reading in readings) == 9
+    for number in {*range(12)} - {7, 0, 11}:
+        assert readings[number].present() == [False]
+
+
+def test_a_long_chain_is_read_while_it_is_set(connect: Connect) -> None:
+    producer, consumer, keys = connect(), connect(), make_keys(300)
+    with producer.promise(keys):
+        reading = Reading(consumer, keys)
+        for first in range(0, 300, 7):
+            part = keys[first : first + 7]
+            producer.set(part, blocks_of(part, BLOCK_BYTES), parent=keys[first - 1] if first else None)
+        assert reading.present(10) == [True] * 300
+
+
+def test_others_are_served_on_a_connection_that_waits(connect: Connect) -> None:
+    """The same client reads and sets while one of its reads waits."""
+    client, keys = connect(), make_keys(8)
+    producer = connect()
+    with producer.promise(keys[:4]):
+        reading = Reading(client, keys[:4])
+        awaited(producer, 4)
+        client.set(keys[4:], blocks_of(keys[4:], BLOCK_BYTES))
+        assert Reading(client, keys[4:], wait_s=0).present() == [True] * 4
+        assert reading.waits
+    assert reading.present() == [False] * 4
+
+
+def test_the_client_that_promised_may_wait_for_itself(connect: Connect) -> None:
+    client, keys = connect(), make_keys(2)
+    with client.promise(keys):
+        reading = Reading(client, keys)
+        awaited(client, 2)
+        client.set(keys, blocks_of(keys, BLOCK_BYTES))
+        assert reading.present() == [True, True]
+
+
+def test_waiters_of_a_server_that_stops_miss(start_server: StartServer, namespace: Namespace) -> None:
+    server, keys = start_server(), make_keys(2)
+    with (
+        KVStoreClient(server.endpoint, namespace, timeout_s=2, fail_open=True) as producer,
+        KVStoreClient(server.endpoint, namespace, timeout_s=2, fail_open=True) as consumer,
+    ):
+        promise = producer.promise(keys)
+        assert promise.mine.all()
+        reading = Reading(consumer, keys)
+        awaited(producer, 2)
+        began = time.monotonic()
+        server.stop()
+        assert reading.present(5) == [False, False]
+        assert time.monotonic() - began < 5, "the end of the server did not wait for the waiters"
+        assert producer.promise(keys).mine.all(), "without a store everybody computes for himself"
+        promise.withdraw()
+        server.restart()
+        wait_until(lambda: not consumer.get_into(keys, reading.rows).any())
+        assert producer.promise(keys).mine.all()
+
+
+def test_a_store_that_cannot_be_asked_raises(start_server: StartServer, namespace: Namespace) -> None:
+    server = start_server()
+    with KVStoreClient(server.endpoint, namespace, timeout_s=1) as client:
+        server.kill()
+        with pytest.raises(KVStoreError):
+            client.promise(make_keys(2))
+
+
+def test_wrong_arguments_are_refused(connect: Connect) -> None:
+    client, keys = connect(), make_keys(2)
+    rows = np.zeros((2, BLOCK_BYTES), dtype=np.uint8)
+    for ttl_s in (0, -1, 601, float("nan")):
+        with pytest.raises(ValueError, match="ttl_s"):
+            client.promise(keys, ttl_s=ttl_s)
+    for wait_s in (-1, 601, float("nan")):
+        with pytest.raises(ValueError, match="wait_s"):
+            client.get_into(keys, rows, wait_s=wait_s)
+    with pytest.raises(ValueError, match="600 s together at most"):
+        client.get_into(keys, rows, wait_s=599, timeout_s=2)
+
+
+def test_requests_beyond_the_limits_are_refused(server: Server, namespace: Namespace) -> None:
+    keys = b"".join(make_keys(2))
+    with RawClient(server) as raw:
+        raw.hello(namespace.canonical())
+        for ttl_ms in (0, -5, 600_001):
+            assert raw.ask(pack(17, 9, 1000, 2, 16, ttl_ms), keys)[:3] == [127, 9, int(wire.ErrorCode.LIMIT)]
+        for wait_ms in (-1, 1001):
+            get = pack(3, 9, 1000, 2, 16, 0, True, False, False, False, wait_ms)
+            assert raw.ask(get, keys)[:3] == [127, 9, int(wire.ErrorCode.LIMIT)]
+        assert raw.ask(pack(17, 9, 1000, 2, 16, 1000), keys) == [82, 9, bytes(2)]
+        assert raw.ask(pack(18, 9, 1000, 2, 16), keys) == [83, 9, 2]
+        assert raw.ask(pack(18, 9, 1000, 2, 16), keys) == [83, 9, 0]
+
+
+def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespace) -> None:
+    """One connection promises until it is refused; the refusal says so, and everything is given back at its end."""
+    with KVStoreClient(server.endpoint, namespace, timeout_s=10) as other:
+        before = shard_info(other).held_bytes["promises"]
+        assert before == 0
+        with RawClient(server) as raw:
+            raw.hello(namespace.canonical())
+            count = 0
+            while True:
+                keys = b"".join(make_keys(8192, count))
+                answer = raw.ask(pack(17, 9, 1000, 8192, 16, 600_000), keys)
+                if answer[0] == 127:
+                    break
+                count += 8192
+            assert "has no room for" in answer[3] or "at once" in answer[3]
+            info = shard_info(other)
+            assert info.held_bytes["promises"] >= count * 300 and sum(info.held_bytes.values()) <= info.held_limit_bytes
+            assert count >= 100_000
+        wait_until(lambda: shard_info(other).held_bytes["promises"] == 0)
+
+
+async def _together(endpoint: str, namespace: Namespace, keys: list[bytes]) -> list[bool]:
+    rows = np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8)
+    async with (
+        AsyncKVStoreClient(endpoint, namespace, timeout_s=5) as producer,
+        AsyncKVStoreClient(endpoint, namespace, timeout_s=5) as consumer,
+    ):
+        async with await producer.promise(keys) as promise:
+            assert promise.mine.all()
+            reading = asyncio.ensure_future(consumer.get_into(keys, rows, wait_s=LONG_S))
+            assert await consumer.lookup(keys) == Lookup(0, len(keys))
+            await producer.set(keys, blocks_of(keys, BLOCK_BYTES))
+            found: list[bool] = (await reading).tolist()
+        return found
+
+
+def test_the_asynchronous_client_does_the_same(server: Server, namespace: Namespace) -> None:
+    assert asyncio.run(_together(server.endpoint, namespace, make_keys(3))) == [True] * 3

@@ -1,0 +1,146 @@
+"""Promises and waiters against a model: what is promised, whose it is, and who is woken."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvstore.store.expected import MINE, OTHERS, PRESENT, SPARE, Promises, Waiters, split
+from tests.support.properties import examples
+
+KEYS = [bytes([number]) * 8 for number in range(12)]
+some_keys = st.lists(st.sampled_from(KEYS), max_size=8)
+owners = st.sampled_from(["anna", "bert", "cleo"])
+
+
+class Machine(RuleBasedStateMachine):
+    """Clients that promise, set, withdraw, vanish and wait, on a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiters = Waiters()
+        self.promises = Promises(self.waiters)
+        self.now = 0.0
+        self.present: set[bytes] = set()
+        self.promised: dict[bytes, tuple[str, float]] = {}  # owner, when it ends
+        self.held: Counter[str] = Counter()
+        self.waiting: dict[bytes, bool] = {}  # key -> whether its waiter was woken
+
+    def _news(self, keys: set[bytes]) -> None:
+        """The model: nobody is left asleep who waits for one of these."""
+        for key in keys:
+            assert self.waiting.pop(key, True), "a waiter was not woken"
+
+    @rule(keys=some_keys, owner=owners, ttl=st.integers(1, 5))
+    def promise(self, keys: list[bytes], owner: str, ttl: int) -> None:
+        there = bytes(key in self.present for key in keys)
+
+        def changed(count: int) -> None:
+            self.held[owner] += count
+
+        answers = self.promises.make(keys, there, owner, self.now + ttl, changed)
+        for key, answer in zip(keys, answers, strict=True):
+            if key in self.present:
+                assert answer == PRESENT
+            elif key in self.promised and self.promised[key][0] != owner:
+                assert answer == OTHERS
+            else:
+                assert answer == MINE
+                self.promised[key] = owner, self.now + ttl
+
+    @rule(keys=some_keys)
+    def set(self, keys: list[bytes]) -> None:
+        self.promises.fulfil(keys)
+        self.present.update(keys)
+        for key in keys:
+            self.promised.pop(key, None)
+        self.waiters.tell(keys)
+        self._news(set(keys))
+
+    @rule(keys=some_keys)
+    def delete(self, keys: list[bytes]) -> None:
+        self.present.difference_update(keys)
+
+    @rule(keys=some_keys, owner=owners)
+    def withdraw(self, keys: list[bytes], owner: str) -> None:
+        mine = {key for key in keys if self.promised.get(key, ("", 0))[0] == owner}
+        assert self.promises.withdraw(keys, owner) == len(mine)
+        for key in mine:
+            del self.promised[key]
+        self._news(mine)
+
+    @rule(owner=owners)
+    def vanish(self, owner: str) -> None:
+        mine = {key for key, (whose, _) in self.promised.items() if whose == owner}
+        self.promises.withdraw_all(owner)
+        for key in mine:
+            del self.promised[key]
+        self._news(mine)
+
+    @rule(passed=st.integers(1, 4))
+    def time_passes(self, passed: int) -> None:
+        self.now += passed
+        over = {key for key, (_, end) in self.promised.items() if end <= self.now}
+        self.promises.expire(self.now)
+        for key in over:
+            del self.promised[key]
+        self._news(over)
+
+    @rule(key=st.sampled_from(KEYS))
+    def wait(self, key: bytes) -> None:
+        if key not in self.waiting:
+            self.waiting[key] = False
+
+            def wake() -> None:
+                assert not self.waiting[key], "a waiter was woken twice"
+                self.waiting[key] = True
+
+            self.waiters.add(key, wake)
+
+    @invariant()
+    def what_is_promised_is_known(self) -> None:
+        assert len(self.promises) == len(self.promised)
+        assert all((key in self.promises) == (key in self.promised) for key in KEYS)
+        held = Counter(owner for owner, _ in self.promised.values())
+        assert +self.held == held, "the account of a client is wrong"
+        assert len(self.waiters) == len(self.waiting)
+
+    def teardown(self) -> None:
+        self.promises.expire(float("inf"))
+        assert not self.promises and not +self.held
+        assert not self.promises._by_owner and not self.promises._expiring
+
+
+def test_promises_and_waiters_agree_with_a_model() -> None:
+    run_state_machine_as_test(Machine, settings=settings(max_examples=examples(1), stateful_step_count=40))
+
+
+def test_who_renews_often_leaves_nothing_behind() -> None:
+    promises = Promises(Waiters())
+    for number in range(10_000):
+        promises.make(KEYS, bytes(len(KEYS)), "anna", 600.0 + number, lambda _: None)
+    assert len(promises) == len(KEYS)
+    assert len(promises._expiring) <= 2 + SPARE + 1
+
+
+def test_a_waiter_of_many_keys_is_told_once_of_all() -> None:
+    waiters = Waiters()
+    woken: list[int] = []
+
+    def wake() -> None:
+        woken.append(1)
+
+    for key in KEYS:
+        waiters.add(key, wake)
+    waiters.discard(KEYS[0], wake)
+    waiters.discard(KEYS[0], wake)
+    assert len(waiters) == len(KEYS) - 1
+    waiters.tell_all()
+    assert woken == [1] and not waiters
+
+
+def test_keys_are_split() -> None:
+    assert list(split(b"".join(KEYS), 8)) == KEYS
