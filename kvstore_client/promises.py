@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client._calls.options import Options
-from kvstore_client._calls.promising import MINE, OTHERS, PRESENT, UNASKED, Promiser
+from kvstore_client._calls.promising import MINE, OTHERS, PRESENT, UNASKED, Promiser, no_longer
 from kvstore_client._links.view import Numbers
 from kvstore_client.keys import KeyArray
 
@@ -53,8 +53,7 @@ class Promise:
         yet; at the shards that own it now. Raises as `KVStoreClient.promise`."""
         before = self._told
         _, self._told = self._promiser.make(self._packed, self._mine, ttl_s or self._ttl_s, self._options)
-        own = {id(each.link) for each in self._told}
-        self._promiser.withdraw(self._packed, [each for each in before if id(each.link) not in own])
+        self._promiser.withdraw(self._packed, no_longer(before, self._told))
 
     def withdraw(self) -> None:
         """Say that what was not set will not be: who waits for it misses at once. Does not raise for a shard that

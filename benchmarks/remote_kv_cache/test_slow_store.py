@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
 from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, ENGINE_MODELS, EngineModel, add_engine_model_option
+from benchmarks.remote_kv_cache.engine_process import Run
 from benchmarks.remote_kv_cache.engines import WITHOUT, Engine, Store
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
@@ -74,18 +75,23 @@ class Measuring:
 
 
 def one_after_another(measuring: Measuring, number: int) -> dict[str, float]:
-    """-> seconds of all prompts, by what they were asked."""
+    """-> seconds of all prompts, by what they were asked: engines that have just started."""
     model, seconds = measuring.model, dict[str, float]()
     prompts = model.prompts(number, measuring.prompts, measuring.tokens)
-    right = [measuring.plain.generate([prompt], _OUTPUT_TOKENS) for prompt in prompts]
-    seconds[WITHOUT] = sum(run.seconds for run in right)
+
+    def time_of(name: str, engine: Engine) -> list[Run]:
+        engine.generate(model.prompts(_WARM_UP + 1 + number, 1, 64), _OUTPUT_TOKENS)
+        runs = [engine.generate([prompt], _OUTPUT_TOKENS) for prompt in prompts]
+        seconds[name] = sum(run.seconds for run in runs)
+        return runs
+
+    with Engine(model, None, **measuring.arguments) as engine:
+        right = time_of(WITHOUT, engine)
     measuring.fill(prompts)
     for name, rate in RATES.items():
         measuring.link.set_rate(rate)
         with measuring.engine() as engine:
-            engine.generate(model.prompts(_WARM_UP + 1 + number, 1, 64), _OUTPUT_TOKENS)
-            runs = [engine.generate([prompt], _OUTPUT_TOKENS) for prompt in prompts]
-        seconds[name] = sum(run.seconds for run in runs)
+            runs = time_of(name, engine)
         for prompt, run, expected in zip(prompts, runs, right, strict=True):
             measuring.checks.tokens(name, [prompt], run.answers, expected.answers, measuring.plain)
     return seconds

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Final
 
-PROMISE_BYTES: Final = 400  # that a promised key takes, at most
+PROMISE_BYTES: Final = 288  # that a promised key takes, at most
 WAITER_BYTES: Final = 448  # that a key takes for which somebody waits, at most
 
 SPARE: Final = 64  # promises that have ended and are not forgotten yet, at least

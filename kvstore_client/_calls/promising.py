@@ -46,6 +46,19 @@ class Told:
         return self.link.sock is not None and self.link.connections == self.connection
 
 
+def no_longer(before: Sequence[Told], now: Sequence[Told]) -> list[Told]:
+    """The shards that were told before of positions of which they were not told now, and those positions."""
+    told: dict[int, list[Numbers]] = {}
+    for each in now:
+        told.setdefault(id(each.link), []).append(each.positions)
+    return [
+        Told(each.link, each.connection, np.setdiff1d(each.positions, np.concatenate(told[id(each.link)])))
+        if id(each.link) in told
+        else each
+        for each in before
+    ]
+
+
 class Promiser:
     """Makes and withdraws promises. Thread-safe."""
 

@@ -34,7 +34,7 @@ from kvstore_client.keys import KeyArray
 from kvstore_client.results import Lookup
 
 STREAM_CREDIT_BYTES: Final = 8 << 20
-WAITED_S: Final = 0.05  # a read that took longer may have waited for promised blocks
+WAITED_S: Final = 0.05  # a read that took less has not waited for promised blocks
 DISCARD_TIMEOUT_S: Final = 0.2  # how long a reader waits at most for the deletion of a damaged block
 
 Present = npt.NDArray[np.bool_]
@@ -143,13 +143,16 @@ class Reader:
         the first gap of the whole chain arrive, and few of those behind the gap.
         """
         target = IntoTarget(rows, slots, len(packed), self._verify)
-        began = time.monotonic()
-        self._read_into(packed, unique, target, options, began + options.wait_s)
-        if options.wait_s and time.monotonic() - began > WAITED_S:
-            # What was waited for in vain may have come elsewhere: its owners may have changed meanwhile.
-            missing = unique[~target.present[unique]]
-            if len(missing):
-                self._read_into(packed, missing, target, options, began)
+        wait_until = time.monotonic() + options.wait_s
+        missing = unique
+        while len(missing):
+            began, view = time.monotonic(), self._core.view
+            self._read_into(packed, missing, target, options, wait_until)
+            waited = time.monotonic() - began >= WAITED_S or self._core.view is not view
+            if not (options.wait_s and waited):
+                break
+            # What was waited for in vain may be promised, or have come, elsewhere: its owners may have changed.
+            missing = missing[~target.present[missing]]
         return target.present
 
     def _read_into(

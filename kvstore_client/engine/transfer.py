@@ -36,9 +36,11 @@ Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 # Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
 CHUNK_BYTES: Final = 32 << 20
 # The first chunk of a job is such a part of it, and after this part of its time a job must be as far as it should be:
-# so a store that is too slow is found out soon.
+# so a store that is too slow is found out soon. Before any block has come from a store, the first chunk is one block,
+# and the job ends if it would take so many times its time.
 FIRST_CHUNK: Final = 1 / 8
 GRACE: Final = 0.1
+HOPELESS: Final = 2.0
 
 
 class SendOutcome(enum.Enum):
@@ -209,6 +211,7 @@ class TransferIn:
         self._idle = threading.Condition()
         self._jobs = 0
         self._closed = False
+        self._tried = False  # whether a block has ever come
         self._corrupt = 0  # the client's checksum errors that are in the counter already
         self._fetching = 0  # chunks on their way
         self._fetching_since = 0.0
@@ -267,11 +270,19 @@ class TransferIn:
         try:
             rows = out() if callable(out) else out
             began = time.monotonic()
-            first, end = 0, min(self.chunk_blocks, math.ceil(len(keys) * FIRST_CHUNK))
+            tries = not self._tried
+            first, end = 0, 1 if tries else min(self.chunk_blocks, math.ceil(len(keys) * FIRST_CHUNK))
             while first < len(keys):
                 until = began + (deadline - began) * (GRACE + (1 - GRACE) * end / len(keys))
-                if not arrived(first, self._fetch(keys[first:end], rows, slots[first:end], until)):
+                hits = self._fetch(keys[first:end], rows, slots[first:end], until)
+                self._tried = self._tried or bool(hits.any())
+                if not arrived(first, hits):
                     break
+                needed = (time.monotonic() - began) * len(keys) / end
+                if tries and hits.all() and needed > HOPELESS * (deadline - began):
+                    self._counters.add("missed_blocks", len(keys) - end)
+                    break
+                tries = False
                 first, end = end, min(len(keys), end + self.chunk_blocks)
         except Exception as error:
             self._guard.failed(error)

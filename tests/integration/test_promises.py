@@ -351,7 +351,7 @@ def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespac
                 count += 8192
             assert "has no room for" in answer[3] or "at once" in answer[3]
             info = shard_info(other)
-            assert info.held_bytes["promises"] >= count * 300 and sum(info.held_bytes.values()) <= info.held_limit_bytes
+            assert info.held_bytes["promises"] >= count * 200 and sum(info.held_bytes.values()) <= info.held_limit_bytes
             assert count >= 100_000
         wait_until(lambda: shard_info(other).held_bytes["promises"] == 0)
 
