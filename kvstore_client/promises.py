@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import wire
+from kvstore_client import _arguments
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.promising import MINE, OTHERS, PRESENT, UNASKED, Promiser, no_longer
 from kvstore_client._links.view import Numbers
@@ -41,6 +44,8 @@ class Promise:
         self._packed = packed
         self._ttl_s = ttl_s
         self._options = options
+        self._lock = threading.Lock()  # whoever withdraws must know all who were told
+        self._withdrawn = False
         answers, self._told = promiser.make(packed, unique, ttl_s, options)
         self._mine = unique[answers[unique] == MINE]
         answers = answers[first]
@@ -50,16 +55,23 @@ class Promise:
 
     def renew(self, ttl_s: float | None = None) -> None:
         """Promise for `ttl_s` more from now, as long as at first if that is None, what is this client's and not set
-        yet; at the shards that own it now. Raises as `KVStoreClient.promise`."""
-        before = self._told
-        _, self._told = self._promiser.make(self._packed, self._mine, ttl_s or self._ttl_s, self._options)
-        self._promiser.withdraw(self._packed, no_longer(before, self._told))
+        yet; at the shards that own it now. After `withdraw` it does nothing. Raises as `KVStoreClient.promise`."""
+        if ttl_s is None:
+            ttl_s = self._ttl_s
+        ttl_s = _arguments.seconds("ttl_s", ttl_s, wire.MAX_PROMISE_MS / 1000)
+        with self._lock:
+            if not self._withdrawn:
+                before = self._told
+                _, self._told = self._promiser.make(self._packed, self._mine, ttl_s, self._options)
+                self._promiser.withdraw(self._packed, no_longer(before, self._told))
 
     def withdraw(self) -> None:
         """Say that what was not set will not be: who waits for it misses at once. Does not raise for a shard that
         cannot be reached, because that ends the promise, too."""
-        told, self._told = self._told, []
-        self._promiser.withdraw(self._packed, told)
+        with self._lock:
+            self._withdrawn = True
+            told, self._told = self._told, []
+            self._promiser.withdraw(self._packed, told)
 
     def __enter__(self) -> Promise:
         return self

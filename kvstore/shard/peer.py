@@ -92,6 +92,7 @@ class Peer:
         self.streams: dict[int, Stream] = {}
         self.jobs = 0  # of this client in the background
         self.promising: set[Promises] = set()  # where it has promised blocks
+        self._promised_keys = 0
         self.next_due = float("inf")  # when one of its streams is due, at the earliest
         self._state = state
         self._to_flush = to_flush
@@ -180,6 +181,7 @@ class Peer:
 
     def promised(self, keys: int) -> None:
         """It has promised so many keys more; below 0: fewer."""
+        self._promised_keys += keys
         self.share.take(PROMISES, keys * PROMISE_BYTES)
 
     # ---- state -----------------------------------------------------------------------------------------------
@@ -209,9 +211,9 @@ class Peer:
 
     @property
     def idle(self) -> bool:
-        """There is nothing to send, now or later."""
-        lent = self.leases is not None and self.leases.held_bytes > 0
-        return not (self._busy or self._replies or self.streams or self._held_replies or self.jobs or lent)
+        """There is nothing to send, now or later, and nobody relies on the connection."""
+        relied_on = self._promised_keys or (self.leases is not None and self.leases.held_bytes)
+        return not (self._busy or self._replies or self.streams or self._held_replies or self.jobs or relied_on)
 
     def stalled(self, now: float) -> bool:
         """Bytes wait to be sent, and the client has taken none for `STALL_S`."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Final
 
 PROMISE_BYTES: Final = 288  # that a promised key takes, at most
 WAITER_BYTES: Final = 448  # that a key takes for which somebody waits, at most
 
+STEP: Final = 16384  # keys whose promises end in one go, or a request's more; a shard must not stand still for long
 SPARE: Final = 64  # promises that have ended and are not forgotten yet, at least
 
 MINE: Final = 0  # the answers to a promise, by key, as `wire.PromiseReply` carries them
@@ -86,6 +88,7 @@ class Promises:
         self._by_owner: dict[Hashable, set[Promise]] = {}
         self._expiring: list[tuple[float, int, Promise]] = []  # also some that have ended
         self._alive = 0  # promises that have not
+        self._ending: deque[Promise] = deque()  # of owners that are gone
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -138,15 +141,26 @@ class Promises:
         return len(mine)
 
     def withdraw_all(self, owner: Hashable) -> None:
-        """The owner is gone."""
-        for promise in list(self._by_owner.get(owner, ())):
-            self._give_up(promise)
+        """The owner is gone. If it has promised very much, some of it ends with the next calls of `expire`."""
+        self._ending.extend(self._by_owner.get(owner, ()))
+        self._go_on()
 
     def expire(self, now: float) -> None:
-        """End the promises whose time is over."""
+        """End the promises whose time is over; if they are very many, some of them with the next calls."""
+        ended = self._go_on()
         expiring = self._expiring
-        while expiring and (expiring[0][0] <= now or not expiring[0][2].keys):
-            self._give_up(heapq.heappop(expiring)[2])
+        while expiring and ended < STEP and (expiring[0][0] <= now or not expiring[0][2].keys):
+            promise = heapq.heappop(expiring)[2]
+            ended += len(promise.keys)
+            self._give_up(promise)
+
+    def _go_on(self) -> int:
+        ended = 0
+        while self._ending and ended < STEP:
+            promise = self._ending.popleft()
+            ended += len(promise.keys)
+            self._give_up(promise)
+        return ended
 
     def _give_up(self, promise: Promise) -> None:
         keys = list(promise.keys)

@@ -19,8 +19,12 @@ from tests.support.harness import (
     CREDIT,
     GET,
     PART,
+    PROMISE,
+    PROMISE_REPLY,
     SET,
     SET_REPLY,
+    WITHDRAW,
+    WITHDRAW_REPLY,
     MakeNamespace,
     RawClient,
     Server,
@@ -133,13 +137,15 @@ def test_who_waits_at_the_door_keeps_nobody_out(start_server: StartServer) -> No
 def test_an_idle_connection_gives_way_and_one_with_a_request_in_progress_does_not(
     start_server: StartServer, new_namespace: MakeNamespace, clock: Clock
 ) -> None:
-    """All places are taken for long. In progress: a SET, a GET that waits for its block, and one that nobody takes."""
+    """All places are taken for long. In progress: a SET, a GET that waits for its block, and one that nobody takes; a
+    promise is relied on, too."""
     server, namespace = start_server(**clock.environment), new_namespace(64)
-    awaited, there = make_keys(2)
+    awaited, there, promised = make_keys(3)
     with all_places(server) as raws:
-        writer, reader, slow, idle = raws[:4]
-        for raw in (writer, reader, slow, idle):
+        writer, reader, slow, producer, idle = raws[:5]
+        for raw in (writer, reader, slow, producer, idle):
             raw.hello(namespace.canonical())
+        assert producer.ask(pack(PROMISE, 1, 60_000, 1, 16, 600_000), promised) == [PROMISE_REPLY, 1, bytes(1)]
         slow.ask(*set_frames(1, [there], [block_of(there, 64)]))
         frames = [pack(SET, 1, 600_000, 1, 16), *set_frames(1, [awaited], [block_of(awaited, 64)])[1:]]
         writer.send(*frames[:2], more=True)
@@ -162,6 +168,8 @@ def test_an_idle_connection_gives_way_and_one_with_a_request_in_progress_does_no
                     raw.send(pack(CREDIT, 2, 64))
                 header, payload = after_pings(raw)
                 assert header[0] == PART and payload == [block_of(key, 64)], header
+            producer.send(pack(WITHDRAW, 2, 60_000, 1, 16), promised)
+            assert after_pings(producer)[0] == [WITHDRAW_REPLY, 2, 1]
 
 
 def test_without_descriptors_a_shard_serves_whom_it_has_and_does_not_spin(

@@ -14,6 +14,7 @@ from tests.attack.crowd import crowd
 from tests.attack.scale import FULL, LONGEST_S, MEDIAN_S
 from tests.support.harness import (
     GET,
+    PART,
     MemoryWatch,
     StartServer,
     blocks_of,
@@ -67,7 +68,7 @@ def test_many_waiters_and_promises_disturb_nobody(start_server: StartServer) -> 
         producer.set(some, blocks_of(some, 4096))
         for _ in range(GETS):
             header, frames = waiting[0].reply()
-            assert header[0] == 67 and len(frames) == 1
+            assert header[0] == PART and len(frames) == 1
             assert frames[0] == blocks_of([keys[header[1]]], 4096)[0]
         assert shard_info(other).streams == count - GETS
 

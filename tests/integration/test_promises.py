@@ -18,6 +18,12 @@ import pytest
 from kvstore import wire
 from kvstore_client import AsyncKVStoreClient, KVStoreClient, KVStoreError, Lookup, Namespace
 from tests.support.harness import (
+    ERROR,
+    GET,
+    PROMISE,
+    PROMISE_REPLY,
+    WITHDRAW,
+    WITHDRAW_REPLY,
     MakeNamespace,
     RawClient,
     Server,
@@ -134,6 +140,8 @@ def test_the_end_of_a_promise_is_the_end_of_the_wait(connect: Connect) -> None:
     promise.withdraw()
     assert reading.present() == [False] * 3
     promise.withdraw()  # again: nothing happens
+    promise.renew()  # by a thread that does not know yet
+    assert namespace_info(producer).promised == 0
 
     with pytest.raises(RuntimeError, match="the prefill failed"), producer.promise(keys):
         reading = Reading(consumer, keys)
@@ -314,6 +322,8 @@ def test_wrong_arguments_are_refused(connect: Connect) -> None:
     for ttl_s in (0, -1, 601, float("nan")):
         with pytest.raises(ValueError, match="ttl_s"):
             client.promise(keys, ttl_s=ttl_s)
+        with pytest.raises(ValueError, match="ttl_s"), client.promise(keys) as promise:
+            promise.renew(ttl_s)
     for wait_s in (-1, 601, float("nan")):
         with pytest.raises(ValueError, match="wait_s"):
             client.get_into(keys, rows, wait_s=wait_s)
@@ -326,13 +336,13 @@ def test_requests_beyond_the_limits_are_refused(server: Server, namespace: Names
     with RawClient(server) as raw:
         raw.hello(namespace.canonical())
         for ttl_ms in (0, -5, 600_001):
-            assert raw.ask(pack(17, 9, 1000, 2, 16, ttl_ms), keys)[:3] == [127, 9, int(wire.ErrorCode.LIMIT)]
+            assert raw.ask(pack(PROMISE, 9, 1000, 2, 16, ttl_ms), keys)[:3] == [ERROR, 9, int(wire.ErrorCode.LIMIT)]
         for wait_ms in (-1, 1001):
-            get = pack(3, 9, 1000, 2, 16, 0, True, False, False, False, wait_ms)
-            assert raw.ask(get, keys)[:3] == [127, 9, int(wire.ErrorCode.LIMIT)]
-        assert raw.ask(pack(17, 9, 1000, 2, 16, 1000), keys) == [82, 9, bytes(2)]
-        assert raw.ask(pack(18, 9, 1000, 2, 16), keys) == [83, 9, 2]
-        assert raw.ask(pack(18, 9, 1000, 2, 16), keys) == [83, 9, 0]
+            get = pack(GET, 9, 1000, 2, 16, 0, True, False, False, False, wait_ms)
+            assert raw.ask(get, keys)[:3] == [ERROR, 9, int(wire.ErrorCode.LIMIT)]
+        assert raw.ask(pack(PROMISE, 9, 1000, 2, 16, 1000), keys) == [PROMISE_REPLY, 9, bytes(2)]
+        assert raw.ask(pack(WITHDRAW, 9, 1000, 2, 16), keys) == [WITHDRAW_REPLY, 9, 2]
+        assert raw.ask(pack(WITHDRAW, 9, 1000, 2, 16), keys) == [WITHDRAW_REPLY, 9, 0]
 
 
 def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespace) -> None:
@@ -345,8 +355,8 @@ def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespac
             count = 0
             while True:
                 keys = b"".join(make_keys(8192, count))
-                answer = raw.ask(pack(17, 9, 1000, 8192, 16, 600_000), keys)
-                if answer[0] == 127:
+                answer = raw.ask(pack(PROMISE, 9, 1000, 8192, 16, 600_000), keys)
+                if answer[0] == ERROR:
                     break
                 count += 8192
             assert "has no room for" in answer[3] or "at once" in answer[3]

@@ -280,9 +280,10 @@ MakeNamespace = Callable[..., Namespace]
 # ---- the wire, by hand -------------------------------------------------------------------------------------------
 
 HELLO, SET, GET, CONTAINS, MATCH_PREFIX, DELETE, SYNC, INFO, PING, CREDIT, CANCEL = range(1, 12)
-HOTTEST, PURGE, RELEASE, SHARE = range(13, 17)
+HOTTEST, PURGE, RELEASE, SHARE, PROMISE, WITHDRAW = range(13, 19)
 WELCOME, SET_REPLY, PART, CONTAINS_REPLY, MATCH_REPLY, DELETE_REPLY, SYNC_REPLY, INFO_REPLY, PONG = range(65, 74)
 EXTENT, RETIRED, SHARE_REPLY, TAKEN = range(77, 81)
+PROMISE_REPLY, WITHDRAW_REPLY = 82, 83
 ERROR = 127
 PROTOCOL = 2  # the version HELLO names
 

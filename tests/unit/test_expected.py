@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.store.expected import MINE, OTHERS, PRESENT, SPARE, Promises, Waiters, split
+from kvstore.store.expected import MINE, OTHERS, PRESENT, SPARE, STEP, Promises, Waiters, split
 from tests.support.properties import examples
 
 KEYS = [bytes([number]) * 8 for number in range(12)]
@@ -144,3 +144,26 @@ def test_a_waiter_of_many_keys_is_told_once_of_all() -> None:
 
 def test_keys_are_split() -> None:
     assert list(split(b"".join(KEYS), 8)) == KEYS
+
+
+def test_very_many_promises_end_in_steps() -> None:
+    waiters = Waiters()
+    promises = Promises(waiters)
+    keys = [number.to_bytes(8, "big") for number in range(3 * STEP)]
+    for first in range(0, len(keys), 8192):
+        promises.make(keys[first : first + 8192], bytes(8192), "anna", 600.0, lambda _: None)
+    promises.withdraw_all("anna")
+    left = [len(promises)]
+    while promises:
+        promises.expire(0.0)
+        left.append(len(promises))
+    assert left == [2 * STEP, STEP, 0]
+    promises.make(keys[:100], bytes(100), "anna", 1.0, lambda _: None)
+    for first in range(0, len(keys), 8192):
+        promises.make(keys[first : first + 8192], bytes(8192), "bert", 1.0, lambda _: None)
+    for _ in range(3):
+        assert promises
+        promises.expire(1.0)
+    assert not promises
+    promises.expire(1.0)
+    assert not promises._expiring and not promises._by_owner
