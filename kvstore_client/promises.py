@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore.wire import Promised
 from kvstore_client import _arguments
 from kvstore_client._calls.options import Options
-from kvstore_client._calls.promising import MINE, OTHERS, PRESENT, UNASKED, Promiser, no_longer
+from kvstore_client._calls.promising import UNASKED, Promiser, no_longer
 from kvstore_client._links.view import Numbers
 from kvstore_client.keys import KeyArray
 
@@ -47,11 +48,11 @@ class Promise:
         self._lock = threading.Lock()  # whoever withdraws must know all who were told
         self._withdrawn = False
         answers, self._told = promiser.make(packed, unique, ttl_s, options)
-        self._mine = unique[answers[unique] == MINE]
+        self._mine = unique[answers[unique] == Promised.MINE]
         answers = answers[first]
-        self.mine: npt.NDArray[np.bool_] = (answers == MINE) | (answers == UNASKED)
-        self.present: npt.NDArray[np.bool_] = answers == PRESENT
-        self.others: npt.NDArray[np.bool_] = answers == OTHERS
+        self.mine: npt.NDArray[np.bool_] = (answers == Promised.MINE) | (answers == UNASKED)
+        self.present: npt.NDArray[np.bool_] = answers == Promised.PRESENT
+        self.others: npt.NDArray[np.bool_] = answers == Promised.OTHERS
 
     def renew(self, ttl_s: float | None = None) -> None:
         """Promise for `ttl_s` more from now, as long as at first if that is None, what is this client's and not set

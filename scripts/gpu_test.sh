@@ -31,7 +31,7 @@ if [[ ! -e $venv/.complete ]]; then
     rm -rf "$venv"
     "$python" -m venv "$venv"
     # Behind the environment's own packages come those of the interpreter, which pip then counts as installed.
-    "$python" -c 'import site, sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
+    "$python" -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
         >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
     # Without the pins, because torch and vLLM say which versions they go with. A new environment has an old setuptools.
     sed -nE 's/^([A-Za-z0-9_.-]+)==[^;]*(;.*)?$/\1\2/p' requirements/test.txt | sort -u >"$venv/names.txt"

@@ -182,7 +182,10 @@ class Peer:
     def promised(self, keys: int) -> None:
         """It has promised so many keys more; below 0: fewer."""
         self._promised_keys += keys
-        self.share.take(PROMISES, keys * PROMISE_BYTES)
+        if keys > 0:
+            self.share.take(PROMISES, keys * PROMISE_BYTES)
+        else:
+            self.share.give_back(PROMISES, -keys * PROMISE_BYTES)
 
     # ---- state -----------------------------------------------------------------------------------------------
 

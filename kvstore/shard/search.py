@@ -29,7 +29,7 @@ Positions = npt.NDArray[np.uint32]
 
 
 class Search:
-    """The blocks of one GET. Used by the loop's thread only. `close` must be called at the end."""
+    """The blocks of one GET. Used by the loop's thread only. `stop_waiting` must be called at the end."""
 
     __slots__ = (
         "_again",
@@ -113,12 +113,12 @@ class Search:
     def give_up(self) -> None:
         """Count all blocks that are not decided as misses."""
         self.misses += self.undecided
-        self.close()
+        self.stop_waiting()
         del self._again[:]
         self._next = self._ahead = self.count
 
-    def close(self) -> None:
-        """Wait for nothing any more."""
+    def stop_waiting(self) -> None:
+        """Be woken for no block any more."""
         waiting, self._waiting = self._waiting, []
         for position in waiting:
             self._namespace.waiters.discard(self._key(position), self._wake)
@@ -169,7 +169,7 @@ class Search:
         if self._waiting or self._again:
             known = np.array([*self._waiting, *self._again], dtype=np.uint32)
             del self._again[:]
-            self.close()
+            self.stop_waiting()
             positions, slots, rest = self._find(known, now)
             self.put_back(rest)
             if len(positions) > room:  # one look-up of all of them is cheaper than several look-ups of some

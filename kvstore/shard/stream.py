@@ -212,7 +212,7 @@ class Stream:
         """The stream is over, complete or not: release the slots of parts that were ready and not sent."""
         namespace = self.namespace
         if namespace is not None and self._search is not None:
-            self._search.close()
+            self._search.stop_waiting()
             for _, slots in self._group:
                 namespace.memory.index.release(slots)
         self._group.clear()

@@ -16,15 +16,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Final
 
+from kvstore.wire import Promised
+
 PROMISE_BYTES: Final = 288  # that a promised key takes, at most
 WAITER_BYTES: Final = 448  # that a key takes for which somebody waits, at most
 
 STEP: Final = 16384  # keys whose promises end in one go, or a request's more; a shard must not stand still for long
 SPARE: Final = 64  # promises that have ended and are not forgotten yet, at least
-
-MINE: Final = 0  # the answers to a promise, by key, as `wire.PromiseReply` carries them
-PRESENT: Final = 1
-OTHERS: Final = 2
 
 
 def split(keys: bytes, key_bytes: int) -> Iterator[bytes]:
@@ -103,7 +101,7 @@ class Promises:
         """Promise those of the keys that are not there and that nobody else has promised; the owner's own promises are
         renewed. present: one byte a key, 1 if it is there. expires: when the promise ends, on the monotonic clock.
         changed: called with a number of keys when there are so many more of this promise, or, below 0, fewer.
-        -> `MINE`, `PRESENT` or `OTHERS` for each key."""
+        -> a `Promised` for each key."""
         promise = Promise(owner, changed)
         answers = bytearray(present)
         for number, key in enumerate(keys):
@@ -112,7 +110,7 @@ class Promises:
             before = self._by_key.get(key)
             if before is not None and before is not promise:
                 if before.owner != owner:
-                    answers[number] = OTHERS
+                    answers[number] = Promised.OTHERS
                     continue
                 self._drop(before, [key])
             self._by_key[key] = promise

@@ -18,7 +18,7 @@ from kvstore.store.arena import Arena
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.expected import Promises, Waiters, split
 from kvstore.store.tier import NamespaceTier, Slots, keys_before
-from kvstore.wire import NamespaceInfo
+from kvstore.wire import NamespaceInfo, Presence
 from kvstore.wire.attributes import TTL_STEP_S, attributes_dtype
 
 
@@ -130,14 +130,14 @@ class NamespaceStore:
         return length
 
     def expected(self, keys: bytes, now: float, refresh: bool, tick: int, pin_until: float = 0.0) -> bytes:
-        """-> one byte a key: 1 as in `contains`, 2 when it is not there and was promised."""
+        """-> one byte a key, a `Presence`."""
         present = self.contains(keys, now, refresh, tick, pin_until)
         if not self.promises or 0 not in present:
             return present
         promised = bytearray(present)
         for number, key in enumerate(split(keys, self.key_bytes)):
             if not promised[number] and key in self.promises:
-                promised[number] = 2
+                promised[number] = Presence.PROMISED
         return bytes(promised)
 
     def on_disk(self, keys: bytes, now: float) -> bytes:

@@ -78,6 +78,22 @@ class Outcome(enum.IntEnum):
     PENDING = 5  # another client was writing it, and it is not there yet; it counts as one that existed
 
 
+class Presence(enum.IntEnum):
+    """What a CONTAINS found out about one block."""
+
+    ABSENT = 0
+    PRESENT = 1
+    PROMISED = 2  # it is not there, but a client has promised to set it; told only if the request asked for that
+
+
+class Promised(enum.IntEnum):
+    """The result of a PROMISE for one block."""
+
+    MINE = 0  # this connection has promised it
+    PRESENT = 1  # it is there, or being written
+    OTHERS = 2  # another client has promised it
+
+
 class WireError(Exception):
     """A message cannot be accepted. The error has the code and the sentence that the sender gets."""
 
@@ -358,7 +374,7 @@ class Part(_Header, tag=67, frozen=True):
 
 
 class ContainsReply(_Header, tag=68, frozen=True):
-    """`present`: one byte a key, 0 or 1; 2 if the key was promised and the request asked for that."""
+    """`present`: one byte a key, a `Presence`."""
 
     id: int
     present: bytes
@@ -453,8 +469,7 @@ class ReleaseRing(_Header, tag=81, frozen=True):
 
 
 class PromiseReply(_Header, tag=82, frozen=True):
-    """`answers`: one byte a key. 0: this connection has promised it; 1: it is there, or being written; 2: another
-    client has promised it."""
+    """`answers`: one byte a key, a `Promised`."""
 
     id: int
     answers: bytes

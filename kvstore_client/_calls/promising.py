@@ -24,10 +24,7 @@ from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError
 from kvstore_client.keys import KeyArray
 
-MINE: Final = 0  # as `wire.PromiseReply` has it
-PRESENT: Final = 1
-OTHERS: Final = 2
-UNASKED: Final = 3  # the key's shard did not answer
+UNASKED: Final = max(wire.Promised) + 1  # the key's shard did not answer
 WITHDRAW_S: Final = 1.0  # for a shard to answer that it was told
 
 Answers = npt.NDArray[np.uint8]
@@ -80,7 +77,7 @@ class Promiser:
             raise self._core.no_shards()
         owners = view.owners(packed, self._replicas)
         for column in range(owners.shape[1]):
-            asked = positions if column == 0 else positions[answers[positions] == MINE]
+            asked = positions if column == 0 else positions[answers[positions] == wire.Promised.MINE]
             calls = self._ask(packed, view.split(owners[asked, column], asked), ttl_s, options, deadline)
             error: KVStoreError | None = None
             for call in calls:

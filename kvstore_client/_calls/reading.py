@@ -34,12 +34,9 @@ from kvstore_client.keys import KeyArray
 from kvstore_client.results import Lookup
 
 STREAM_CREDIT_BYTES: Final = 8 << 20
-WAITED_S: Final = 0.05  # a read that took less has not waited for promised blocks
 DISCARD_TIMEOUT_S: Final = 0.2  # how long a reader waits at most for the deletion of a damaged block
 
 Present = npt.NDArray[np.bool_]
-
-_PRESENT: Final = 1  # as `wire.ContainsReply` has it
 
 log = logging.getLogger("kvstore_client")
 
@@ -62,16 +59,16 @@ class Reader:
 
     def contains(self, packed: KeyArray, options: Options) -> Present:
         """-> one bool per key."""
-        present: Present = self._states(packed, options, False) == _PRESENT
+        present: Present = self._states(packed, options, False) == wire.Presence.PRESENT
         return present
 
     def lookup(self, packed: KeyArray, options: Options) -> Lookup:
         """-> how many leading keys of the chain are present, and how many present or promised."""
         states = self._states(packed, options, True)
-        return Lookup(_leading(states == _PRESENT), _leading(states != 0))
+        return Lookup(_leading(states == wire.Presence.PRESENT), _leading(states != wire.Presence.ABSENT))
 
     def _states(self, packed: KeyArray, options: Options, promised: bool) -> npt.NDArray[np.uint8]:
-        """-> one number per key, as `wire.ContainsReply` has it. `promised`: whether to tell what was promised."""
+        """-> one `wire.Presence` per key. `promised`: whether to tell what was promised."""
         states = np.zeros(len(packed), dtype=np.uint8)
         deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
 
@@ -97,7 +94,7 @@ class Reader:
                     continue
                 found = np.frombuffer(reply.present, dtype=np.uint8)
                 states[call.positions] = np.where(found, found, states[call.positions])
-            rounds.settle(calls, states == _PRESENT)
+            rounds.settle(calls, states == wire.Presence.PRESENT)
         self._end(rounds, options)
         return states
 
@@ -146,12 +143,11 @@ class Reader:
         wait_until = time.monotonic() + options.wait_s
         missing = unique
         while len(missing):
-            began, view = time.monotonic(), self._core.view
+            view = self._core.view
             self._read_into(packed, missing, target, options, wait_until)
-            waited = time.monotonic() - began >= WAITED_S or self._core.view is not view
-            if not (options.wait_s and waited):
+            if not options.wait_s or self._core.view is view:
                 break
-            # What was waited for in vain may be promised, or have come, elsewhere: its owners may have changed.
+            # The owners have changed: what was waited for in vain may be promised, or have come, elsewhere.
             missing = missing[~target.present[missing]]
         return target.present
 

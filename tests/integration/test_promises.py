@@ -126,6 +126,19 @@ def test_blocks_that_nobody_has_promised_are_missing_at_once(connect: Connect) -
     assert Reading(consumer, keys).present() == [True, False, False, False]
 
 
+def test_a_wait_in_vain_is_not_repeated(connect: Connect) -> None:
+    """However long it took, as over a slow network: the store is asked once."""
+    producer, consumer, keys = connect(), connect(), make_keys(3)
+    promise = producer.promise(keys)
+    before = shard_info(producer).gets
+    reading = Reading(consumer, keys)
+    awaited(producer, 3)
+    time.sleep(0.3)
+    promise.withdraw()
+    assert reading.present() == [False] * 3
+    assert shard_info(producer).gets == before + 1
+
+
 def test_without_wait_a_promised_block_is_missing_at_once(connect: Connect) -> None:
     producer, consumer, keys = connect(), connect(), make_keys(2)
     with producer.promise(keys):
@@ -348,8 +361,7 @@ def test_requests_beyond_the_limits_are_refused(server: Server, namespace: Names
 def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespace) -> None:
     """One connection promises until it is refused; the refusal says so, and everything is given back at its end."""
     with KVStoreClient(server.endpoint, namespace, timeout_s=10) as other:
-        before = shard_info(other).held_bytes["promises"]
-        assert before == 0
+        assert shard_info(other).held_bytes["promises"] == 0
         with RawClient(server) as raw:
             raw.hello(namespace.canonical())
             count = 0

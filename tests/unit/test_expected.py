@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.store.expected import MINE, OTHERS, PRESENT, SPARE, STEP, Promises, Waiters, split
+from kvstore.store.expected import SPARE, STEP, Promises, Waiters, split
+from kvstore.wire import Promised
 from tests.support.properties import examples
 
 KEYS = [bytes([number]) * 8 for number in range(12)]
@@ -44,11 +45,11 @@ class Machine(RuleBasedStateMachine):
         answers = self.promises.make(keys, there, owner, self.now + ttl, changed)
         for key, answer in zip(keys, answers, strict=True):
             if key in self.present:
-                assert answer == PRESENT
+                assert answer == Promised.PRESENT
             elif key in self.promised and self.promised[key][0] != owner:
-                assert answer == OTHERS
+                assert answer == Promised.OTHERS
             else:
-                assert answer == MINE
+                assert answer == Promised.MINE
                 self.promised[key] = owner, self.now + ttl
 
     @rule(keys=some_keys)
