@@ -22,7 +22,7 @@ check: ## style, types, the quick tests: what to run while working (up to 3 minu
 test: ## everything: style, types, a real install, all tests; PYTEST_ARGS="-k prefix" runs only the tests it selects
 	@exec scripts/run.sh full scripts/test.sh $(PYTEST_ARGS)
 
-coverage: ## the lines of kvstore, kvstore_client and kvstore_cli that the tests run, servers included
+coverage: ## the lines of kvstore, kvstore_client, kvstore_serving and kvstore_cli that the tests run, servers included
 	@exec scripts/run.sh full scripts/coverage.sh $(PYTEST_ARGS)
 
 gpu-test: ## the tests of the copies to and from a CUDA device, and their benchmark: PYTHON= an interpreter with torch for CUDA

@@ -10,7 +10,7 @@ coverage run -m pytest -n "${TEST_WORKERS:-$(scripts/workers.sh)}" --dist loadgr
 coverage combine -q
 rm -f .coverage.* # of processes that were killed while they wrote
 coverage report
-for package in kvstore kvstore_client kvstore_cli; do
+for package in kvstore kvstore_client kvstore_serving kvstore_cli; do
     echo "$package: $(coverage report --include="$package/*" --format=total) % of its lines"
 done
 exit $status

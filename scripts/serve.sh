@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stamp=.venv/.installed
 
 changed() {
-    [[ ! -e $stamp ]] || [[ -n $(find pyproject.toml setup.py requirements cext kvstore kvstore_client kvstore_cli -type f \
+    [[ ! -e $stamp ]] || [[ -n $(find pyproject.toml setup.py requirements cext kvstore kvstore_client kvstore_serving kvstore_cli -type f \
         -newer "$stamp" ! -name '*.so' ! -name '*.pyc' ! -name _cext.c -print -quit) ]]
 }
 

@@ -37,7 +37,7 @@ def typed_decodes_in_functions(file: Path) -> Iterator[int]:
 def test_types_are_read_when_modules_are_imported() -> None:
     found = {
         f"{file.relative_to(ROOT)}:{line}"
-        for package in ("kvstore", "kvstore_client", "kvstore_cli")
+        for package in ("kvstore", "kvstore_client", "kvstore_serving", "kvstore_cli")
         for file in (ROOT / package).rglob("*.py")
         for line in typed_decodes_in_functions(file)
     }

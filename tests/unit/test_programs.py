@@ -45,7 +45,16 @@ def test_scripts_call_only_programs_of_the_list() -> None:
 
 
 def test_python_files_call_only_programs_of_the_list() -> None:
-    folders = ("benchmarks", "examples", "kvstore", "kvstore_cli", "kvstore_client", "scripts", "tests")
+    folders = (
+        "benchmarks",
+        "examples",
+        "kvstore",
+        "kvstore_cli",
+        "kvstore_client",
+        "kvstore_serving",
+        "scripts",
+        "tests",
+    )
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file.name != Path(__file__).name]
     unlisted = {
         program: str(file.relative_to(ROOT))

@@ -23,7 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PACKAGES = ("kvstore", "kvstore_client", "kvstore_cli")
+PACKAGES = ("kvstore", "kvstore_client", "kvstore_serving", "kvstore_cli")
 
 # From the lowest room to the highest: a file imports from its own room and from rooms before it. A file belongs to the
 # longest name here that it starts with. `kvstore` itself is what every room may use: the version, sizes, logs.
@@ -37,11 +37,14 @@ CLIENT = [
     *("kvstore_client._calls", "kvstore_client", "kvstore_client.engine", "kvstore_client.vllm.shared"),
     *("kvstore_client.vllm.tier", "kvstore_client.vllm.connector", "kvstore_client.vllm"),
 ]
+SERVING = ["kvstore_serving", "kvstore_serving.load", "kvstore_serving.proxy"]
 SHARED = ["kvstore", "kvstore._cext", "kvstore.wire", "kvstore.cluster"]  # what the client may use of the server's
 ORDER = {
     **{room: SERVER[: at + 1] for at, room in enumerate(SERVER)},
     **{room: [*SHARED, *CLIENT[: at + 1]] for at, room in enumerate(CLIENT)},
-    "kvstore_cli": [*SERVER, *CLIENT, "kvstore_cli"],
+    **{room: [*SHARED, *CLIENT, "kvstore_serving", room] for room in ("kvstore_serving.load", "kvstore_serving.proxy")},
+    "kvstore_serving": [*SHARED, *CLIENT, "kvstore_serving"],
+    "kvstore_cli": [*SERVER, *CLIENT, *SERVING, "kvstore_cli"],
 }
 
 LINES = 400
@@ -120,7 +123,7 @@ def test_dependencies_are_what_the_packages_import() -> None:
     base = {Requirement(line).name for line in project["dependencies"]}
     extras = {
         Requirement(line).name
-        for name in ("cluster", "vllm", "torch", "routing")
+        for name in ("cluster", "vllm", "torch", "routing", "serving")
         for line in project["optional-dependencies"][name]
     }
     imported = {

@@ -1,0 +1,1 @@
+"""`kvstore load`: an open-loop load generator for OpenAI-compatible endpoints."""

@@ -1,0 +1,1 @@
+"""`kvstore proxy`: one OpenAI-compatible address for prefill and decode engines around a store."""
