@@ -91,17 +91,23 @@ class LocalFirstStore:
         return self.remote.contains(keys)
 
     def get_into(
-        self, keys: Sequence[bytes], out: Any, slots: Sequence[int], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        out: Any,
+        slots: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> Present:
         """Receive block i into `out[slots[i]]`, from the local store if it has it. What the other one had is set in the
-        local store soon."""
+        local store soon. wait_s: for blocks that were promised to the fleet's store."""
         call = _Call(self._timeout_s if timeout_s is None else timeout_s)
         present = self.local.get_into(keys, out, slots, timeout_s=call.local_s)
         lacking = np.flatnonzero(~present)
         if len(lacking):
             places = lacking.tolist()
             some, rows = [keys[at] for at in places], [slots[at] for at in places]
-            found = self.remote.get_into(some, out, rows, timeout_s=call.left_s)
+            found = self.remote.get_into(some, out, rows, wait_s=wait_s, timeout_s=call.left_s)
             present[lacking] = found
             self._promote(keys, lacking[found].tolist(), out, slots)
         return present

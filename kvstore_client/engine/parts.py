@@ -19,7 +19,8 @@ import numpy.typing as npt
 from kvstore_client.client import KVStoreClient
 from kvstore_client.engine.local_first import LocalFirstStore, Present
 from kvstore_client.errors import KVStoreError
-from kvstore_client.results import ClientStats, SetResult
+from kvstore_client.promises import Promise
+from kvstore_client.results import ClientStats, Lookup, SetResult
 
 MAX_PARTS: Final = 256
 
@@ -40,6 +41,28 @@ def part_keys(keys: Sequence[bytes], parts: range) -> list[bytes]:
 def in_remote(store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes]) -> Present:
     """Which keys need not be set, because the fleet's store has them."""
     return store.contains(keys) if isinstance(store, KVStoreClient) else store.in_remote(keys)
+
+
+def lookup_in_remote(
+    store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes], timeout_s: float
+) -> Lookup:
+    """How many leading keys of the chain are in the fleet's store, and how many are there or promised."""
+    if isinstance(store, KVStoreClient):
+        return store.lookup(keys, timeout_s=timeout_s)
+    if isinstance(store, LocalFirstStore):
+        return store.remote.lookup(keys, timeout_s=timeout_s)
+    return store.lookup_in_remote(keys, timeout_s)
+
+
+def promise_in_remote(
+    store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes], ttl_s: float, timeout_s: float
+) -> tuple[Promise, Present, Present]:
+    """Promise blocks to the fleet's store. -> the promise, which keys are there, which ones others have promised."""
+    if isinstance(store, PartsStore):
+        return store.promise_in_remote(keys, ttl_s, timeout_s)
+    client = store if isinstance(store, KVStoreClient) else store.remote
+    promise = client.promise(keys, ttl_s=ttl_s, timeout_s=timeout_s)
+    return promise, promise.present, promise.others
 
 
 class PartsStore:
@@ -75,14 +98,35 @@ class PartsStore:
         """Which keys are in the fleet's store."""
         return self._whole(in_remote(self._store, part_keys(keys, self._parts)))
 
+    def lookup_in_remote(self, keys: Sequence[bytes], timeout_s: float) -> Lookup:
+        """See the function of this name."""
+        found = lookup_in_remote(self._store, part_keys(keys, self._parts), timeout_s)
+        return Lookup(found.present // len(self._parts), found.promised // len(self._parts))
+
+    def promise_in_remote(
+        self, keys: Sequence[bytes], ttl_s: float, timeout_s: float
+    ) -> tuple[Promise, Present, Present]:
+        """See the function of this name. What others have promised a part of is theirs."""
+        promise, there, others = promise_in_remote(self._store, part_keys(keys, self._parts), ttl_s, timeout_s)
+        return promise, self._whole(there), np.asarray(others.reshape(-1, len(self._parts)).any(axis=1))
+
     def get_into(
-        self, keys: Sequence[bytes], out: npt.NDArray[np.uint8], slots: Sequence[int], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        out: npt.NDArray[np.uint8],
+        slots: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> Present:
-        """Receive block i into `out[slots[i]]`. `out`: rows of all these parts, C-contiguous."""
+        """Receive block i into `out[slots[i]]`. `out`: rows of all these parts, C-contiguous. wait_s: for promised
+        blocks."""
         count = len(self._parts)
         rows = out.reshape(len(out) * count, -1)
         places = [slot * count + part for slot in slots for part in range(count)]
-        return self._whole(self._store.get_into(part_keys(keys, self._parts), rows, places, timeout_s=timeout_s))
+        return self._whole(
+            self._store.get_into(part_keys(keys, self._parts), rows, places, wait_s=wait_s, timeout_s=timeout_s)
+        )
 
     def set(
         self,

@@ -2,7 +2,8 @@
 
 Out: one thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. When the
 queue is full, the oldest unsent blocks are dropped: the newest are the likeliest to be asked for again, and an engine
-never waits for its cache.
+never waits for its cache. Blocks that are handed over to another engine, which waits for them, go first and are not
+dropped.
 
 In: a few threads run one job each. A job fetches its blocks chunk by chunk straight into their rows. While the engine
 places a chunk that arrived, a chunk of another job is on the wire.
@@ -35,6 +36,8 @@ Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
 # Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
 CHUNK_BYTES: Final = 32 << 20
+# Where blocks are waited for, they are placed as they come, and more jobs have rows of their own.
+WAITED_CHUNK_BYTES: Final = 8 << 20
 # The first chunk of a job is such a part of it, and after this part of its time a job must be as far as it should be:
 # so a store that is too slow is found out soon. Before any block has come from a store, the first chunk is one block,
 # and the job ends if it would take so many times its time.
@@ -52,12 +55,21 @@ class SendOutcome(enum.Enum):
     FAILED = "failed"  # the store was out of reach or did not take it
 
 
+class SendAs(NamedTuple):
+    """How a block is sent: its priority and time to live in the store, as the client's `set` takes them, and whether
+    another engine waits for it."""
+
+    priority: int = 0
+    ttl_s: float | None = None
+    handed_over: bool = False
+
+
 class _Waiting(NamedTuple):
     key: bytes
     block: Block
     token: Hashable
     parent: bytes | None  # the key before it in its chain; None: it is the first
-    attributes: tuple[int, float | None]  # priority, and time to live in seconds
+    how: SendAs
 
 
 Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
@@ -80,6 +92,7 @@ class TransferOut:
         self._done = done
         self._batch = max(1, CHUNK_BYTES // guard.block_bytes)
         self._queue: deque[_Waiting] = deque()
+        self._first: deque[_Waiting] = deque()  # those that are handed over
         self._changed = threading.Condition()
         self._sending = 0
         self._closed = False
@@ -89,7 +102,7 @@ class TransferOut:
     @property
     def waiting(self) -> int:
         """Blocks in the queue or being sent."""
-        return len(self._queue) + self._sending
+        return len(self._queue) + len(self._first) + self._sending
 
     def put(
         self,
@@ -97,17 +110,21 @@ class TransferOut:
         blocks: Sequence[Block],
         tokens: Sequence[Hashable],
         parents: Sequence[bytes | None],
-        attributes: Sequence[tuple[int, float | None]] | None = None,
+        how: Sequence[SendAs] | None = None,
     ) -> None:
-        """Queue blocks. ``parents[i]``: the key before ``keys[i]`` in its chain, None for a chain's first.
-        ``attributes[i]``: priority and time to live, as the client's ``set`` takes them; None: the defaults. Beyond the
-        limit, the oldest in the queue are dropped, even if this call put them there. Never blocks."""
-        if attributes is None:
-            attributes = [(0, None)] * len(keys)
+        """Queue blocks. ``parents[i]``: the key before ``keys[i]`` in its chain, None for a chain's first. Beyond the
+        limit, the oldest in the queue are dropped, even if this call put them there, but none that is handed over.
+        Never blocks."""
+        if how is None:
+            how = [SendAs()] * len(keys)
         with self._changed:
-            self._queue.extend(_Waiting(*each) for each in zip(keys, blocks, tokens, parents, attributes, strict=True))
-            surplus = len(self._queue) if self._closed else max(0, len(self._queue) - self._limit)
-            dropped = [self._queue.popleft() for _ in range(surplus)]
+            for each in map(_Waiting._make, zip(keys, blocks, tokens, parents, how, strict=True)):
+                (self._first if each.how.handed_over else self._queue).append(each)
+            surplus = len(self._queue) if self._closed else max(0, self.waiting - self._sending - self._limit)
+            dropped = [self._queue.popleft() for _ in range(min(surplus, len(self._queue)))]
+            if self._closed:
+                dropped += self._first
+                self._first.clear()
             self._changed.notify_all()
         self._report(dropped, SendOutcome.DROPPED)
 
@@ -122,7 +139,8 @@ class TransferOut:
         self.drain(timeout_s)
         with self._changed:
             self._closed = True
-            dropped = list(self._queue)
+            dropped = [*self._first, *self._queue]
+            self._first.clear()
             self._queue.clear()
             self._changed.notify_all()
         self._report(dropped, SendOutcome.DROPPED)
@@ -131,10 +149,11 @@ class TransferOut:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
+                self._changed.wait_for(lambda: self._queue or self._first or self._closed)
+                queue = self._first or self._queue
+                if not queue:
                     return
-                batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
+                batch = [queue.popleft() for _ in range(min(self._batch, len(queue)))]
                 self._sending = len(batch)
             started = time.monotonic()
             self._send(batch)
@@ -181,15 +200,15 @@ def _set(client: Store, blocks: Sequence[_Waiting]) -> int:
     """Set blocks. -> how many the store could not take. A deferred set is acknowledged once the store owns the bytes;
     every lookup sees the blocks from then on."""
     lost = 0
-    for (priority, ttl_s), group in itertools.groupby(blocks, lambda each: each.attributes):
+    for how, group in itertools.groupby(blocks, lambda each: each.how):
         some = list(group)
         lost += client.set(
             [each.key for each in some],
             [each.block for each in some],
             deferred=True,
             parent=[each.parent for each in some],
-            priority=priority,
-            ttl_s=ttl_s,
+            priority=how.priority,
+            ttl_s=how.ttl_s,
         ).error
     return lost
 
@@ -200,13 +219,16 @@ Arrived: TypeAlias = "Callable[[int, npt.NDArray[np.bool_]], bool]"
 class TransferIn:
     """Fetches blocks of one namespace. ``threads`` jobs run at a time; other jobs wait for their turn. Thread-safe.
 
-    The rows belong to the caller; a job may write to its rows until its ``done`` is called.
+    The rows belong to the caller; a job may write to its rows until its ``done`` is called. ``waits``: jobs wait for
+    blocks that were promised, each until its deadline.
     """
 
-    def __init__(self, guard: StoreGuard, *, threads: int, counters: Counters) -> None:
+    def __init__(self, guard: StoreGuard, *, threads: int, counters: Counters, waits: bool = False) -> None:
         self._guard = guard
         self._counters = counters
-        self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
+        self._waits = waits
+        self._missed = "unkept_blocks" if waits else "missed_blocks"
+        self.chunk_blocks = max(1, (WAITED_CHUNK_BYTES if waits else CHUNK_BYTES) // guard.block_bytes)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-transfer-in")
         self._idle = threading.Condition()
         self._jobs = 0
@@ -270,10 +292,11 @@ class TransferIn:
         try:
             rows = out() if callable(out) else out
             began = time.monotonic()
-            tries = not self._tried
+            tries = not self._tried and not self._waits
             first, end = 0, 1 if tries else min(self.chunk_blocks, math.ceil(len(keys) * FIRST_CHUNK))
             while first < len(keys):
-                until = began + (deadline - began) * (GRACE + (1 - GRACE) * end / len(keys))
+                share = 1.0 if self._waits else GRACE + (1 - GRACE) * end / len(keys)
+                until = began + (deadline - began) * share
                 hits = self._fetch(keys[first:end], rows, slots[first:end], until)
                 self._tried = self._tried or bool(hits.any())
                 if not arrived(first, hits):
@@ -300,13 +323,15 @@ class TransferIn:
     def _fetch(self, keys: Sequence[bytes], out: Rows, slots: Sequence[int], deadline: float) -> npt.NDArray[np.bool_]:
         started = time.monotonic()
         nothing = np.zeros(len(keys), dtype=np.bool_)
-        left = min(deadline - started, self._guard.timeout_s)
+        left = deadline - started
         if left <= 0 or self._closed:
-            self._counters.add("missed_blocks", len(keys))
+            self._counters.add(self._missed, len(keys))
             return nothing
+        timeout_s = min(left, self._guard.timeout_s)
+        wait_s = left - timeout_s if self._waits else 0.0
 
         def get(client: Store) -> npt.NDArray[np.bool_]:
-            hits = client.get_into(keys, out, slots, timeout_s=left)
+            hits = client.get_into(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s)
             self._count_corrupt(client.stats.checksum_errors)
             return hits
 
@@ -325,7 +350,7 @@ class TransferIn:
         self._counters.add("transfer_in_blocks", arrived)
         self._counters.add("transfer_in_bytes", arrived * self._guard.block_bytes)
         self._counters.add("transfer_in_seconds", time.monotonic() - started)
-        self._counters.add("missed_blocks", len(keys) - arrived)
+        self._counters.add(self._missed, len(keys) - arrived)
         return hits
 
     def take_pace(self) -> tuple[int, float]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SETTLE_S = 25.0
+LABELS = ("tier", "direction", "side", "phase")  # of the connector's metrics
 DECODED_TOKENS = 3  # from here on a request counts as decoding
 
 
@@ -34,6 +35,7 @@ class Ask:
     at: int = 0
     abort: str | float | None = None
     options: dict[str, Any] | None = None  # what it asks of the connector
+    side: str = ""  # of a hand-over: "do_remote_decode", "do_remote_prefill", or none
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Answer:
     seconds: float = 0.0
     aborted: bool = False
     keys: list[bytes] = field(default_factory=list)
+    params: dict[str, Any] | None = None  # for the next engine
 
 
 def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
@@ -113,7 +116,7 @@ class Serving:
                 if asks[number].at <= step:
                     self._played += 1
                     prompt = {"prompt_token_ids": asks[number].prompt}
-                    how = sampling(asks[number].max_tokens, asks[number].options)
+                    how = sampling(asks[number].max_tokens, asks[number].options, asks[number].side)
                     name = engine.add_request(f"{number}/{self._played}", prompt, how)
                     begun[number] = name, time.monotonic()
                     if self._core is not None:
@@ -164,7 +167,7 @@ class Serving:
         numbers = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith("vllm:kvstore_"):
-                label = metric.labels.get("tier") or metric.labels.get("direction")
+                label = next((metric.labels[name] for name in LABELS if name in metric.labels), None)
                 name = metric.name.removeprefix("vllm:kvstore_")
                 numbers[f"{name}/{label}" if label else name] = metric.value
         return numbers
@@ -202,16 +205,23 @@ def ours(connector: Any) -> Any:
     return next(child for child in children if type(child).__name__ == "KVStoreConnector")
 
 
-def sampling(max_tokens: int, options: dict[str, Any] | None = None) -> Any:
-    """options: what the request asks of the connector."""
+def sampling(max_tokens: int, options: dict[str, Any] | None = None, side: str = "") -> Any:
+    """options: what the request asks of the connector. side: of a hand-over."""
     from vllm import SamplingParams
 
-    extra = None if options is None else {"kv_transfer_params": {"kvstore": options}}
+    params = {**({} if options is None else {"kvstore": options}), **({side: True} if side else {})}
+    extra = {"kv_transfer_params": params} if params else None
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
 
 
 def answer_of(output: Any, seconds: float) -> Answer:
-    return Answer(list(output.outputs[0].token_ids), output.num_cached_tokens, output.metrics.num_preemptions, seconds)
+    return Answer(
+        list(output.outputs[0].token_ids),
+        output.num_cached_tokens,
+        output.metrics.num_preemptions,
+        seconds,
+        params=output.kv_transfer_params,
+    )
 
 
 def make_engine(spec: dict[str, Any]) -> Any:
@@ -263,8 +273,8 @@ def lose_blocks(delivered: int) -> None:
 
     get_into = KVStoreClient.get_into
 
-    def get_some(client: Any, keys: Any, out: Any, slots: Any, *, timeout_s: float | None = None) -> Any:
-        hits = get_into(client, keys, out, slots, timeout_s=timeout_s)
+    def get_some(client: Any, keys: Any, out: Any, slots: Any, **how: Any) -> Any:
+        hits = get_into(client, keys, out, slots, **how)
         hits[delivered:] = False
         out[slots[delivered:]] = 0xFF
         return hits

@@ -151,6 +151,12 @@ class Engine:
         process = psutil.Process(self._process.pid)
         return sum(rss_bytes(each.pid) for each in [process, *process.children(recursive=True)])
 
+    def kill(self) -> None:
+        """End the engine as a crash would."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
     def stop(self) -> int | None:
         """End the engine and return its exit status."""
         if not self._pipe.closed:

@@ -35,10 +35,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.flights import Flight
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
 from kvstore_client.vllm.connector.block_groups import BlockGroups
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
+from kvstore_client.vllm.connector.hand_over import HandOvers
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.plan import StepPlan
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
@@ -78,6 +80,39 @@ class FakeLookups:
 
     def forget(self) -> None:
         self.forgotten += 1
+
+    def close(self) -> None:
+        pass
+
+
+class FakeFlights:
+    """In the place of `Flights`: what others have promised is in ``others``. Answers when the lookups do."""
+
+    def __init__(self, lookups: FakeLookups) -> None:
+        self._lookups = lookups
+        self.others: set[bytes] = set()  # block hashes
+        self.open: set[Flight] = set()
+
+    def promise(self, keys: Sequence[bytes]) -> Flight:
+        flight = Flight(list(keys), deadline=math.inf)
+        self.open.add(flight)
+        return flight
+
+    def expect(self, keys: Sequence[bytes], _within_s: float) -> Flight:
+        return self.promise(keys)
+
+    def poll(self, flight: Flight) -> int | None:
+        if flight.coming is None and self._lookups.answering:
+            there = self._lookups.leading(flight.keys)
+            coming = (key in self.others for key in flight.keys[there:])
+            more = next((index for index, promised in enumerate(coming) if not promised), len(flight.keys) - there)
+            flight.coming = there + more
+        return flight.coming
+
+    def end(self, flight: Flight) -> None:
+        assert not flight.ended, "a flight ends once"
+        flight.ended = True
+        self.open.discard(flight)
 
     def close(self) -> None:
         pass
@@ -153,6 +188,7 @@ class ScheduledEngine:
         asynchronous: bool = False,
         prefix_cache: bool = True,
         windows: Sequence[int] = (0,),
+        single_flight: bool = False,
     ) -> None:
         init_none_hash(sha256)
         self.groups = BlockGroups(windows, BLOCK_TOKENS)
@@ -166,6 +202,7 @@ class ScheduledEngine:
         self.tier = HostTier(slots, keep=keep)
         self.ranks = [Rank(slots, set(), windows) for _ in range(ranks)]
         self.lookups = FakeLookups([rank.held for rank in self.ranks], self.groups)
+        self.flights = FakeFlights(self.lookups)
         self.half = SchedulerHalf(
             self.lookups,  # type: ignore[arg-type]
             self.tier,
@@ -182,6 +219,13 @@ class ScheduledEngine:
             events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(cache_config(blocks, windows))),
             parts=ranks,
             groups=self.groups,
+            hand_overs=HandOvers(
+                self.flights,  # type: ignore[arg-type]
+                self.groups,
+                block_tokens=BLOCK_TOKENS,
+                single_flight_s=300.0 if single_flight else 0.0,
+                counters=self.counters,
+            ),
         )
         connector = self.scheduler.connector
         connector._start.half = self.half
@@ -197,10 +241,14 @@ class ScheduledEngine:
 
     # What users do.
 
-    def add(self, tokens: Sequence[int], name: str = "", max_tokens: int = 1, asks: object = None) -> Request:
-        """asks: what the request asks of the connector."""
+    def add(
+        self, tokens: Sequence[int], name: str = "", max_tokens: int = 1, asks: object = None, side: str = ""
+    ) -> Request:
+        """asks: what the request asks of the connector. side: of a hand-over, "do_remote_decode" or its counterpart."""
         name = name or f"request{len(self.requests)}"
-        extra = None if asks is None else {"kv_transfer_params": {"kvstore": asks, "another": "connector's"}}
+        params = {} if asks is None else {"kvstore": asks, "another": "connector's"}
+        params |= {side: True} if side else {}
+        extra = {"kv_transfer_params": params} if params else None
         request = Request(
             name,
             list(tokens),
@@ -215,10 +263,13 @@ class ScheduledEngine:
     def abort(self, request: Request) -> None:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
+    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Of the whole blocks of these tokens."""
+        return list(Request("", list(tokens), SamplingParams(), None, block_hasher=self._hasher).block_hashes)
+
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Of the whole blocks of these tokens, in all groups."""
-        request = Request("", list(tokens), SamplingParams(), None, block_hasher=self._hasher)
-        return list(self.groups.keys(request.block_hashes))
+        return list(self.groups.keys(self.hashes(tokens)))
 
     def keys_of(self, request: Request) -> Sequence[bytes]:
         """What the request's blocks are called at present, block by block: a name means one thing for ever."""
@@ -330,6 +381,7 @@ class ScheduledEngine:
     def check_idle(self) -> None:
         """Nothing is left of what was: to be called when all is over."""
         assert not any(self.half.under_way.values()), self.half.under_way
+        assert not self.flights.open, "what was promised was neither set nor withdrawn"
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.usage == 0
         for rank in self.ranks:

@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from kvstore_client.engine.admission import Admission
+    from kvstore_client.engine.transfer import SendAs
     from kvstore_client.vllm.connector.scheduler import RENEW_S
     from tests.engine.scheduled_engine import ScheduledEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS
@@ -162,7 +163,7 @@ def test_saved_blocks_have_what_their_request_asks_for(start: StartEngine) -> No
     engine = start()
     engine.add(PROMPT, asks={"priority": 3, "ttl_s": 60})
     saves = engine.step().plan.saves
-    assert saves is not None and saves.attributes == [(3, 60.0)] * 5
+    assert saves is not None and saves.how == [SendAs(3, 60.0)] * 5
 
 
 @pytest.mark.parametrize(
@@ -615,3 +616,51 @@ def test_blocks_that_are_copied_while_the_weights_change_are_not_found_under_the
     step = engine.step()
     assert step.plan.reusing and step.work[0].start == 0
     assert (engine.tier.find(engine.keys_of(request)) < 0).all()
+
+
+def test_a_handed_over_prompt_is_sent_in_full_although_there_are_few_slots(start: StartEngine) -> None:
+    engine = start(slots=3)
+    rank = engine.ranks[0]
+    request = engine.add(PROMPT, side="do_remote_decode")
+    other = engine.add([7] * 2 * BLOCK_TOKENS)
+    step = engine.step()
+    assert step.plan.saves is not None and len(step.plan.saves.slots) == 3
+    assert request.is_finished() and other.is_finished()
+    assert engine.half.holds_blocks and engine.flights.open, "two blocks have no slot yet"
+    while rank.copies:
+        rank.finish_copy()
+    rank.finish_send()
+    engine.step()  # one slot is free
+    assert engine.flights.open
+    engine.run()
+    assert rank.held.issuperset(engine.keys(PROMPT))
+    assert not engine.flights.open and engine.counters.take().get("dropped_blocks", 0) <= 2, "of the other request"
+
+
+def test_a_prompt_that_others_compute_is_waited_for_and_its_rest_computed(start: StartEngine) -> None:
+    engine = start()
+    engine.flights.others = set(engine.hashes(PROMPT[: 4 * BLOCK_TOKENS]))
+    request = engine.add(PROMPT, side="do_remote_prefill")
+    (load,) = engine.step().plan.loads
+    assert load.waits and load.within_s == 30 and len(load.keys) == 4
+    store(engine, PROMPT, 3)
+    engine.run()
+    assert request.is_finished()
+    assert engine.counters.take()["failed_loads"] == 1, "the fourth block was not set"
+    engine.flights.others.clear()
+    engine.add([9, *PROMPT], side="do_remote_prefill", asks={"wait_s": 3})
+    assert not engine.step().plan.loads, "nobody has promised it"
+
+
+def test_requests_with_one_prompt_follow_the_first_of_them(start: StartEngine) -> None:
+    engine = start(single_flight=True, budget=2 * BLOCK_TOKENS)
+    requests = [engine.add(PROMPT, max_tokens=2) for _ in range(3)]
+    assert len(engine.flights.open) == 1, "the others promise nothing"
+    scheduled = [set(engine.step().output.num_scheduled_tokens) for _ in range(2)]
+    assert scheduled == [{requests[0].request_id}] * 2
+    starts: dict[str, int] = {}
+    while not all(request.is_finished() for request in requests):
+        for work in engine.step().work:
+            starts.setdefault(work.request.request_id, work.start)
+        engine.transfer()
+    assert [starts[request.request_id] for request in requests[1:]] == [5 * BLOCK_TOKENS] * 2, "what is left to compute"

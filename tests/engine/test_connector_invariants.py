@@ -57,6 +57,7 @@ class Machine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         stored=st.integers(0, MOST_BLOCKS),
         windows=st.sampled_from([(0,), (0,), (0, 40), (0, 96, 96), (96, 0), (64,)]),
+        single_flight=st.booleans(),
     )
     def start(
         self,
@@ -69,6 +70,7 @@ class Machine(RuleBasedStateMachine):
         prefix_cache: bool,
         stored: int,
         windows: tuple[int, ...],
+        single_flight: bool,
     ) -> None:
         self.engine = ScheduledEngine(
             self.model,
@@ -82,9 +84,10 @@ class Machine(RuleBasedStateMachine):
             asynchronous=self.asynchronous,
             prefix_cache=prefix_cache,
             windows=windows,
+            single_flight=single_flight,
         )
         self.others_save(list(range(RANKS)), 0, stored)
-        self.add(0, MOST_BLOCKS, 0, 1, 2)
+        self.add(0, MOST_BLOCKS, 0, 1, 2, "")
 
     @property
     def unfinished(self) -> list[Request]:
@@ -99,13 +102,14 @@ class Machine(RuleBasedStateMachine):
         own=st.integers(0, 2),
         rest=st.integers(0, BLOCK_TOKENS - 1),
         max_tokens=st.sampled_from([1, 2, 40]),
+        side=st.sampled_from(["", "", "do_remote_decode", "do_remote_prefill"]),
     )
-    def add(self, family: int, common: int, own: int, rest: int, max_tokens: int) -> None:
+    def add(self, family: int, common: int, own: int, rest: int, max_tokens: int, side: str) -> None:
         """A prompt that goes on for a while like all of its family."""
         own = min(own, MOST_BLOCKS - common)
         number = len(self.engine.requests)
         prompt = [family] * (common * BLOCK_TOKENS) + [100 + number] * (own * BLOCK_TOKENS) + [50] * rest
-        self.engine.add(prompt or [family], max_tokens=max_tokens)
+        self.engine.add(prompt or [family], max_tokens=max_tokens, side=side)
 
     @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
@@ -195,6 +199,11 @@ class Machine(RuleBasedStateMachine):
     def others_save(self, numbers: list[int], family: int, blocks: int) -> None:
         for number in numbers:
             self.engine.ranks[number].held.update(self.engine.keys([family] * (blocks * BLOCK_TOKENS)))
+
+    @rule(family=families, blocks=st.integers(0, MOST_BLOCKS))
+    def others_promise(self, family: int, blocks: int) -> None:
+        """Whether they keep it is up to `others_save`."""
+        self.engine.flights.others = set(self.engine.hashes([family] * (blocks * BLOCK_TOKENS)))
 
     # What must hold.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvstore_client.engine.transfer import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches
 from tests.support.harness import Server, make_keys, make_namespace
 
@@ -59,7 +60,7 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     )
     keys = make_keys(2)
     for job, key in enumerate(keys):
-        worker.save(Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job], attributes=[(0, None)]))
+        worker.save(Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job], how=[SendAs()]))
     worker.order_copies()
     report = worker.take_report()
     assert report is not None and report.broken == {0} and report.copied == {0: 1, 1: 1}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_client.engine.transfer import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
 from tests.support.harness import StartServer, make_keys, make_namespace
 
@@ -43,7 +44,7 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
             parents=[None, *keys[:3]],
             block_ids=[0, 1, 2, 3],
             slots=[5, 1, 8, 3],
-            attributes=[(0, None)] * 4,
+            how=[SendAs()] * 4,
         )
     )
     worker.order_copies()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore_client import KVStoreClient, Namespace
+from kvstore_client import KVStoreClient, Lookup, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.local_first import LocalFirstStore
+from kvstore_client.engine.parts import lookup_in_remote, promise_in_remote
 from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
 from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.shared.store_options import parse_options
@@ -76,6 +78,20 @@ def test_what_only_the_far_one_has_is_found_read_and_promoted(store: LocalFirstS
     out[:] = 0  # the caller's memory is its own again at once
     wait_until(lambda: store.local.contains(keys).all())
     assert store.local.get(keys).blocks == blocks_of(keys, BLOCK)
+
+
+def test_what_was_promised_to_the_far_one_is_waited_for(store: LocalFirstStore) -> None:
+    keys = make_keys(6)
+    store.local.set(keys[:2], blocks_of(keys[:2], BLOCK))
+    promise, there, others = promise_in_remote(store, keys, 30.0, 5.0)
+    assert not there.any() and not others.any() and lookup_in_remote(store, keys, 5.0) == Lookup(0, 6)
+    out = np.zeros((6, BLOCK), dtype=np.uint8)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(lambda: store.get_into(keys, out, range(6), wait_s=30))
+        wait_until(lambda: namespace_info(store.remote).awaited, what="somebody waits")
+        store.set(keys, blocks_of(keys, BLOCK), parent=[None, *keys[:-1]])
+        assert reading.result(10).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
+    promise.withdraw()
 
 
 def test_a_chain_is_followed_over_both(store: LocalFirstStore) -> None:

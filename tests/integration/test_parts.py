@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore_client import KVStoreClient, Namespace
+from kvstore_client import KVStoreClient, Lookup, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.parts import PartsStore, part_keys
+from kvstore_client.engine.parts import PartsStore, lookup_in_remote, part_keys, promise_in_remote
 from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
-from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
 
 PART = 4096
 OF = 4
@@ -122,3 +123,32 @@ def test_a_server_on_the_host_has_parts_too(
         wait_until(lambda: client.contains(part_keys(KEYS, range(2))).all(), 10.0, "they were promoted")
         assert not client.contains(part_keys(KEYS, range(2, OF))).any()
     guard.close()
+
+
+def test_a_block_is_promised_with_all_its_parts(server: Server, namespace: Namespace, client: KVStoreClient) -> None:
+    """And is another's if one of its parts is."""
+    whole, (half, mine) = PartsStore(client, range(OF)), rank(client, 0, 2)
+    half.set(KEYS[:1], list(mine[:1]), parent=[None])
+    with KVStoreClient(server.endpoint, namespace) as other:
+        first, there, others = promise_in_remote(PartsStore(other, range(3, 4)), KEYS[2:4], 30.0, 5.0)
+        assert not there.any() and not others.any()
+        promise, there, others = promise_in_remote(whole, KEYS[:5], 30.0, 5.0)
+        assert not there.any() and others.tolist() == [False, False, True, True, False]
+        assert lookup_in_remote(whole, KEYS, 5.0) == Lookup(0, 5), "all parts of five blocks are there or promised"
+        assert lookup_in_remote(half, KEYS, 5.0) == Lookup(1, 5)
+        first.withdraw()
+        assert lookup_in_remote(whole, KEYS, 5.0) == Lookup(0, 2)
+        promise.withdraw()
+        assert lookup_in_remote(whole, KEYS, 5.0) == Lookup(0, 0)
+
+
+def test_promised_parts_are_waited_for(server: Server, namespace: Namespace, client: KVStoreClient) -> None:
+    store, mine = rank(client, 0, 1)
+    promise, _, _ = promise_in_remote(store, KEYS, 30.0, 5.0)
+    rows = np.zeros_like(mine)
+    with KVStoreClient(server.endpoint, namespace) as other, ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(lambda: PartsStore(other, range(OF)).get_into(KEYS, rows, range(len(KEYS)), wait_s=30))
+        wait_until(lambda: namespace_info(client).awaited, what="somebody waits")
+        store.set(KEYS, list(mine), parent=PARENTS)
+        assert reading.result(10).all() and np.array_equal(rows, mine)
+    promise.withdraw()

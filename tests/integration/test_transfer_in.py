@@ -347,6 +347,34 @@ def test_jobs_wait_for_their_turn_and_all_come_to_it(
     assert all(job.wait() == [True] * 6 for job in jobs)
 
 
+def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
+    server: Server, new_namespace: MakeNamespace, counters: Counters
+) -> None:
+    namespace, keys = new_namespace(BLOCK_BYTES), make_keys(6)
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=5.0, counters=counters)
+    transfer = TransferIn(guard, threads=4, counters=counters, waits=True)
+    rows = empty_rows(6)
+    with KVStoreClient(server.endpoint, namespace) as producer:
+        promise = producer.promise(keys)
+        job, late = Job(transfer, keys, rows, left_s=30), Job(transfer, keys, empty_rows(6), left_s=0.3)
+        assert late.wait() == [] or not any(late.wait())
+        assert late.seconds < 5
+        put(server, namespace, keys[:4])
+        wait_until(lambda: namespace_info(producer).awaited == 2, what="the last two are awaited")
+        assert not job.done_at
+        promise.withdraw()
+        hits = job.wait()
+        assert hits[:4] == [True] * 4 and not any(hits[4:])
+        assert [bytes(row) for row in rows[:4]] == blocks_of(keys[:4], BLOCK_BYTES)
+        # Whoever ends while it waits does not wait on.
+        with producer.promise(keys[4:]):
+            job = Job(transfer, keys[4:], empty_rows(2), left_s=30)
+            wait_until(lambda: namespace_info(producer).awaited, what="it waits")
+            guard.close()
+            transfer.close()
+            assert not any(job.wait()) and job.seconds < 10
+
+
 def test_closing_ends_every_job_and_further_ones_at_once(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:

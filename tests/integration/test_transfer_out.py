@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import pytest
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.engine import transfer as transfer_module
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import SendOutcome, TransferOut
+from kvstore_client.engine.transfer import SendAs, SendOutcome, TransferOut
 from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 
 TIMEOUT_S = 1.0
@@ -47,13 +47,11 @@ class Out(TransferOut):
                 self.outcomes[token] = outcome
                 self.rows[token][:] = 0xEE
 
-    def send(
-        self, keys: Sequence[bytes], block_bytes: int = BLOCK_BYTES, attributes: Sequence[Any] | None = None
-    ) -> None:
+    def send(self, keys: Sequence[bytes], block_bytes: int = BLOCK_BYTES, how: Sequence[SendAs] | None = None) -> None:
         """Puts the keys' blocks, each of which is its own token."""
         for key in keys:
             self.rows[key] = np.frombuffer(block_of(key, block_bytes), dtype=np.uint8).copy()
-        self.put(keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]], attributes)
+        self.put(keys, [self.rows[key] for key in keys], keys, [None, *keys[:-1]], how)
 
     def of(self, keys: Sequence[bytes]) -> list[SendOutcome | None]:
         return [self.outcomes.get(key) for key in keys]
@@ -126,7 +124,7 @@ def test_blocks_have_the_attributes_that_they_were_put_with(
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(10)
     out = start_out(server, namespace)
-    out.send(keys, attributes=[(0, None)] * 3 + [(0, 1.0)] * 3 + [(2, None)] * 4)
+    out.send(keys, how=[SendAs()] * 3 + [SendAs(0, 1.0)] * 3 + [SendAs(2)] * 4)
     with KVStoreClient(server.endpoint, namespace) as client:
         wait_until(lambda: out.of(keys) == [SendOutcome.STORED] * 10)
         wait_until(lambda: client.contains(keys).tolist() == [True] * 3 + [False] * 3 + [True] * 4, 10)
@@ -238,6 +236,26 @@ def test_a_store_killed_while_it_receives_fails_what_it_did_not_take(
     wait_until(lambda: out.guard.call(lambda client: bool(client.ping()), False))
     out.send(more)
     assert out.drain(10) and out.of(more) == [STORED] * 3
+
+
+def test_what_is_handed_over_goes_first_and_is_not_dropped(
+    start_server: StartServer, new_namespace: MakeNamespace, start_out: StartOut, small_chunks: int
+) -> None:
+    server = start_server()
+    out = start_out(server, new_namespace(BLOCK_BYTES), limit=10, timeout_s=30)
+    first, others = make_keys(small_chunks), make_keys(30, first=1000)
+    handed_over, late = make_keys(20, first=2000), make_keys(1, first=3000)
+    with server.stopped():
+        out.send(first)
+        wait_until(lambda: not out._queue, what="the first batch is on its way")
+        out.send(others)
+        assert out.of(others) == [DROPPED] * 20 + [None] * 10
+        out.send(handed_over, how=[SendAs(handed_over=True)] * 20)
+        assert out.of(others) == [DROPPED] * 30 and out.of(handed_over) == [None] * 20
+        out.send(late)
+    assert out.drain(10)
+    assert out.of(handed_over) == [STORED] * 20
+    assert out.of(late) == [DROPPED], "there is no room beside them"
 
 
 def test_closing_sends_what_waits(server: Server, new_namespace: MakeNamespace, start_out: StartOut) -> None:

@@ -34,10 +34,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
 from kvstore_client.vllm.connector.block_groups import BlockGroups, groups_digest
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
+from kvstore_client.vllm.connector.hand_over import HandOvers
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.layout import BlockLayout
 from kvstore_client.vllm.connector.mismatch import explain_mismatch
@@ -154,6 +156,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             parts=len({rank.part for rank in ranks}),
             groups=self._groups,
+            hand_overs=HandOvers(
+                Flights(self._guards, timeout_s=self._options.lookup_timeout_s, counters=self._counters),
+                self._groups,
+                block_tokens=self._vllm_config.cache_config.block_size,
+                single_flight_s=self._options.single_flight_s,
+                counters=self._counters,
+            ),
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
@@ -212,7 +221,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if (half := self._scheduler) is None:
             return False, None
         self._never_raise(lambda: half.save_rest(request, block_ids), None)
-        return half.finished(request), None
+        reply = half.reply(request)
+        return half.finished(request), reply
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.events.take() if self._scheduler else ()

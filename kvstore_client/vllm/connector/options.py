@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvstore._cext import BlockIndex
 from kvstore_client.engine.parts import MAX_PARTS
+from kvstore_client.vllm.connector.request_options import MAX_WAIT_S
 from kvstore_client.vllm.shared.store_options import Size, StoreOptions
 
 MIN_STAGING_BYTES = 1 << 20
@@ -22,6 +23,8 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     head_shards: keep blocks as ranges of heads, so that engines of different tensor parallelism share them: the largest
         --tensor-parallel-size of these engines, which that of each must divide. Equal in all of them. 0: whole parts
         of ranks, shared with engines of the same size only.
+    single_flight_s: of engines that get the same prompt at once, the first computes it; the others wait for its blocks
+        for so many seconds at most, and then compute what has not come. Set it in all of them. 0: each computes.
     save_decode: also save the blocks that generated tokens fill. They are part of the next turn's prompt.
     """
 
@@ -31,6 +34,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     min_hit_tokens: int = 0
     always_load: bool = False
     head_shards: int = 0
+    single_flight_s: float = 0.0
     save_decode: bool = True
 
     def __post_init__(self) -> None:
@@ -46,6 +50,10 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
             raise ValueError(
                 f"head_shards is {self.head_shards}; expected the largest --tensor-parallel-size of the engines that "
                 f"share blocks, at most {MAX_PARTS}, or 0"
+            )
+        if not 0 <= self.single_flight_s <= MAX_WAIT_S:
+            raise ValueError(
+                f"single_flight_s is {self.single_flight_s}; expected seconds, at most {MAX_WAIT_S}, or 0: do not wait"
             )
         if self.min_hit_tokens < 0:
             raise ValueError(f"min_hit_tokens is {self.min_hit_tokens}; expected 0 or more tokens")

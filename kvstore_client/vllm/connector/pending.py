@@ -22,6 +22,7 @@ class WaitingRequest:
     lookup: PrefixLookup | None = None  # None: the store is not asked for this request
     next_lookup: PrefixLookup | None = None  # asked because the answer of `lookup` is old
     declined: int = 0  # blocks that the store has, and that are computed because that is sooner
+    waits: bool = False  # its load is to wait for blocks that others compute
     local: int = 0  # leading blocks in the engine's own cache
     awaited: str | None = None  # the other request whose load it waited for, to share that load's blocks
 
@@ -40,6 +41,16 @@ class TrackedRequest:
 
 
 @dataclass
+class UnplacedBlocks:
+    """Blocks of a finished request that are handed over, and for which no slot is free yet. The engine keeps them."""
+
+    tracked: TrackedRequest
+    computed_tokens: int
+    block_ids: Sequence[Sequence[int]]
+    until: float  # when they are given up
+
+
+@dataclass
 class PendingLoad:
     """A load of blocks for a request, until every rank is done with it."""
 
@@ -51,6 +62,8 @@ class PendingLoad:
     fetched_block_ids: list[int] = field(default_factory=list)  # … and the cache blocks filled from them
     fetched_keys: list[bytes] = field(default_factory=list)
     from_store: int = 0  # blocks that come from the store
+    waits: bool = False  # for blocks that others compute
+    began: float = 0.0
     failed: set[int] = field(default_factory=set)  # cache blocks that some rank could not load
 
 

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvstore_client import Namespace
 from kvstore_client.engine.parts import HeadParts
+from kvstore_client.engine.transfer import SendAs
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Load:
 
     The worker copies ``host_slots[i]`` to cache block ``host_block_ids[i]``. It fetches block ``keys[i]`` from the
     store into ``slots[i]``, where the block stays for later, and copies it to cache block ``block_ids[i]``. With
-    ``slots`` None it fetches into staging rows of its own instead. What has not come ``within_s`` is missing.
+    ``slots`` None it fetches into staging rows of its own instead. What has not come ``within_s`` is missing; with
+    ``waits``, blocks that are promised are waited for so long.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class Load:
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] | None = None
     within_s: float = 0.0
+    waits: bool = False
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Saves:
     """Blocks to save that are complete at the end of a step. The worker copies cache block ``block_ids[i]`` to
     ``slots[i]`` and then sends that slot to the store as ``keys[i]``, which follows ``parents[i]`` in its chain. Blocks
     ``send_keys[i]``, which follow ``send_parents[i]``, are in their slots ``send_slots[i]`` already and are only sent.
-    ``attributes[i]``, ``send_attributes[i]``: priority and time to live in the store, for those that it has not got.
+    ``how[i]``, ``send_how[i]``: how they are sent.
     ``job``: the number of these saves in the workers' reports."""
 
     job: int
@@ -61,11 +64,11 @@ class Saves:
     parents: list[bytes | None] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    attributes: list[tuple[int, float | None]] = field(default_factory=list)
+    how: list[SendAs] = field(default_factory=list)
     send_keys: list[bytes] = field(default_factory=list)
     send_parents: list[bytes | None] = field(default_factory=list)
     send_slots: list[int] = field(default_factory=list)
-    send_attributes: list[tuple[int, float | None]] = field(default_factory=list)
+    send_how: list[SendAs] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.keys or self.send_keys)

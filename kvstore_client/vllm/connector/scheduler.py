@@ -16,27 +16,37 @@ Over 400 lines because loads, saves and the workers' reports of both change the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 
 from kvstore_client.engine.admission import Admission, StepTimes
+from kvstore_client.engine.flights import PROMISE_S
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PIN_S, PrefixLookups
+from kvstore_client.engine.transfer import SendAs
 from kvstore_client.vllm.connector.block_groups import NULL_BLOCK, BlockGroups, Place
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.events import KVEvents
+from kvstore_client.vllm.connector.hand_over import HandOvers
 from kvstore_client.vllm.connector.host_tier import HostTier, Slots
-from kvstore_client.vllm.connector.pending import PendingCopies, PendingLoad, TrackedRequest, WaitingRequest
+from kvstore_client.vllm.connector.pending import (
+    PendingCopies,
+    PendingLoad,
+    TrackedRequest,
+    UnplacedBlocks,
+    WaitingRequest,
+)
 from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
 from kvstore_client.vllm.connector.request_options import request_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,11 +81,12 @@ class SchedulerHalf:
         events: KVEvents,
         parts: int,
         groups: BlockGroups,
+        hand_overs: HandOvers,
     ) -> None:
         """ranks: workers, each of which reports on every plan. prefix_caching: whether the engine's own cache shares
         blocks between requests. admission: which loads pay. steps_ahead: how many steps the engine plans
         before it waits for one. parts: in how many parts the store has each block.
-        groups: of the engine's cache."""
+        groups: of the engine's cache. hand_overs: prompts that other engines know of."""
         self._lookups = lookups
         self._tier = tier
         self._keys = BlockKeys()
@@ -91,6 +102,7 @@ class SchedulerHalf:
         self.events = events
         self._parts = parts
         self._groups = groups
+        self._hand_overs = hand_overs
         self._prompt_tokens: int | None = None  # see `_tokens_before`; None: not added up yet in this step
         self._steps = StepTimes(self._admission.computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
@@ -105,6 +117,7 @@ class SchedulerHalf:
         self._sent_keys: dict[tuple[int, int], bytes] = {}  # of those
         self._stored: Counter[tuple[int, int]] = Counter()  # (job, slot) -> parts that the store has
         self._held: dict[str, int] = {}  # finished requests whose blocks the engine keeps -> until which job
+        self._unplaced: dict[str, UnplacedBlocks] = {}
         self._newly_held: dict[str, int] = {}  # those that no plan has named yet
         self._hit_sources: tuple[str, int, int] = ("", 0, 0)  # of the last load: request, tokens of host, of store
 
@@ -118,20 +131,26 @@ class SchedulerHalf:
             "arriving": len(self._arriving),
             "copying": len(self._copying),
             "sending": len(self._sending),
-            "held": len(self._held),
+            "held": len(self._held) + len(self._unplaced),
+            "hand_overs": self._hand_overs.under_way,
             "busy_slots": self._tier.busy,
         }
 
     # What a request may load.
 
     def added(self, request: Request) -> None:
-        """Start the lookup of a new request: it may be long until the engine has room for it."""
-        self._look_up(request, self._wait(request))
+        """Start the lookup of a new request: it may be long until the engine has room for it. Tell other engines what
+        it will compute."""
+        self._wait(request)
 
     def _wait(self, request: Request) -> WaitingRequest:
         waiting = self._waiting.get(request.request_id)
         if waiting is None:
-            waiting = self._waiting[request.request_id] = WaitingRequest(request_options(request, self._counters))
+            options = request_options(request, self._counters)
+            waiting = self._waiting[request.request_id] = WaitingRequest(options)
+            usable = len(self._look_up(request, waiting))
+            may_save = self._may_save and options.save and options.max_save_tokens is None
+            self._hand_overs.add(request, self._keys.of(request), usable, options.wait_s, may_save)
         return waiting
 
     def _look_up(self, request: Request, waiting: WaitingRequest) -> Sequence[bytes]:
@@ -169,13 +188,19 @@ class SchedulerHalf:
             return 0
         groups = self._groups
         names = groups.keys_of(request, self._keys.of(request))
-        if self._prefix_caching and self._awaits(waiting, names, local, len(keys)):
+        if self._prefix_caching and (
+            self._awaits(waiting, names, local, len(keys)) or self._hand_overs.follows(request, keys, local)
+        ):
+            return None
+        if (coming := self._hand_overs.coming(request)) is None:
             return None
         in_host = groups.presence(self._tier.find(names[local * groups.count : len(keys) * groups.count]) >= 0)
-        if (stored := self._lookups.poll(waiting.lookup)) is None and groups.run(in_host, local) < len(in_host):
+        stored = self._lookups.poll(waiting.lookup)
+        if stored is None and not coming and groups.run(in_host, local) < len(in_host):
             return None
+        waiting.waits = coming > (stored or 0)
         present = in_host.copy()
-        present[: max(0, (stored or 0) - local)] = True
+        present[: max(0, max(coming, stored or 0) - local)] = True
         most = waiting.options.max_load_tokens
         if most is not None:
             present[most // self._block_tokens :] = False
@@ -183,7 +208,7 @@ class SchedulerHalf:
         here = groups.needed(in_host, local, run)
         from_store = run - int(here.sum())
         waiting.declined = 0
-        if from_store:
+        if from_store and not waiting.waits and not self._hand_overs.is_expected(request):
             least = max(1, groups.whole)  # what is transferred of a block, at least
             load = self._admission.judge(from_store * least, self._tokens_before(request))
             if load is None:
@@ -254,7 +279,11 @@ class SchedulerHalf:
             block_ids=[block_ids[index] for index in to_fetch],
         )
         load.slots = self._slots_to_fetch_into(load.keys)
-        load.within_s = self._admission.begin(len(load.keys), before)
+        load.waits = waiting.waits and bool(load.keys)
+        if load.waits:
+            load.within_s = self._hand_overs.waits_s(request)
+        else:
+            load.within_s = self._admission.begin(len(load.keys), before)
         self._loads.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
@@ -266,6 +295,8 @@ class SchedulerHalf:
             load.block_ids if load.slots else [],
             load.keys if load.slots else [],
             len(load.keys),
+            load.waits,
+            time.monotonic(),
         )
         if load.slots:
             for index in to_fetch:
@@ -328,6 +359,7 @@ class SchedulerHalf:
                 block_ids = output.kv_connector_block_state.get_block_ids(request_id)
                 if tracked is not None and block_ids is not None:
                     self._save(tracked, tracked.request.num_computed_tokens + scheduled_tokens, block_ids)
+        self._place_the_rest()
         saves, self._saves = self._saves, Saves(job=self._saves.job + 1)
         if not saves:
             return None
@@ -358,7 +390,7 @@ class SchedulerHalf:
             end = min(end, options.max_save_tokens // self._block_tokens)
         if first >= end or not options.save:
             return 0
-        attributes = (options.priority, options.ttl_s)
+        how = SendAs(options.priority, options.ttl_s, self._hand_overs.is_handed_over(request))
         names = self._groups.keys_of(request, chain)
         # From here on the store lacks blocks that the host tier may have.
         lacking = tracked.stored if self._tier.keep and tracked.stored is not None else end
@@ -368,7 +400,7 @@ class SchedulerHalf:
                 complete.append(index)
             elif index >= lacking:  # behind a window
                 for group in range(self._groups.count):
-                    self._send_again(request, names, Place(index, group, NULL_BLOCK), attributes)
+                    self._send_again(request, names, Place(index, group, NULL_BLOCK), how)
         places = list(self._groups.places(block_ids, complete))
         keys = [self._name(names, place) for place in places]
         unplaced = 0
@@ -377,7 +409,7 @@ class SchedulerHalf:
                 self.events.note(request, key, place.index, place.group)
                 self._saves.keys.append(key)
                 self._saves.parents.append(self._parent(names, place))
-                self._saves.attributes.append(attributes)
+                self._saves.how.append(how)
                 self._saves.block_ids.append(place.block_id)
                 self._saves.slots.append(slot)
                 tracked.last_job = self._saves.job
@@ -386,11 +418,26 @@ class SchedulerHalf:
                 end = place.index
                 break
             elif place.index >= lacking:
-                self._send_again(request, names, place, attributes)
+                self._send_again(request, names, place, how)
         tracked.next_save = max(first, end)
         for group in range(self._groups.count):
             self._tier.touch(self._groups.in_group(names[: end * self._groups.count], group))
         return unplaced
+
+    def _place_the_rest(self) -> None:
+        """Save what finished requests hand over and no slot was free for; while nothing is sent, not for ever."""
+        for request_id, rest in list(self._unplaced.items()):
+            lost = self._save(rest.tracked, rest.computed_tokens, rest.block_ids)
+            if lost and time.monotonic() < rest.until:
+                continue
+            self._counters.add("dropped_blocks", lost)
+            del self._unplaced[request_id]
+            self._held[request_id] = self._newly_held[request_id] = rest.tracked.last_job
+            self._hand_overs.placed(rest.tracked.request, self._keys_under_way())
+
+    def _keys_under_way(self) -> Iterator[bytes]:
+        """Of the blocks that are being sent, or are about to be."""
+        return itertools.chain(self._sent_keys.values(), self._saves.keys, self._saves.send_keys)
 
     def _settle_lookup(self, tracked: TrackedRequest) -> None:
         """Start to save where the store's run of blocks ends, once that is known. Until then, and if the lookup is not
@@ -403,9 +450,7 @@ class SchedulerHalf:
             tracked.stored = lookup.stored or 0
             tracked.next_save = min(tracked.next_save, tracked.stored)
 
-    def _send_again(
-        self, request: Request, names: Sequence[bytes], place: Place, attributes: tuple[int, float | None]
-    ) -> None:
+    def _send_again(self, request: Request, names: Sequence[bytes], place: Place, how: SendAs) -> None:
         """Plan to send a block that the store lacks, if the host tier has it."""
         key = self._name(names, place)
         [slot] = self._tier.acquire([key]).tolist()
@@ -417,7 +462,7 @@ class SchedulerHalf:
         self.events.note(request, key, place.index, place.group)
         self._saves.send_keys.append(key)
         self._saves.send_parents.append(self._parent(names, place))
-        self._saves.send_attributes.append(attributes)
+        self._saves.send_how.append(how)
         self._saves.send_slots.append(slot)
 
     # What the workers report.
@@ -447,7 +492,11 @@ class SchedulerHalf:
         load = self._loading.pop(request_id, None)
         if load is None:
             return
-        self._admission.end(load.from_store)
+        if not load.waits:
+            self._admission.end(load.from_store)
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and self._hand_overs.is_expected(tracked.request):
+            self._counters.add("hand_over_seconds_load", time.monotonic() - load.began)
         self._tier.release(load.held)
         for key in load.keys:
             if self._arriving.get(key) == request_id:
@@ -463,7 +512,6 @@ class SchedulerHalf:
             return
         self._counters.add("failed_loads")
         self._lookups.forget()
-        tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._failed_loads.add(request_id)
             tracked.lookup = tracked.stored = None  # the lookup was wrong
@@ -492,6 +540,7 @@ class SchedulerHalf:
                 self.events.stored([key], MEDIUM_STORAGE)
             self.events.forget(key)
             self._tier.release([sent[1]])
+            self._hand_overs.sent(key)
 
     # The end of a request.
 
@@ -499,8 +548,14 @@ class SchedulerHalf:
         """Plan to save the blocks that a finished request leaves unsaved."""
         tracked = self._tracked.get(request.request_id)
         if self._may_save and tracked is not None and request.request_id not in self._loading:
-            lost = self._save(tracked, request.num_computed_tokens - request.num_in_flight_tokens, block_ids)
-            self._counters.add("dropped_blocks", lost)
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            if lost := self._save(tracked, computed, block_ids):
+                if self._hand_overs.is_handed_over(request):
+                    self._unplaced[request.request_id] = UnplacedBlocks(
+                        tracked, computed, block_ids, time.monotonic() + PROMISE_S
+                    )
+                else:
+                    self._counters.add("dropped_blocks", lost)
 
     def finished(self, request: Request) -> bool:
         """Forget the request. True: its blocks are still to be copied, so the engine must keep them until the workers
@@ -510,6 +565,10 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request_id, None)
         self._waiting.pop(request_id, None)
         self._failed_loads.discard(request_id)
+        unplaced = self._unplaced.get(request_id)
+        self._hand_overs.finish(request, self._keys_under_way(), whole=unplaced is None)
+        if unplaced is not None:
+            return True
         if tracked is None or request_id in self._loading:
             return False
         if tracked.last_job != self._saves.job and tracked.last_job not in self._copying:
@@ -517,10 +576,14 @@ class SchedulerHalf:
         self._held[request_id] = self._newly_held[request_id] = tracked.last_job
         return True
 
+    def reply(self, request: Request) -> dict[str, Any] | None:
+        """What the answer to a request that is about to be `finished` says of its blocks."""
+        return self._hand_overs.reply(request)
+
     @property
     def holds_blocks(self) -> bool:
         """Whether the engine still keeps blocks of finished requests, which will be free soon."""
-        return bool(self._held)
+        return bool(self._held or self._unplaced)
 
     def reset(self) -> None:
         """Make all blocks saved so far unfindable for this engine: the weights may have changed. The blocks of current
@@ -534,4 +597,5 @@ class SchedulerHalf:
             tracked.outdated = True
 
     def close(self) -> None:
+        self._hand_overs.close()
         self._lookups.close()

@@ -189,6 +189,8 @@ def traffic_text(counters: Mapping[str, float], waiting_blocks: float) -> str:
     troubles = {
         "unsaved_blocks": "blocks not taken",
         "missed_blocks": "blocks missed",
+        "unkept_blocks": "blocks promised in vain",
+        "unpromised_requests": "hand-overs without a promise",
         "checksum_errors": "checksum errors",
         "lookup_timeouts": "lookups timed out",
         "skipped_lookups": "lookups skipped",

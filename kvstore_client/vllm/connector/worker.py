@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import Rows, SendOutcome, TransferIn, TransferOut
+from kvstore_client.engine.transfer import Rows, SendAs, SendOutcome, TransferIn, TransferOut
 from kvstore_client.vllm.connector.device import Fence
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
@@ -32,6 +32,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 # Requests that load at the same time: while one places the blocks that arrived, the other receives.
 LOADING_THREADS = 2
+# Requests that wait at the same time for blocks that another engine computes.
+WAITING_THREADS = 16
 # How long a step without tokens waits for the end of a transfer. Without this wait, such steps would spin and take the
 # GIL from the transfers.
 IDLE_WAIT_S = 0.0003
@@ -52,8 +54,8 @@ class WorkerHalf:
     """The transfers of one rank. Call every method from the model's thread. A failure does not raise: a block whose
     load fails is reported as not loaded, and one whose save fails is not saved.
 
-    It owns the host pool; the scheduler's half assigns the pool's slots. Only `take_loaded` (for `IDLE_WAIT_S`) and
-    `close` wait.
+    It owns the host pool, and closes the guard; the scheduler's half assigns the pool's slots. Only `take_loaded` (for
+    `IDLE_WAIT_S`) and `close` wait.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class WorkerHalf:
         index of this rank among the ranks with the same part of every block, and their number; one of them sends each
         block. store_on_host: a server on this host is to copy blocks out of the host pool by itself. recompute_whole: a
         request of which a block is missing is told, not the block."""
+        self._guard = guard
         self._layout = layout
         self._timeout_s = timeout_s
         self._replica, self._replicas = replica
@@ -79,6 +82,7 @@ class WorkerHalf:
         slots = store.slots
         self._pool = layout.pool(slots, shared=store_on_host)
         self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters)
+        self._waiting_in = TransferIn(guard, threads=WAITING_THREADS, counters=counters, waits=True)
         # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
         # room for the blocks of the next steps; they displace the oldest blocks in the queue.
         limit = slots // 2 - min(self._in.chunk_blocks, slots // 4)
@@ -115,11 +119,14 @@ class WorkerHalf:
     def load(self, load: Load) -> None:
         """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
         missing blocks, or `take_failed_requests` itself."""
+        transfer = self._waiting_in if load.waits else self._in
         if load.slots is not None:
             loading = RankLoad(load, self._layout, self._pool, lambda: self._pool, load.slots)
         else:
-            places = [index % (2 * self._in.chunk_blocks) for index in range(len(load.keys))]
-            loading = RankLoad(load, self._layout, self._pool, self._staging_rows, places)
+            places = [index % (2 * transfer.chunk_blocks) for index in range(len(load.keys))]
+            loading = RankLoad(
+                load, self._layout, self._pool, self._waiting_rows if load.waits else self._staging_rows, places
+            )
         try:
             loading.fence = self._layout.fence()
         except Exception:
@@ -132,7 +139,7 @@ class WorkerHalf:
         if not load.keys:  # not behind loads that wait for the network
             self._swaps.submit(self._loaded, loading)
             return
-        self._in.submit(
+        transfer.submit(
             load.keys,
             loading.rows,
             loading.slots,
@@ -146,6 +153,13 @@ class WorkerHalf:
         rows: Rows | None = getattr(self._staging, "rows", None)
         if rows is None:
             rows = self._staging.rows = self._rows.get()
+        return rows
+
+    def _waiting_rows(self) -> Rows:
+        """The same, made when it is first needed: most engines need none."""
+        rows: Rows | None = getattr(self._staging, "rows", None)
+        if rows is None:
+            rows = self._staging.rows = self._layout.pool(2 * self._waiting_in.chunk_blocks)
         return rows
 
     def _loaded(self, loading: RankLoad) -> None:
@@ -222,7 +236,7 @@ class WorkerHalf:
             except Exception:
                 logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
             self._copying.append(OrderedCopies(saves, copy, started))
-        self._send(saves.job, saves.send_keys, saves.send_slots, saves.send_parents, saves.send_attributes)
+        self._send(saves.job, saves.send_keys, saves.send_slots, saves.send_parents, saves.send_how)
 
     def take_saved(self) -> set[str]:
         """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
@@ -263,7 +277,7 @@ class WorkerHalf:
             self._counters.add("swap_out_blocks", len(saves.slots))
             self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.block_bytes)
             self._counters.add("swap_out_seconds", time.monotonic() - started)
-            self._send(saves.job, saves.keys, saves.slots, saves.parents, saves.attributes)
+            self._send(saves.job, saves.keys, saves.slots, saves.parents, saves.how)
 
     def _send(
         self,
@@ -271,7 +285,7 @@ class WorkerHalf:
         keys: Sequence[bytes],
         slots: Sequence[int],
         parents: Sequence[bytes | None],
-        attributes: Sequence[tuple[int, float | None]],
+        how: Sequence[SendAs],
     ) -> None:
         """Queue the blocks that this rank sends, and release the slots of those that another rank sends."""
         mine = [self._is_mine(key) for key in keys]
@@ -283,7 +297,7 @@ class WorkerHalf:
                 [self._pool[slots[index]] for index in sent],
                 [(job, slots[index]) for index in sent],
                 [parents[index] for index in sent],
-                [attributes[index] for index in sent],
+                [how[index] for index in sent],
             )
 
     def _is_mine(self, key: bytes) -> bool:
@@ -296,7 +310,9 @@ class WorkerHalf:
         """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
         self._settle_copies()
         self._out.close(self._timeout_s)
+        self._guard.close()  # or loads would wait on for promised blocks
         self._in.close()
+        self._waiting_in.close()
         self._swaps.shutdown(wait=True)
 
 

@@ -43,6 +43,14 @@ SWAP_SECONDS: Final = Metric(
     "swap_seconds_total", "Time spent moving blocks between the engine's cache and host memory.", "direction"
 )
 
+HAND_OVERS: Final = Metric("hand_overs_total", "Requests handed over between engines, by this engine's side.", "side")
+HAND_OVER_SECONDS: Final = Metric(
+    "hand_over_seconds_total",
+    "Time of handed-over requests: until their prompt was promised, and then until it was loaded (decode side); "
+    "from the end of the prefill until the store had the blocks (prefill side).",
+    "phase",
+)
+
 COUNTERS: Final[Mapping[str, Sample]] = {
     "hit_tokens_cpu": Sample(HIT_TOKENS, "cpu"),
     "hit_tokens_store": Sample(HIT_TOKENS, "store"),
@@ -64,6 +72,17 @@ COUNTERS: Final[Mapping[str, Sample]] = {
         Metric("unsaved_blocks_total", "Blocks the store did not take, or could not be asked to.")
     ),
     "missed_blocks": Sample(Metric("missed_blocks_total", "Blocks the store had when asked and did not deliver.")),
+    "unkept_blocks": Sample(
+        Metric("unkept_blocks_total", "Blocks that another engine promised and that were waited for in vain.")
+    ),
+    "hand_overs_in": Sample(HAND_OVERS, "decode"),
+    "hand_overs_out": Sample(HAND_OVERS, "prefill"),
+    "unpromised_requests": Sample(
+        Metric("unpromised_requests_total", "Handed-over requests whose prompt nobody promised in time.")
+    ),
+    "hand_over_seconds_promise": Sample(HAND_OVER_SECONDS, "promise"),
+    "hand_over_seconds_load": Sample(HAND_OVER_SECONDS, "load"),
+    "hand_over_seconds_send": Sample(HAND_OVER_SECONDS, "send"),
     "checksum_errors": Sample(Metric("checksum_errors_total", "Blocks that arrived damaged; each counts as missed.")),
     "lookups": Sample(Metric("lookups_total", "Questions to the store how much it has of a prompt.")),
     "lookup_timeouts": Sample(

@@ -1,0 +1,148 @@
+"""Prompts handed from an engine that computes them to one that goes on, through the store.
+
+The measure is always the same: the tokens of an engine that did it all alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.driver import Ask
+from tests.engine.engines import Engine, Expected, Ledger, StartEngine, full_blocks, namespaces, prompt
+from tests.support.harness import Server, wait_until
+
+PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
+CHUNKS = {"max_num_batched_tokens": 256, "max_num_seqs": 4}  # a prompt takes several steps
+
+
+def nothing_left(server: Server) -> None:
+    """No promise, and nobody who waits."""
+    wait_until(
+        lambda: all((each.promised, each.awaited) == (0, 0) for each in namespaces(server)),
+        what="no block is promised or awaited",
+    )
+
+
+@pytest.fixture
+def prefiller(server: Server, start_engine: StartEngine) -> Engine:
+    return start_engine(server.endpoint, **CHUNKS)
+
+
+@pytest.fixture
+def decoder(server: Server, start_engine: StartEngine) -> Engine:
+    return start_engine(server.endpoint, **CHUNKS)
+
+
+def test_the_decode_side_loads_what_the_prefill_side_computes_at_the_same_time(
+    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+) -> None:
+    for engine in (prefiller, decoder):
+        engine.generate(prompt(99, 40))
+    books = Ledger(decoder)
+    questions = [prompt(seed, 1500) for seed in (1, 2, 3)]
+    for question in questions:
+        decoder.order_play(Ask(question, 12, side=DECODE))  # it comes first: nothing is promised yet
+        [first] = prefiller.play(Ask(question, 1, side=PREFILL))
+        [answer] = decoder.result()
+        [right] = expected(question, max_tokens=12)
+        assert answer.token_ids == right
+        assert answer.cached_tokens == full_blocks(1500)
+        assert first.token_ids == right[:1]
+        assert first.params is not None
+        assert (first.params[DECODE], first.params[PREFILL]) == (True, False)
+    assert books["hand_overs/decode"] == 3
+    assert books["failed_loads"] == books["unpromised_requests"] == books["unkept_blocks"] == 0
+    nothing_left(server)
+
+
+def test_an_engine_takes_either_side_of_each_request(
+    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+) -> None:
+    """Also of several at once, and beside requests that are handed over to nobody."""
+    questions = [prompt(seed, 900) for seed in range(10, 14)]
+    alone = prompt(14, 700)
+    asks = [[Ask(alone, 8)], [Ask(alone, 8)]]
+    for number, question in enumerate(questions):
+        asks[number % 2].append(Ask(question, 1, at=number, side=PREFILL))
+        asks[1 - number % 2].append(Ask(question, 12, side=DECODE))
+    prefiller.order_play(*asks[0])
+    decoder.order_play(*asks[1])
+    for engine, asked in ((prefiller, asks[0]), (decoder, asks[1])):
+        answers = engine.result()
+        for ask, answer in zip(asked, answers, strict=True):
+            assert [answer.token_ids] == expected(ask.prompt, max_tokens=ask.max_tokens)
+            if ask.side == DECODE:
+                assert answer.cached_tokens == full_blocks(900)
+    for engine in (prefiller, decoder):
+        engine.settle()
+    nothing_left(server)
+
+
+def test_a_prompt_that_nobody_promises_is_computed(server: Server, decoder: Engine, expected: Expected) -> None:
+    question = prompt(20, 600)
+    decoder.generate(prompt(99, 40))
+    books = Ledger(decoder)
+    [answer] = decoder.play(Ask(question, 8, side=DECODE))
+    assert [answer.token_ids] == expected(question)
+    assert answer.cached_tokens == 0
+    assert books["unpromised_requests"] == 1
+    [answer] = decoder.play(Ask(prompt(21, 600), 8, side=DECODE, options={"wait_s": 0.05}))
+    assert answer.seconds < 2
+    nothing_left(server)
+
+
+def test_a_prefill_that_is_aborted_or_killed_is_computed_by_the_decode_side(
+    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+) -> None:
+    for engine in (prefiller, decoder):
+        engine.generate(prompt(99, 40))
+    aborted, killed = prompt(30, 1800), prompt(31, 1800)
+    decoder.order_play(Ask(aborted, 8, side=DECODE))
+    prefiller.play(Ask(aborted, 1, side=PREFILL, abort="prefilling"))
+    [answer] = decoder.result()
+    assert [answer.token_ids] == expected(aborted)
+    nothing_left(server)
+    decoder.order_play(Ask(killed, 8, side=DECODE))
+    prefiller.order_play(Ask(killed, 1, side=PREFILL))
+    wait_until(lambda: any(each.promised for each in namespaces(server)), what="the prompt is promised")
+    prefiller.kill()
+    [answer] = decoder.result()
+    assert [answer.token_ids] == expected(killed)
+    nothing_left(server)
+    decoder.settle()
+
+
+def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    """Of all their requests, one."""
+    engines = [start_engine(server.endpoint, options={"single_flight_s": 30}, **CHUNKS) for _ in range(2)]
+    for engine in engines:
+        engine.generate(prompt(99, 40))
+    question = prompt(40, 1900)
+    [right] = expected(question)
+    for engine in engines:
+        engine.order_play(*[Ask(question, 8) for _ in range(8)])
+    answers = [answer for engine in engines for answer in engine.result()]
+    assert [answer.token_ids for answer in answers] == [right] * 16
+    assert sorted(answer.cached_tokens for answer in answers) == [0] + [full_blocks(1900)] * 15
+    for engine in engines:
+        engine.settle()
+    nothing_left(server)
+
+
+def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    engines = [start_engine(server.endpoint, options={"single_flight_s": 30}, **CHUNKS) for _ in range(2)]
+    for engine in engines:
+        engine.generate(prompt(99, 40))
+    question = prompt(50, 1900)
+    engines[0].order_play(Ask(question, 1))
+    wait_until(lambda: any(each.promised for each in namespaces(server)), what="the prompt is promised")
+    engines[1].order_play(*[Ask(question, 8) for _ in range(3)])
+    wait_until(lambda: any(each.awaited for each in namespaces(server)), what="the prompt is awaited")
+    engines[0].kill()
+    assert [answer.token_ids for answer in engines[1].result()] == expected(question) * 3
+    nothing_left(server)
+    engines[1].settle()
