@@ -146,3 +146,58 @@ def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(
     assert [answer.token_ids for answer in engines[1].result()] == expected(question) * 3
     nothing_left(server)
     engines[1].settle()
+
+
+def test_prompts_are_handed_over_between_engines_of_different_sizes(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    one = start_engine(server.endpoint, options={"head_shards": 2}, **CHUNKS)
+    two = start_engine(
+        server.endpoint,
+        options={"head_shards": 2},
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"},
+        fork=True,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        **CHUNKS,
+    )
+    for engine in (one, two):
+        engine.generate(prompt(99, 40))
+    for seed, prefiller, decoder in ((60, one, two), (61, two, one)):
+        question = prompt(seed, 1200)
+        decoder.order_play(Ask(question, 12, side=DECODE))
+        prefiller.play(Ask(question, 1, side=PREFILL))
+        [answer] = decoder.result()
+        assert [answer.token_ids] == expected(question, max_tokens=12)
+        assert answer.cached_tokens == full_blocks(1200)
+    nothing_left(server)
+
+
+def test_engines_that_take_blocks_back_hand_over_all_the_same(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    """Preemption on either side: room for two of four requests that decode beside the hand-overs."""
+    small = {"num_gpu_blocks_override": 48, "max_model_len": 1024, **CHUNKS}
+    engines = [start_engine(server.endpoint, options={"cpu_bytes": "8MiB"}, **small) for _ in range(2)]
+    for engine in engines:
+        engine.generate(prompt(99, 40))
+    questions = [prompt(seed, 500) for seed in (70, 71, 72)]
+    beside = [[prompt(80 + 2 * side + number, 300) for number in range(2)] for side in range(2)]
+    for engine, side, others in zip(engines, (PREFILL, DECODE), beside, strict=True):
+        asks = [Ask(other, 600) for other in others]
+        asks += [
+            Ask(question, 1 if side == PREFILL else 40, at=4 * number, side=side)
+            for number, question in enumerate(questions)
+        ]
+        engine.order_play(*asks)
+    preemptions = 0
+    for engine, side, others in zip(engines, (PREFILL, DECODE), beside, strict=True):
+        answers = engine.result()
+        preemptions += sum(answer.preemptions for answer in answers)
+        assert [answer.token_ids for answer in answers[:2]] == expected(*others, max_tokens=600)
+        tokens = 1 if side == PREFILL else 40
+        assert [answer.token_ids for answer in answers[2:]] == expected(*questions, max_tokens=tokens)
+    assert preemptions, "nothing was taken back: the test shows nothing"
+    for engine in engines:
+        engine.settle()
+    nothing_left(server)
