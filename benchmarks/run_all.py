@@ -72,6 +72,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_long_prefill", 6, engine=True),
     Entry(f"{REMOTE}.test_slow_store", 10, engine=True),
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),
+    Entry(f"{REMOTE}.test_hand_over", 12, engine=True),
     Entry(f"{REMOTE}.test_demo", 4, engine=True),
 )
 

@@ -13,6 +13,10 @@ from benchmarks.remote_kv_cache.first_token import STORE as FROM_STORE
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.test_beside_python import PACE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
+from benchmarks.remote_kv_cache.test_hand_over import ADDED, APART, BETWEEN_TOKENS
+from benchmarks.remote_kv_cache.test_hand_over import ALONE as NO_ARRIVALS
+from benchmarks.remote_kv_cache.test_hand_over import CHUNKS as IN_CHUNKS
+from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_hooks import COPIES, EVERYTHING, NOTHING
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING
 from benchmarks.remote_kv_cache.test_sharding import (
@@ -313,6 +317,31 @@ def _hooks(at_most_s: float) -> Callable[[Result], Finding]:
     return find
 
 
+def _between_tokens(at_most: float, prompt_tokens: int) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.case(f"{BETWEEN_TOKENS}, prompts of {prompt_tokens} tokens")
+        shares = {name: case.to_limit(name).median for name in (APART, IN_CHUNKS)}
+        return Finding(
+            ", ".join(f"{name} {share:.2f} x" for name, share in shares.items()),
+            f"{NO_ARRIVALS} {case.seconds(NO_ARRIVALS).median * 1e3:.1f} ms",
+            shares[APART] <= at_most and _right(result),
+        )
+
+    return find
+
+
+def _added(at_most_s: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        added = {case.parameters["prompt_tokens"]: case.seconds(ADDED).median for case in result.group(TO_FIRST)}
+        return Finding(
+            "; ".join(f"{tokens} tokens {seconds * 1e3:.1f} ms" for tokens, seconds in added.items()),
+            "the prefill, and the decode side with all in its own cache",
+            max(added.values()) <= at_most_s and _right(result),
+        )
+
+    return find
+
+
 def _only(result: Result, group: str) -> CaseResult:
     """The one case of a part. Raises `KeyError` if that part was left out."""
     cases = result.group(group)
@@ -442,6 +471,20 @@ REMOTE_CLAIMS: Final = (
         "test_hooks",
         "",
         _hooks(0.001),
+    ),
+    Claim(
+        _MODULE,
+        "prefill and decode apart: time between tokens, p99, while prompts of 4096 tokens come ≤ 1.5 x that without",
+        "test_hand_over",
+        "",
+        _between_tokens(1.5, 4096),
+    ),
+    Claim(
+        _MODULE,
+        "a hand-over adds ≤ 10 ms (median) to the prefill and the decode side's own first token",
+        "test_hand_over",
+        "",
+        _added(0.010),
     ),
     Claim(_MODULE, "demo: equal tokens, first token ≥ 10 times sooner", "test_demo", "", _demo),
 )

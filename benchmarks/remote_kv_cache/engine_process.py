@@ -1,8 +1,8 @@
 """One vLLM engine in a process of its own: `run` is the main function of that process.
 
-The process first sends "ready" through the pipe. For each `Order` that it receives it sends a `Run`, for each `Doubt` a
-list of numbers, for `Times` how long calls took; None ends the engine. Its output goes to its log. Time is taken in
-this process, around the engine's own call, so that the pipe is not timed.
+The process first sends "ready" through the pipe. For each `Order` that it receives it sends a `Run`, for `Arrivals` a
+list of `Served`, for each `Doubt` a list of numbers, for `Times` how long calls took; None ends the engine. Its output
+goes to its log. Time is taken in this process, around the engine's own call, so that the pipe is not timed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ PRELOAD: Final = [
 @dataclass(frozen=True)
 class Setup:
     """The settings of an engine. `connector`: its options, None for an engine without it. `arguments`: those of
-    `vllm.LLM`. `timed`: whether the calls to the connector are timed."""
+    `vllm.LLM`. `timed`: whether the calls to the connector are timed. `cores`: those that it may use; empty: all."""
 
     model: Path
     connector: dict[str, Any] | None
     arguments: dict[str, Any]
     timed: bool = False
+    cores: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,37 @@ class Order:
 
     prompts: list[list[int]]
     output_tokens: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A prompt that comes at a time. `side`: of a hand-over, the flag in its `kv_transfer_params`; empty: none.
+    `endless`: it ends when all others have ended and `Arrivals.seconds` have passed, `output_tokens` at most."""
+
+    at_s: float
+    prompt: list[int]
+    output_tokens: int
+    side: str = ""
+    endless: bool = False
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Prompts that come while the engine works, from `begin` on, on the clock of `time.perf_counter`."""
+
+    begin: float
+    arrivals: list[Arrival]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of an `Arrival`, in their order: its tokens, and when each came out of the engine, in seconds after
+    `Arrivals.begin`."""
+
+    token_ids: list[int]
+    token_s: list[float]
+    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +141,8 @@ def run(setup: Setup, environment: dict[str, str], log: Path, pipe: Connection) 
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
+    if setup.cores:
+        os.sched_setaffinity(0, setup.cores)
     try:
         _serve(setup, pipe)
     except BaseException:
@@ -134,6 +168,9 @@ def _serve(setup: Setup, pipe: Connection) -> None:
             pipe.send({name: list(taken) for name, taken in times.items()})
             for taken in times.values():
                 taken.clear()
+            continue
+        if isinstance(order, Arrivals):
+            pipe.send(_serve_arrivals(engine.llm_engine, order))
             continue
         sampling = SamplingParams(temperature=0, max_tokens=order.output_tokens, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": tokens} for tokens in order.prompts]
@@ -179,6 +216,44 @@ def _waited_for_a_core() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except OSError:
         return 0.0
+
+
+def _serve_arrivals(engine: Any, order: Arrivals) -> list[Served]:
+    from vllm import SamplingParams
+
+    served = [Served([], [], 0) for _ in order.arrivals]
+    coming = sorted(range(len(served)), key=lambda number: order.arrivals[number].at_s, reverse=True)
+    names: dict[int, str] = {}
+    left = {number for number, arrival in enumerate(order.arrivals) if not arrival.endless}
+    while coming or engine.has_unfinished_requests():
+        now = time.perf_counter() - order.begin
+        while coming and order.arrivals[coming[-1]].at_s <= now:
+            number = coming.pop()
+            arrival = order.arrivals[number]
+            extra = {"kv_transfer_params": {arrival.side: True}} if arrival.side else None
+            how = SamplingParams(
+                temperature=0, max_tokens=arrival.output_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+            )
+            prompt = {"prompt_token_ids": arrival.prompt}
+            names[number] = engine.add_request(f"{number}/{order.begin}", prompt, how)
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, min(0.001, order.arrivals[coming[-1]].at_s - now)))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter() - order.begin
+        for output in outputs:
+            number = int(output.request_id.partition("/")[0])
+            tokens = list(output.outputs[0].token_ids)
+            times = served[number].token_s
+            times += [now] * (len(tokens) - len(times))
+            served[number] = Served(tokens, times, output.num_cached_tokens or 0)
+            if output.finished:
+                left.discard(number)
+                names.pop(number)
+        if not left and not coming and now > order.seconds and names:
+            engine.abort_request(list(names.values()), internal=True)
+            names.clear()
+    return served
 
 
 def _gaps(engine: Any, doubt: Doubt) -> list[float]:

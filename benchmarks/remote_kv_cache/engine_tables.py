@@ -8,6 +8,8 @@ from typing import Final
 from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
+from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
+from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, BATCH_SIZES, PREFILL, STORED
@@ -86,6 +88,26 @@ def slow_store(results: Results) -> str:
     return markdown(("prompts", "", "s, median (min … max)", f"x {WITHOUT}"), rows)
 
 
+def hand_over(results: Results) -> str:
+    """The time between tokens while prompts come, and what a hand-over adds to the first token."""
+    result = results["test_hand_over"]
+    rows = []
+    for case in result.group(BETWEEN_TOKENS):
+        for name in case.operations:
+            share = spread_text(case.to_limit(name)) if name in case.limits else ""
+            longest = f"{case.parameters['longest_s'][name] * 1e3:.0f}"
+            tokens = f"{case.parameters['prompt_tokens']}"
+            rows.append((tokens, name, f"{case.seconds(name).median * 1e3:.1f}", share, longest))
+    between = markdown(("prompts of", "time between tokens", "p99, ms", f"x {ALONE}", "longest, ms"), rows)
+    first = []
+    for case in result.group(TO_FIRST):
+        names = tuple(case.operations)
+        milliseconds = (f"{case.seconds(name).median * 1e3:.1f}" for name in names)
+        first.append((f"{case.parameters['prompt_tokens']}", *milliseconds))
+    headings = ("to the first token, ms, prompts of", *names)
+    return f"{between}\n\n{markdown(headings, first)}\n\n{_checked(result)}"
+
+
 _HOOK_COLUMNS: Final = {
     "p50": "p50",
     "p99": "p99",
@@ -138,4 +160,5 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "first_token": ("test_long_prefill", first_token),
     "slow_store": ("test_slow_store", slow_store),
     "hooks": ("test_hooks", hooks),
+    "hand_over": ("test_hand_over", hand_over),
 }

@@ -20,7 +20,16 @@ from typing import Any, Final
 
 from benchmarks.remote_kv_cache import engine_process
 from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, EngineModel, save_model
-from benchmarks.remote_kv_cache.engine_process import Doubt, Order, Run, Setup, Times
+from benchmarks.remote_kv_cache.engine_process import (
+    Arrival,
+    Arrivals,
+    Doubt,
+    Order,
+    Run,
+    Served,
+    Setup,
+    Times,
+)
 from benchmarks.remote_kv_cache.processes import environment
 from kvstore.wire import NamespaceInfo
 from kvstore_client import KVStoreClient, Namespace
@@ -52,10 +61,16 @@ class Engine:
     """A vLLM engine. It starts at once; the first order, or `wait_ready`, waits until it serves."""
 
     def __init__(
-        self, model: EngineModel, connector: dict[str, Any] | None, *, timed: bool = False, **arguments: Any
+        self,
+        model: EngineModel,
+        connector: dict[str, Any] | None,
+        *,
+        timed: bool = False,
+        cores: Sequence[int] = (),
+        **arguments: Any,
     ) -> None:
-        """connector: its options; None for an engine without it. timed: whether the calls to it are timed. arguments:
-        further ones of `vllm.LLM`, beside those below."""
+        """connector: its options; None for an engine without it. timed: whether the calls to it are timed. cores: those
+        that it may use; empty: all. arguments: further ones of `vllm.LLM`, beside those below."""
         # Read when torch and transformers are imported, which is before an engine's own settings are made.
         os.environ["OMP_NUM_THREADS"] = str(compute_threads())
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -66,7 +81,7 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        setup = Setup(save_model(model), connector, {"block_size": BLOCK_TOKENS, **arguments}, timed)
+        setup = Setup(save_model(model), connector, {"block_size": BLOCK_TOKENS, **arguments}, timed, frozenset(cores))
         descriptor, name = tempfile.mkstemp(suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
@@ -89,6 +104,15 @@ class Engine:
         run = self._receive(_ANSWER_S)
         assert isinstance(run, Run)
         return run
+
+    def begin(self, arrivals: Sequence[Arrival], begin: float, seconds: float = 0.0) -> None:
+        """Give the engine prompts that come at their times: see `Arrivals`. `served` waits for the answers."""
+        self.wait_ready()
+        self._pipe.send(Arrivals(begin, list(arrivals), seconds))
+
+    def served(self) -> list[Served]:
+        """See `begin`."""
+        return list(self._receive(_ANSWER_S))
 
     def gaps(self, prompt: list[int], continuation: list[int]) -> list[float]:
         """See `Doubt`. Computed without any cache."""

@@ -40,7 +40,7 @@ from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
 from kvstore_client.vllm.connector.block_groups import BlockGroups
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
-from kvstore_client.vllm.connector.hand_over import HandOvers
+from kvstore_client.vllm.connector.hand_over import HandOvers, tail_key
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.plan import StepPlan
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
@@ -280,8 +280,13 @@ class ScheduledEngine:
             assert self._meaning.setdefault(key, meaning) == meaning, "blocks of two kinds of weights have one key"
         return keys
 
-    def keys_by_group(self, request: Request) -> list[Sequence[bytes]]:
+    def keys_by_group(self, request: Request, tail: bool = False) -> list[Sequence[bytes]]:
+        """tail: also of the block that the prompt's end fills in part."""
         keys = self.keys_of(request)
+        chain = self.half._keys.of(request)
+        whole = request.num_prompt_tokens // BLOCK_TOKENS
+        if tail and (last := tail_key(request, chain, BLOCK_TOKENS)) is not None:
+            keys = [*keys[: whole * self.groups.count], *self.groups.keys([last])]
         return [keys[group :: self.groups.count] for group in range(self.groups.count)]
 
     def change_weights(self) -> bool:
@@ -295,6 +300,9 @@ class ScheduledEngine:
     # What the engine does.
 
     def schedule(self) -> Step:
+        handed_over = {
+            name for name in self.scheduler.requests if self.half._hand_overs.loadable(self.requests[name]) is not None
+        }
         output = self.scheduler.schedule()
         plan = output.kv_connector_metadata
         assert isinstance(plan, StepPlan)
@@ -310,7 +318,7 @@ class ScheduledEngine:
                 block: key
                 for blocks, names in zip(
                     self.block_ids_by_group(load.request_id),
-                    self.keys_by_group(self.requests[load.request_id]),
+                    self.keys_by_group(self.requests[load.request_id], tail=load.request_id in handed_over),
                     strict=True,
                 )
                 for block, key in zip(blocks, names, strict=False)
@@ -331,7 +339,7 @@ class ScheduledEngine:
         """The oldest step in flight is executed, and its outcome told to the scheduler."""
         step = self.in_flight.popleft()
         for work in step.work:
-            work.keys = self.keys_by_group(work.request)
+            work.keys = self.keys_by_group(work.request, tail=work.end == work.request.num_prompt_tokens)
         for rank in self.ranks:
             rank.execute(step)
         names = [work.request.request_id for work in step.work]

@@ -131,8 +131,9 @@ class Rank:
                 assert block not in copied_from, f"block {block} is computed while it is copied from"
                 assert block not in loaded_to, f"block {block} is computed while it is loaded"
                 self.cache.pop(block, None)
-                if (index + 1) * BLOCK_TOKENS <= work.end and index < len(keys):
-                    self.cache[block] = keys[index]
+                whole = (index + 1) * BLOCK_TOKENS <= work.end
+                if index < len(keys) and (whole or work.end == work.request.num_prompt_tokens):
+                    self.cache[block] = keys[index]  # or the tail of a prompt
         for work, block_ids, keys, window in parts:
             first = max(0, work.start - window + 1) // BLOCK_TOKENS if window else 0
             for index in range(first, work.start // BLOCK_TOKENS):

@@ -64,7 +64,7 @@ class KVEvents:
 
     def note(self, request: Request, key: bytes, index: int, group: int) -> None:
         """A save or a load of the request's block ``index`` in a group begins: what events will say of it."""
-        if not self.wanted:
+        if not self.wanted or index >= len(request.block_hashes):  # the tail of a prompt has no hash
             return
         block = self._blocks.get(key)
         if block is None:

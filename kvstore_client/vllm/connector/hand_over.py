@@ -16,11 +16,14 @@ Every wait has a bound. Thread: the engine core's, for everything here. Nothing 
 from __future__ import annotations
 
 import enum
+import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from kvstore_client.engine.flights import PROMISE_S, Flight, Flights
 from kvstore_client.engine.guard import Counters
@@ -33,6 +36,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 # How long a handed-over prompt may stay unpromised: its other engine may be in the middle of a long step.
 UNPROMISED_S: Final = 2.0
+# How long the store keeps the tail of a prompt, which is of use to nobody but the decode side.
+TAIL_S: Final = 60.0
 
 
 class Side(enum.Enum):
@@ -58,6 +63,18 @@ def side_of(request: Request) -> Side:
     return sides[0] if len(sides) == 1 else Side.BOTH
 
 
+def tail_key(request: Request, keys: Sequence[bytes], block_tokens: int) -> bytes | None:
+    """The key of the block that the end of a prompt fills in part: a hash of the key before it and of its tokens. None:
+    there is no such block, or more than tokens decides what is in it. keys: of the prompt's whole blocks."""
+    whole, rest = divmod(request.num_prompt_tokens, block_tokens)
+    tokens = request.prompt_token_ids
+    if not rest or not 0 < whole <= len(keys) or tokens is None or request.mm_features:
+        return None
+    parent = keys[whole - 1]
+    tail = np.array(tokens[-rest:], dtype="<i8").tobytes()
+    return hashlib.blake2b(tail, digest_size=len(parent), key=parent[:64], person=b"kvstore-tail").digest()
+
+
 @dataclass
 class _Shared:
     """A request whose blocks others compute, or wait for."""
@@ -69,6 +86,8 @@ class _Shared:
     wait_s: float  # how long it waits for blocks that others have promised
     added: float
     follow_until: float
+    tail: bytes | None = None  # the key of the block that the prompt's end fills in part
+    tail_saved: bool = False
     finished: float = 0.0
     sending: set[bytes] | None = None  # once it has finished: the keys of blocks on their way; None: not known yet
 
@@ -104,23 +123,25 @@ class HandOvers:
         side = side_of(request)
         now = time.monotonic()
         promised: list[bytes] = []
+        tail = None if side is Side.BOTH or self._groups.windows else tail_key(request, keys, self._block_tokens)
+        prompt = [*keys, tail] if tail is not None else keys
         if side is Side.DECODE:
             if not usable:
                 return
             wait_s = PROMISE_S if wait_s is None else wait_s
-            flight = self._flights.expect(keys[:usable], min(UNPROMISED_S, wait_s))
+            flight = self._flights.expect(prompt, min(UNPROMISED_S, wait_s))
         elif keys and may_save and (side is Side.PREFILL or self._single_flight_s):
             wait_s = self._single_flight_s if usable else 0.0
             if self._single_flight_s:
                 promised = [key for key in keys if self._leaders.setdefault(key, request) is request]
             leads = promised or side is Side.PREFILL  # otherwise it only follows
-            flight = self._flights.promise(keys) if leads else Flight(keys, now, coming=0)
+            flight = self._flights.promise(prompt) if leads else Flight(keys, now, coming=0)
         else:
             return
         if side is not Side.BOTH:
             self._counters.add("hand_overs_in" if side is Side.DECODE else "hand_overs_out")
         self._shared[request.request_id] = _Shared(
-            request, side, flight, promised, wait_s, now, now + self._single_flight_s
+            request, side, flight, promised, wait_s, now, now + self._single_flight_s, tail
         )
 
     def is_handed_over(self, request: Request) -> bool:
@@ -132,6 +153,26 @@ class HandOvers:
         """Whether another engine computes the request's prompt."""
         shared = self._shared.get(request.request_id)
         return shared is not None and shared.side is Side.DECODE
+
+    def loadable(self, request: Request) -> Sequence[bytes] | None:
+        """The keys of all blocks of a prompt that another engine computes, the last one perhaps filled in part; None:
+        it is computed here, or was loaded."""
+        shared = self._shared.get(request.request_id)
+        if shared is None or shared.side is not Side.DECODE or not shared.wait_s:
+            return None
+        return shared.flight.keys
+
+    def tail_to_save(self, request: Request, computed_tokens: int) -> bytes | None:
+        """The key of the block that the prompt's end fills in part, if so many tokens are the prompt and another engine
+        waits for that."""
+        shared = self._shared.get(request.request_id)
+        if shared is None or shared.side is not Side.PREFILL or computed_tokens != request.num_prompt_tokens:
+            return None
+        return None if shared.tail_saved else shared.tail
+
+    def tail_is_saved(self, request: Request) -> None:
+        """It is on its way."""
+        self._shared[request.request_id].tail_saved = True
 
     def follows(self, request: Request, keys: Sequence[bytes], local: int) -> bool:
         """Whether to wait until another request of this engine has computed block `local`, the first that this one
@@ -153,11 +194,19 @@ class HandOvers:
             shared.added = 0.0
         return coming
 
-    def waits_s(self, request: Request) -> float:
-        """How long a load of the request may wait for promised blocks. There is one such load."""
-        shared = self._shared[request.request_id]
+    def take_wait_s(self, request: Request) -> float:
+        """How long a load of the request may wait for promised blocks. From now on, no other one may."""
+        shared = self._shared.get(request.request_id)
+        if shared is None:
+            return 0.0
         wait_s, shared.wait_s = shared.wait_s, 0.0
         return wait_s
+
+    def forget(self) -> None:
+        """Blocks have other keys from now on: current requests neither wait for others nor lead them."""
+        self._leaders.clear()
+        for shared in self._shared.values():
+            shared.wait_s, shared.tail = 0.0, None
 
     def finish(self, request: Request, sending: Iterable[bytes], whole: bool = True) -> None:
         """The request has ended. What it promised is withdrawn, once those of its blocks are set that are on their way.

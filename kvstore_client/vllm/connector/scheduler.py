@@ -33,7 +33,7 @@ from kvstore_client.engine.transfer import SendAs
 from kvstore_client.vllm.connector.block_groups import NULL_BLOCK, BlockGroups, Place
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.events import KVEvents
-from kvstore_client.vllm.connector.hand_over import HandOvers
+from kvstore_client.vllm.connector.hand_over import TAIL_S, HandOvers
 from kvstore_client.vllm.connector.host_tier import HostTier, Slots
 from kvstore_client.vllm.connector.pending import (
     PendingCopies,
@@ -187,7 +187,10 @@ class SchedulerHalf:
         if waiting.lookup is None or (len(keys) - local) * self._block_tokens < self._min_hit_tokens:
             return 0
         groups = self._groups
-        names = groups.keys_of(request, self._keys.of(request))
+        handed_over = self._hand_overs.loadable(request)
+        chain = handed_over or self._keys.of(request)
+        keys = handed_over or keys
+        names = groups.keys_of(request, chain)
         if self._prefix_caching and (
             self._awaits(waiting, names, local, len(keys)) or self._hand_overs.follows(request, keys, local)
         ):
@@ -219,6 +222,8 @@ class SchedulerHalf:
                 present[int(np.searchsorted(np.cumsum(~here), load, side="right")) :] = False
                 run = groups.run(present, local)
         tokens = run * self._block_tokens
+        if handed_over:  # perhaps with a block that the prompt fills in part
+            tokens = min(tokens, request.num_prompt_tokens - local * self._block_tokens)
         return tokens if tokens >= self._min_hit_tokens else 0
 
     def _tokens_before(self, request: Request) -> int:
@@ -261,10 +266,11 @@ class SchedulerHalf:
         self._settle_lookup(tracked)
         if tracked.stored is not None:
             tracked.next_save = tracked.stored
+        names = self._groups.keys_of(request, self._hand_overs.loadable(request) or self._keys.of(request))
+        wait_s = self._hand_overs.take_wait_s(request)
         if external_tokens <= 0:
             return
-        first, end = waiting.local, waiting.local + external_tokens // self._block_tokens
-        names = self._groups.keys_of(request, self._keys.of(request))
+        first, end = waiting.local, waiting.local + math.ceil(external_tokens / self._block_tokens)
         places = list(self._groups.places(blocks.get_block_ids(), range(first, end)))
         keys = [self._name(names, place) for place in places]
         block_ids = [place.block_id for place in places]
@@ -281,7 +287,10 @@ class SchedulerHalf:
         load.slots = self._slots_to_fetch_into(load.keys)
         load.waits = waiting.waits and bool(load.keys)
         if load.waits:
-            load.within_s = self._hand_overs.waits_s(request)
+            load.within_s = wait_s
+            # What another engine sets need not be saved, whatever the store had when it was asked.
+            tracked.lookup = tracked.stored = None
+            tracked.next_save = (first * self._block_tokens + external_tokens) // self._block_tokens
         else:
             load.within_s = self._admission.begin(len(load.keys), before)
         self._loads.append(load)
@@ -382,12 +391,15 @@ class SchedulerHalf:
         first = min(tracked.next_save, request.num_computed_tokens // self._block_tokens)
         # A hash exists once the block's tokens are known, so drafts that may be rejected are never saved.
         chain = self._keys.of(request)
-        end = min(computed_tokens // self._block_tokens, len(chain), *map(len, block_ids))
+        whole = end = min(computed_tokens // self._block_tokens, len(chain), *map(len, block_ids))
         if not self._save_decode:
             end = min(end, request.num_prompt_tokens // self._block_tokens)
         options = tracked.options
         if options.max_save_tokens is not None:
             end = min(end, options.max_save_tokens // self._block_tokens)
+        tail = self._hand_overs.tail_to_save(request, computed_tokens)
+        if tail is not None and end == computed_tokens // self._block_tokens < min(map(len, block_ids)):
+            chain, end = [*chain[:end], tail], end + 1
         if first >= end or not options.save:
             return 0
         how = SendAs(options.priority, options.ttl_s, self._hand_overs.is_handed_over(request))
@@ -409,7 +421,7 @@ class SchedulerHalf:
                 self.events.note(request, key, place.index, place.group)
                 self._saves.keys.append(key)
                 self._saves.parents.append(self._parent(names, place))
-                self._saves.how.append(how)
+                self._saves.how.append(how if place.index < whole else how._replace(ttl_s=TAIL_S))
                 self._saves.block_ids.append(place.block_id)
                 self._saves.slots.append(slot)
                 tracked.last_job = self._saves.job
@@ -419,7 +431,9 @@ class SchedulerHalf:
                 break
             elif place.index >= lacking:
                 self._send_again(request, names, place, how)
-        tracked.next_save = max(first, end)
+        if end > whole:
+            self._hand_overs.tail_is_saved(request)
+        tracked.next_save = max(first, min(end, whole))
         for group in range(self._groups.count):
             self._tier.touch(self._groups.in_group(names[: end * self._groups.count], group))
         return unplaced
@@ -589,6 +603,7 @@ class SchedulerHalf:
         """Make all blocks saved so far unfindable for this engine: the weights may have changed. The blocks of current
         requests are not saved any more."""
         self._keys.forget()
+        self._hand_overs.forget()
         self._tier.clear()
         self.events.cleared()
         for waiting in self._waiting.values():

@@ -1,0 +1,244 @@
+"""Prefill and decode on engines of their own, each on one core, against two engines that do both.
+
+*Between tokens*: engines that are giving answers get long prompts. The time between two tokens of those answers (its
+99th percentile, and the longest), without such prompts; on two engines that share everything, which compute a prompt in
+one step or in chunks; and on an engine that only decodes, while another one, on the other core, computes the prompts
+and hands them over through the store.
+
+*To the first token*: a request that is handed over, on idle engines. How long the prefill takes; when the decode side
+has its first token, both sides having been asked at once; how long the decode side takes for the same prompt with all
+blocks in its own cache. What the hand-over adds is the second less the first and the third.
+
+Every engine computes with one thread. Copies between cache and host memory, which a device would make, take time of the
+same core. Needs vLLM and two cores; without them nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
+from benchmarks.remote_kv_cache.engine_models import (
+    ENGINE_MODELS,
+    EngineModel,
+    add_engine_model_option,
+    cacheable_tokens,
+    full_blocks,
+)
+from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
+from benchmarks.remote_kv_cache.engines import Engine
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console, time_text
+
+BETWEEN_TOKENS: Final = "between tokens"
+FIRST_TOKEN: Final = "to the first token"
+ALONE: Final = "without arrivals"
+WHOLE: Final = "two engines, prompts in one step"
+CHUNKS: Final = "two engines, prompts in chunks"
+APART: Final = "prefill and decode apart"
+PREFILLED: Final = "the prefill"
+HANDED_OVER: Final = "handed over"
+OWN_CACHE: Final = "in the decode side's own cache"
+ADDED: Final = "added by the hand-over"
+LENGTHS: Final = (128, 1024, 4096)
+PREFILL: Final = "do_remote_decode"
+DECODE: Final = "do_remote_prefill"
+
+_ANSWERS: Final = 4  # that are being given
+_ANSWER_PROMPT: Final = 64
+_ARRIVALS: Final = 6  # prompts a round
+_CHUNK: Final = 512
+_ALONE_S: Final = 3.0
+_WARM_UP: Final = 1_000_000  # seeds from here on
+_MOST_TOKENS: Final = 3000
+_LEAD_S: Final = 0.3  # from the order to the first arrival
+_SETTLED_S: Final = 0.5  # after that, answers are under way
+
+
+def _gaps(answers: Sequence[Served], end_s: float) -> list[float]:
+    """The times between tokens, while prompts came."""
+    return [
+        later - sooner
+        for answer in answers
+        for sooner, later in zip(answer.token_s, answer.token_s[1:], strict=False)
+        if sooner > _SETTLED_S and later <= end_s
+    ]
+
+
+class Rig:
+    """The engines, each on one core, and what they are asked."""
+
+    def __init__(self, model: EngineModel, endpoint: str, stack: ExitStack, cores: Sequence[int]) -> None:
+        self.model = model
+        blocks = _ANSWERS * full_blocks(_MOST_TOKENS) + (_ARRIVALS + 2) * full_blocks(max(LENGTHS)) + 64
+        arguments: dict[str, Any] = {
+            "max_model_len": 2 * max(LENGTHS),
+            "max_num_seqs": _ANSWERS + _ARRIVALS,
+            "kv_cache_memory_bytes": blocks * model.block_bytes,
+        }
+        connector = {"endpoint": endpoint, "cpu_bytes": blocks * model.block_bytes}
+
+        def engine(core: int, tokens: int, connector: dict[str, Any] | None) -> Engine:
+            return stack.enter_context(
+                Engine(model, connector, cores=[cores[core]], max_num_batched_tokens=tokens, **arguments)
+            )
+
+        self.prefill, self.decode = engine(0, _CHUNK, connector), engine(1, _CHUNK, connector)
+        self.chunked = [engine(core, _CHUNK, None) for core in range(2)]
+        self.whole = [engine(core, 2 * max(LENGTHS), None) for core in range(2)]
+        for each in (self.prefill, self.decode, *self.chunked, *self.whole):
+            each.generate(model.prompts(_WARM_UP, 2, 300), 4)
+        self.prefill_s = {tokens: self._prefill_s(tokens) for tokens in LENGTHS}
+
+    def _prefill_s(self, tokens: int) -> float:
+        [prompt] = self.model.prompts(_WARM_UP + tokens, 1, tokens)
+        return self.chunked[0].generate([prompt], 1).seconds
+
+    def between_tokens(self, mode: str, seed: int, tokens: int) -> list[float]:
+        """-> the times between tokens, in seconds."""
+        answers = [
+            Arrival(0.0, prompt, _MOST_TOKENS, endless=True)
+            for prompt in self.model.prompts(seed, _ANSWERS, _ANSWER_PROMPT)
+        ]
+        apart_s = 1.25 * self.prefill_s[tokens]  # so much that one engine keeps up with it
+        prompts = self.model.prompts(seed + 1, _ARRIVALS, tokens)
+        times = [_SETTLED_S + number * apart_s for number in range(_ARRIVALS)]
+        begin = time.perf_counter() + _LEAD_S
+        if mode == ALONE:
+            self.decode.begin(answers, begin, _ALONE_S)
+            return _gaps(self.decode.served(), _ALONE_S)
+        if mode == APART:
+            self.decode.begin(
+                [*answers, *(Arrival(at, prompt, 2, DECODE) for at, prompt in zip(times, prompts, strict=True))], begin
+            )
+            self.prefill.begin(
+                [Arrival(at, prompt, 1, PREFILL) for at, prompt in zip(times, prompts, strict=True)], begin
+            )
+            served = self.decode.served()
+            self.prefill.served()
+            end_s = max(each.token_s[-1] for each in served[_ANSWERS:])
+            return _gaps(served[:_ANSWERS], end_s)
+        engines = self.whole if mode == WHOLE else self.chunked
+        gaps: list[float] = []
+        for number, engine in enumerate(engines):
+            coming = [Arrival(at, prompt, 2) for at, prompt in zip(times, prompts, strict=True)][number::2]
+            engine.begin([*answers[number::2], *coming], begin)
+        for engine in engines:
+            served = engine.served()
+            mine = _ANSWERS // 2
+            gaps += _gaps(served[:mine], max(each.token_s[-1] for each in served[mine:]))
+        return gaps
+
+    def first_token(self, seed: int, tokens: int, checks: Checks) -> dict[str, float]:
+        """-> the times of one request."""
+        prompts = self.model.prompts(seed, 1, tokens)
+        begin = time.perf_counter() + _LEAD_S
+        self.decode.begin([Arrival(0.0, prompts[0], 8, DECODE)], begin)
+        self.prefill.begin([Arrival(0.0, prompts[0], 1, PREFILL)], begin)
+        [prefilled], [decoded] = self.prefill.served(), self.decode.served()
+        begin = time.perf_counter() + _LEAD_S
+        self.decode.begin([Arrival(0.0, prompts[0], 8)], begin)
+        [again] = self.decode.served()
+        answers = [Answer(each.token_ids, each.cached_tokens, each.token_s[0]) for each in (decoded,)]
+        right = self.chunked[0].generate(prompts, 8).answers
+        checks.tokens(f"{tokens} tokens", prompts, answers, right, self.chunked[0])
+        checks.cached(f"{tokens} tokens", answers, cacheable_tokens(tokens), cacheable_tokens(tokens))
+        times = {PREFILLED: prefilled.token_s[0], HANDED_OVER: decoded.token_s[0], OWN_CACHE: again.token_s[0]}
+        return {**times, ADDED: times[HANDED_OVER] - times[PREFILLED] - times[OWN_CACHE]}
+
+
+def measure(benchmark: Benchmark, rig: Rig, parts: Sequence[str], checks: Checks) -> None:
+    """The rounds of both parts, for each length of prompts."""
+    modes = (ALONE, WHOLE, CHUNKS, APART)
+    rounds = benchmark.rounds
+    seeds = iter(range(1, 1_000_000, 2))
+    with benchmark.progress() as bar:
+        task = bar.add_task("rounds", total=rounds * len(LENGTHS) * len(parts))
+        for tokens in LENGTHS:
+            between: dict[str, list[float]] = {mode: [] for mode in modes}
+            longest: dict[str, list[float]] = {mode: [] for mode in modes}
+            first: dict[str, list[float]] = {name: [] for name in (PREFILLED, HANDED_OVER, OWN_CACHE, ADDED)}
+            for number in range(rounds):
+                if FIRST_TOKEN in parts:
+                    for name, seconds in rig.first_token(next(seeds), tokens, checks).items():
+                        first[name].append(seconds)
+                    bar.update(task, advance=1, refresh=True)
+                if BETWEEN_TOKENS in parts:
+                    for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
+                        gaps = rig.between_tokens(mode, next(seeds), tokens)
+                        between[mode].append(float(np.percentile(gaps, 99)))
+                        longest[mode].append(max(gaps))
+                    bar.update(task, advance=1, refresh=True)
+            parameters = {"model": rig.model.to_json(), "prompt_tokens": tokens, "prefill_s": rig.prefill_s[tokens]}
+            longest_s = {mode: float(np.median(found)) for mode, found in longest.items() if found}
+            for part, seconds_of, limits in (
+                (FIRST_TOKEN, first, {}),
+                (BETWEEN_TOKENS, between, dict.fromkeys(modes[1:], ALONE)),
+            ):
+                if part in parts:
+                    benchmark.cases.append(
+                        Case(
+                            name=f"{part}, prompts of {tokens} tokens",
+                            seconds=seconds_of,
+                            moved=dict.fromkeys(seconds_of, 0),
+                            limits=limits,
+                            parameters={
+                                **parameters,
+                                "group": part,
+                                "longest_s": longest_s if part == BETWEEN_TOKENS else {},
+                            },
+                        )
+                    )
+
+
+def show(cases: Sequence[Case]) -> None:
+    for case in cases:
+        table = Table(
+            "", "median", "least", "most", "x without arrivals", "longest", title=case.name, title_justify="left"
+        )
+        for name, seconds in case.seconds.items():
+            share = f"{case.ratio(name, case.limits[name]):.2f}" if name in case.limits else ""
+            longest_s = case.parameters["longest_s"].get(name)
+            longest = time_text(longest_s) if longest_s is not None else ""
+            table.add_row(
+                name, *(time_text(each) for each in (case.median(name), min(seconds), max(seconds))), share, longest
+            )
+        console().print(table)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_model_option(parser, "--model", "tiny")
+    parser.add_argument("--parts", nargs="+", choices=(FIRST_TOKEN, BETWEEN_TOKENS), help="default: both")
+
+
+def main() -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=_add_options)
+    cores = sorted(os.sched_getaffinity(0))
+    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
+    if missing:
+        benchmark.say(f"hand-over: {missing}, so it is not measured")
+        return 0
+    checks = Checks()
+    model = ENGINE_MODELS[benchmark.options.model or "tiny"]
+    parts = benchmark.options.parts or (FIRST_TOKEN, BETWEEN_TOKENS)
+    requests = benchmark.rounds * len(LENGTHS) * (_ARRIVALS + 2)
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(kvstore_server(requests * model.block_bytes * full_blocks(max(LENGTHS)) // 2))
+        measure(benchmark, Rig(model, endpoint, stack, cores), parts, checks)
+    show(benchmark.cases)
+    return conclude(benchmark, checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
