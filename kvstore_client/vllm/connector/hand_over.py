@@ -113,6 +113,11 @@ class HandOvers:
         """Requests that somebody may wait for, or that wait."""
         return len(self._shared) + len(self._finishing)
 
+    @property
+    def ending(self) -> bool:
+        """Whether others still wait for blocks of requests that have ended. Only a step tells that they are set."""
+        return bool(self._finishing)
+
     def add(self, request: Request, keys: Sequence[bytes], usable: int, wait_s: float | None, may_save: bool) -> None:
         """A request, unless it is known: it may come back after the engine has taken its blocks.
 

@@ -230,6 +230,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.holds_blocks
 
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.needs_steps
+
     def reset_cache(self) -> bool | None:
         """Called when the engine gets new weights or goes to sleep, among other cases. From now on this engine finds
         none of the blocks saved before, neither in its host memory nor in the store; other engines still find those in

@@ -599,6 +599,11 @@ class SchedulerHalf:
         """Whether the engine still keeps blocks of finished requests, which will be free soon."""
         return bool(self._held or self._unplaced)
 
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the engine must go on with steps although it has no request: others wait for what they tell."""
+        return self._hand_overs.ending
+
     def reset(self) -> None:
         """Make all blocks saved so far unfindable for this engine: the weights may have changed. The blocks of current
         requests are not saved any more."""
