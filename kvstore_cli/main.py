@@ -13,6 +13,7 @@ from kvstore import __version__
 from kvstore_cli import output
 from kvstore_cli.blocks import contains, delete, get, set_
 from kvstore_cli.cluster import cluster_app, drain
+from kvstore_cli.load import load
 from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of
 from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 from kvstore_cli.purge import purge
@@ -134,6 +135,14 @@ def bench(
 
 app.command(epilog=example("kvstore verify /var/lib/kvstore", "kvstore verify --endpoint cache-1:7070"))(verify)
 app.add_typer(cluster_app, name="cluster")
+app.command(
+    epilog=example(
+        "kvstore load --url http://engine-1:8000 --model M --rate 4 --input-tokens 1000 --output-tokens 200 \\",
+        "    --requests 400 --slo-ttft 0.5 --slo-tpot 0.05",
+        "kvstore load --url http://engine-1:8000 --model M --trace conversation.jsonl --speed 2 \\",
+        "    --slo-ttft 0.5 --slo-tpot 0.05 --chart load.svg",
+    )
+)(load)
 app.command(epilog=example("kvstore drain node-1 --endpoint etcd://etcd-1:2379/prod --seconds 120"))(drain)
 
 

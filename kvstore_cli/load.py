@@ -1,0 +1,330 @@
+"""`kvstore load`: sends requests to an OpenAI-compatible endpoint at given times, and says how many attain their SLOs.
+
+The work is done by `kvstore_serving.load`, which is imported when the command runs: it needs the extra `serving`. This
+file checks the options, shows the progress, and ends with the status that `kvstore_cli.output` defines:
+
+* 0: the run is complete, though some requests may have failed: that is a result;
+* 1: every request failed, nobody answers at the address, or the run was interrupted. The results there are are printed;
+* 2: an option or the trace is wrong. Nothing was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+
+import typer
+
+from kvstore_cli.options import JsonOption
+from kvstore_cli.output import CommandFailed, fail, show
+
+if TYPE_CHECKING:
+    from kvstore_serving.load.client import Bodies
+    from kvstore_serving.load.records import Outcome, Planned
+    from kvstore_serving.load.report import LoadReport
+    from kvstore_serving.load.run import Progress, Run
+
+API_KEY_VARIABLE: Final = "OPENAI_API_KEY"
+_NEEDED: Final = ("aiohttp",)
+OnProgress: TypeAlias = "Callable[[Progress], None]"
+
+
+class Api(str, Enum):
+    """Values of --api."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where requests go, and how they are made."""
+
+    url: str
+    model: str
+    bodies: Bodies
+    api_key: str | None
+    timeout_s: float
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One run: the requests, and what the report says of them."""
+
+    planned: Sequence[Planned]
+    rate_rps: float | None
+    source: str
+    seed: int
+
+
+def load(
+    url: Annotated[str, typer.Option(metavar="URL", help="The endpoint, http://HOST:PORT, with or without /v1.")],
+    model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")],
+    slo_ttft: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time to the first token.")],
+    slo_tpot: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="SLO of the time per later token.")],
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(metavar="R", help="Requests per second, at random times (Poisson). Several: one run each."),
+    ] = None,
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests that are counted. With --trace, its first ones; default: all.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Trace in Mooncake's JSONL format (also .gz) to replay.")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Replay the trace so many times as fast.")] = 1.0,
+    max_input_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Clip longer prompts of the trace; their beginnings stay.")
+    ] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Clip longer outputs of the trace.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, at the same rate, and not counted.")] = 0,
+    api: Annotated[
+        Api, typer.Option(help="completions: prompts of token ids. chat: words, whose tokens are about as many.")
+    ] = Api.COMPLETIONS,
+    extensions: Annotated[
+        bool,
+        typer.Option(
+            "--extensions/--no-extensions",
+            help="Send `ignore_eos` (vLLM and others): answers then have exactly the tokens asked for.",
+        ),
+    ] = True,
+    extra_body: Annotated[str, typer.Option(metavar="JSON", help="More fields of the request's body.")] = "{}",
+    vocab: Annotated[
+        int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this: the model's, or less.")
+    ] = 4096,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts. Another one avoids old cache hits.")] = 0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.001, help="A request that is not complete by then has failed.")
+    ] = 600.0,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help=f"Sent as a bearer token. [env var: {API_KEY_VARIABLE}]")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON line for each request.")] = None,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart into FILE.svg or FILE.png.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Load an OpenAI-compatible endpoint and measure SLO attainment and goodput.
+
+    The load is open: requests are sent at their times, whatever the endpoint does. Give either --rate with
+    --input-tokens, --output-tokens and --requests, or --trace. Several --rate make a sweep.
+    """
+    for module in (*_NEEDED, *(["matplotlib"] if chart else [])):
+        if importlib.util.find_spec(module) is None:
+            fail("failed", f'this needs {module}, which is not installed: pip install "llm-kvstore[serving]"')
+    from kvstore_serving.load.client import BadBody, Bodies
+    from kvstore_serving.load.report import Slo, make_report
+    from kvstore_serving.load.sweep import make_sweep
+
+    _check_url(url)
+    _check_files(output, chart)
+    try:
+        bodies = Bodies(model, "chat" if api is Api.CHAT else "completions", extensions=extensions, extra=extra_body)
+    except BadBody as error:
+        fail("usage", f"--extra-body {error}")
+    if trace is None:
+        if max_input_tokens is not None or max_output_tokens is not None or speed != 1.0:
+            fail("usage", "--speed, --max-input-tokens and --max-output-tokens go with --trace")
+        loads = _synthetic(rate or [], input_tokens, output_tokens, requests, warmup, seed)
+    else:
+        if rate or input_tokens or output_tokens:
+            fail("usage", "--trace has its own times and lengths: leave out --rate, --input-tokens and --output-tokens")
+        loads = [_replayed(trace, speed, requests, warmup, max_input_tokens, max_output_tokens, seed)]
+    target = _Target(url, model, bodies, api_key or os.environ.get(API_KEY_VARIABLE), timeout, vocab)
+    slo = Slo(slo_ttft, slo_tpot)
+    runs: list[tuple[LoadReport, list[Outcome]]] = []
+    for each in loads:
+        run = _perform(each, target, shown=not as_json)
+        report = make_report(run, slo, rate_rps=each.rate_rps, source=each.source, url=url, model=model, seed=each.seed)
+        runs.append((report, run.outcomes))
+        if run.interrupted:
+            break
+    _write(runs, output, chart)
+    reports = [report for report, _ in runs]
+    from kvstore_cli.load_tables import print_report, print_sweep
+
+    if len(loads) == 1:
+        show(reports[0], as_json, lambda: print_report(reports[0]), _failure(reports))
+    else:
+        sweep = make_sweep(reports)
+        show(sweep, as_json, lambda: print_sweep(sweep), _failure(reports))
+
+
+# ---- options -----------------------------------------------------------------------------------------------------
+
+
+def _check_url(url: str) -> None:
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is not a number
+        valid = False
+    if not valid:
+        fail("usage", f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+
+
+def _check_files(output: Path | None, chart: Path | None) -> None:
+    """Fail now rather than after the run."""
+    if chart is not None:
+        from kvstore_serving.load.chart import FORMATS
+
+        if chart.suffix not in FORMATS:
+            fail("usage", f"--chart {chart}: expected a file that ends with {' or '.join(FORMATS)}")
+    for option, file in (("--output", output), ("--chart", chart)):
+        try:
+            if file is not None:
+                file.open("wb").close()
+        except OSError as error:
+            fail("usage", f"{option} {file}: {error.strerror}")
+
+
+def _synthetic(
+    rates: Sequence[float],
+    input_tokens: int | None,
+    output_tokens: int | None,
+    requests: int | None,
+    warmup: int,
+    seed: int,
+) -> list[_Load]:
+    from kvstore_serving.load.arrivals import synthetic
+
+    given = {"--input-tokens": input_tokens, "--output-tokens": output_tokens, "--requests": requests}
+    missing = [name for name, value in {"--rate": rates or None, **given}.items() if value is None]
+    if missing:
+        fail("usage", f"{', '.join(missing)} not given: a load is --rate, {', '.join(given)}, or else --trace")
+    if any(not 0 < rate < float("inf") for rate in rates):
+        fail("usage", f"--rate {min(rates):g}: expected requests per second, more than 0")
+    assert input_tokens and output_tokens and requests
+    loads = []
+    for number, rate in enumerate(rates):
+        own = seed + number  # the same prompts would be in the endpoint's cache
+        planned = list(synthetic(rate, requests, warmup, input_tokens, output_tokens, own))
+        source = f"Poisson, {rate:g} req/s, {input_tokens} to {output_tokens} tokens"
+        loads.append(_Load(planned, rate, source, own))
+    return loads
+
+
+def _replayed(
+    trace: Path,
+    speed: float,
+    requests: int | None,
+    warmup: int,
+    max_input_tokens: int | None,
+    max_output_tokens: int | None,
+    seed: int,
+) -> _Load:
+    from kvstore_serving.load.trace import TraceError, replay
+
+    if not 0 < speed < float("inf"):
+        fail("usage", f"--speed {speed:g}: expected a number above 0; 2 is twice as fast")
+    try:
+        planned = list(
+            replay(
+                trace,
+                speed=speed,
+                requests=requests,
+                warmup=warmup,
+                max_input_tokens=max_input_tokens,
+                max_output_tokens=max_output_tokens,
+            )
+        )
+    except TraceError as error:
+        fail("usage", f"--trace {error}")
+    if len(planned) <= warmup:
+        fail("usage", f"--trace {trace}: {len(planned)} requests, of which --warmup {warmup} leaves none to count")
+    return _Load(planned, None, f"trace {trace.name}, speed {speed:g}", seed)
+
+
+# ---- a run -------------------------------------------------------------------------------------------------------
+
+
+def _perform(each: _Load, target: _Target, shown: bool) -> Run:
+    """Run one load. Ends the command if nobody answers at the address."""
+    with _progress(each, shown) as on_progress:
+        return asyncio.run(_send(each, target, on_progress))
+
+
+async def _send(each: _Load, target: _Target, on_progress: OnProgress) -> Run:
+    from kvstore_serving.load.client import Client
+    from kvstore_serving.load.prompts import Prompts
+    from kvstore_serving.load.run import raise_file_limit, run_load
+
+    raise_file_limit()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    client = Client(
+        target.url,
+        target.bodies.api,
+        timeout_s=target.timeout_s,
+        api_key=target.api_key,
+        whole_output=target.bodies.whole_output,
+    )
+    async with client:
+        try:
+            await client.reach()
+        except (OSError, asyncio.TimeoutError) as error:
+            fail("unreachable", f"nobody answers at {target.url}: {error or 'no answer within 10 s'}")
+        prompts = Prompts(target.vocabulary, each.seed)
+        return await run_load(each.planned, client, prompts, target.bodies, stop=stop, on_progress=on_progress)
+
+
+@contextmanager
+def _progress(each: _Load, shown: bool) -> Iterator[OnProgress]:
+    """A bar of what has ended, with what is sent, running and failed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    counts = TextColumn("sent {task.fields[sent]}  running {task.fields[running]}  failed {task.fields[failed]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        name = "trace" if each.rate_rps is None else f"{each.rate_rps:g} req/s"
+        task = bar.add_task(name, total=len(each.planned), sent=0, running=0, failed=0)
+
+        def update(now: Progress) -> None:
+            bar.update(task, completed=now.ended, sent=now.sent, running=now.running, failed=now.failed)
+
+        yield update
+
+
+# ---- the result --------------------------------------------------------------------------------------------------
+
+
+def _write(runs: Sequence[tuple[LoadReport, Sequence[Outcome]]], output: Path | None, chart: Path | None) -> None:
+    import msgspec
+
+    try:
+        if output is not None:
+            lines = [outcome.line() | {"rate_rps": report.rate_rps} for report, each in runs for outcome in each]
+            output.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        if chart is not None:
+            from kvstore_serving.load.chart import draw
+
+            draw(chart, runs)
+    except OSError as error:
+        fail("failed", f"{error.filename}: {error.strerror}")
+
+
+def _failure(reports: Sequence[LoadReport]) -> CommandFailed | None:
+    """What the exit status says of the runs. None: they are complete."""
+    last = reports[-1]
+    if last.interrupted:
+        given_up = f"{last.requests} requests are counted, {last.unfinished} were running and are not"
+        return CommandFailed("failed", f"interrupted: {given_up}")
+    if not any(report.completed for report in reports):
+        first = last.errors[0]
+        return CommandFailed("failed", f"all requests failed, {first.count} with {first.kind}: {first.message}")
+    return None

@@ -1,0 +1,78 @@
+"""Charts of runs: the distributions of TTFT and TPOT beside their SLOs, and what happened when.
+
+With several rates there is a line for each, and attainment against rate. matplotlib is imported when a chart is drawn,
+and draws without a screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvstore_serving.load.records import Outcome
+from kvstore_serving.load.report import LoadReport
+from kvstore_serving.load.sweep import TARGET
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS: Final = (".svg", ".png")
+
+
+def draw(path: Path, runs: Sequence[tuple[LoadReport, Sequence[Outcome]]]) -> None:
+    """Draw runs of one sweep, or a single one, into a file. Raises `OSError`, and `ValueError` for another format."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{path}: a chart is a file that ends with {' or '.join(FORMATS)}")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    ((ttft, tpot), (timeline, attained)) = figure.subplots(2, 2)
+    slo = runs[0][0].slo
+    for report, outcomes in runs:
+        done = [outcome for outcome in outcomes if outcome.planned.counted and not outcome.error]
+        label = f"{report.sent_rps:.3g} req/s"
+        _distribution(ttft, [value for each in done if (value := each.ttft_s) is not None], label)
+        _distribution(tpot, [value for each in done if (value := each.tpot_s) is not None], label)
+    for axes, name, limit_s in ((ttft, "TTFT", slo.ttft_s), (tpot, "TPOT", slo.tpot_s)):
+        axes.axvline(limit_s, color="black", linestyle="--", label=f"SLO {limit_s:g} s")
+        axes.set(title=name, xlabel="seconds", ylabel="share of completed requests", ylim=(0, 1))
+        axes.legend()
+    report, outcomes = runs[-1]
+    _timeline(timeline, report, [outcome for outcome in outcomes if outcome.planned.counted])
+    _attainment(attained, [report for report, _ in runs])
+    figure.suptitle(f"{report.model}, {report.source}")
+    figure.savefig(path)
+
+
+def _distribution(axes: Axes, values: list[float], label: str) -> None:
+    if values:
+        axes.ecdf(np.asarray(values), label=label)
+
+
+def _timeline(axes: Axes, report: LoadReport, counted: Sequence[Outcome]) -> None:
+    """TTFT of each request when it was sent, and the failed ones at the bottom."""
+    answered = [(each.sent_s, ttft) for each in counted if not each.error and (ttft := each.ttft_s) is not None]
+    axes.plot([sent for sent, _ in answered], [ttft for _, ttft in answered], ".", label="completed")
+    failed = [each.sent_s for each in counted if each.error]
+    if failed:
+        axes.plot(failed, [0.0] * len(failed), "x", color="red", label="failed")
+    axes.axhline(report.slo.ttft_s, color="black", linestyle="--", label="SLO")
+    axes.set(title=f"TTFT over time, {report.sent_rps:.3g} req/s", xlabel="sent, seconds", ylabel="TTFT, seconds")
+    axes.legend()
+
+
+def _attainment(axes: Axes, reports: Sequence[LoadReport]) -> None:
+    """Joint attainment and its interval against the rate."""
+    shown = [report for report in reports if report.attainment.joint is not None and report.attainment.ci95]
+    rates = [report.sent_rps for report in shown]
+    joint = [report.attainment.joint or 0.0 for report in shown]
+    bars = np.array([report.attainment.ci95 for report in shown]).reshape(-1, 2).T
+    errors = np.abs(bars - np.asarray(joint)) if shown else None
+    axes.errorbar(rates, joint, yerr=errors, marker="o", capsize=4, label="TTFT and TPOT")
+    axes.axhline(TARGET, color="black", linestyle=":", label=f"{TARGET:.0%}")
+    axes.set(title="SLO attainment, 95 % interval", xlabel="requests/s", ylabel="share of requests", ylim=(0, 1.05))
+    axes.set_xlim(left=0)
+    axes.legend()

@@ -1,0 +1,249 @@
+"""What a run measured: percentiles, SLO attainment, goodput, and how sure they are.
+
+A request attains its SLOs only if TTFT and TPOT both hold for it: two percentiles that hold apart say less, because
+different requests may miss them. A failed request attains nothing. Latencies are of requests that completed.
+
+Intervals are of 95 %. Attainment: Wilson's, which is right for few requests and near 0 and 1, but takes requests as
+independent. In a queue they are not, so goodput's is the wider one of Wilson's and of a bootstrap of blocks of
+consecutive requests, each about the square root of their number long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore import __version__
+from kvstore_serving.load.records import Outcome
+from kvstore_serving.load.run import Run
+
+LATE_S: Final = 0.02  # a generator whose p99 of lateness is above this has bent the arrivals
+_Z95: Final = 1.959963984540054
+_RESAMPLES: Final = 2000
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """The service level objectives, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of one quantity, in seconds. All None without a sample. Percentiles are interpolated, as numpy does."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+class Attainment(msgspec.Struct, frozen=True):
+    """The shares of requests for which the SLOs hold: both, each alone. `ci95` is of `joint`."""
+
+    joint: float | None
+    ttft: float | None
+    tpot: float | None
+    ci95: tuple[float, float] | None
+    ttft_ci95: tuple[float, float] | None
+    tpot_ci95: tuple[float, float] | None
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Of completed requests. `input` and `output` were asked for; the server counted the others, None if it did not.
+    `cached`: of the prompts, found in a cache. `chunks`: pieces they came in."""
+
+    input: int
+    output: int
+    prompt: int | None
+    cached: int | None
+    completion: int
+    chunks: int
+
+
+class ErrorCount(msgspec.Struct, frozen=True):
+    """Failed requests of one kind, and the first one's message."""
+
+    kind: str
+    count: int
+    message: str
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """The results of one run. `requests`: those that are counted; without warm-up and what an interrupt cut short."""
+
+    requests: int
+    completed: int
+    failed: int
+    ttft_s: Spread
+    tpot_s: Spread
+    itl_s: Spread
+    attainment: Attainment
+    goodput_rps: float
+    goodput_ci95: tuple[float, float]
+    slo: Slo
+    rate_rps: float | None  # that was asked for; None for a trace
+    sent_rps: float  # counted requests in the arrival window
+    window_s: float
+    duration_s: float
+    throughput_rps: float  # completed requests in the duration
+    output_tokens_per_s: float
+    tokens: Tokens
+    errors: list[ErrorCount]
+    warmup: int
+    clipped: int
+    interrupted: bool
+    unfinished: int
+    lateness_s: Spread
+    generator_late: bool
+    source: str
+    url: str
+    model: str
+    seed: int
+    version: str = __version__
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The statistics of any number of values."""
+    if not values:
+        return Spread()
+    array = np.asarray(values, dtype=np.float64)
+    p50, p90, p99 = (float(value) for value in np.percentile(array, [50, 90, 99]))
+    return Spread(float(array.mean()), p50, p90, p99, float(array.max()))
+
+
+def wilson(hits: int, count: int) -> tuple[float, float] | None:
+    """Wilson's score interval of 95 % for `hits` of `count`. None for no request."""
+    if not count:
+        return None
+    share, square = hits / count, _Z95**2
+    centre = (share + square / (2 * count)) / (1 + square / count)
+    half = _Z95 / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+    # At the ends of the scale the interval ends there; rounding must not say otherwise.
+    return (0.0 if hits == 0 else centre - half, 1.0 if hits == count else centre + half)
+
+
+def block_bootstrap(good: Sequence[bool], seed: int = 0) -> tuple[float, float]:
+    """The interval of 95 % of the share of True, from a circular bootstrap of blocks. Needs at least one value."""
+    count = len(good)
+    length = math.isqrt(count - 1) + 1
+    sums = np.concatenate([[0], np.cumsum(np.tile(np.asarray(good, dtype=np.int64), 2))])
+    blocks = -(-count // length)
+    starts = np.random.default_rng(seed).integers(0, count, (_RESAMPLES, blocks))
+    shares = (sums[starts + length] - sums[starts]).sum(axis=1) / (blocks * length)
+    low, high = np.percentile(shares, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def attains(outcome: Outcome, slo: Slo) -> tuple[bool, bool]:
+    """Whether TTFT holds for a request, and TPOT. An answer of one token has no TPOT that could be missed."""
+    ttft_s = outcome.ttft_s
+    if outcome.error or ttft_s is None:
+        return False, False
+    return ttft_s <= slo.ttft_s, (outcome.tpot_s or 0.0) <= slo.tpot_s
+
+
+def window_s(counted: Sequence[Outcome], duration_s: float) -> float:
+    """The time in which so many requests arrive: what lies between the first and the last, and one mean gap more.
+
+    Requests that all come at once have no window; then it is the time until all had ended.
+    """
+    span = counted[-1].planned.at_s - counted[0].planned.at_s if counted else 0.0
+    return span * len(counted) / (len(counted) - 1) if span > 0 else duration_s
+
+
+def make_report(
+    run: Run, slo: Slo, *, rate_rps: float | None, source: str, url: str, model: str, seed: int
+) -> LoadReport:
+    """The results of a run whose outcomes are in the order of their arrivals."""
+    counted = [outcome for outcome in run.outcomes if outcome.planned.counted]
+    done = [outcome for outcome in counted if not outcome.error]
+    held = [attains(outcome, slo) for outcome in counted]
+    good = [ttft and tpot for ttft, tpot in held]
+    # The load's own time, from the first counted request on.
+    ended_s = max((outcome.ended_s for outcome in counted), default=0.0)
+    duration_s = ended_s - counted[0].planned.at_s if counted else 0.0
+    window = window_s(counted, duration_s)
+    lateness = spread([outcome.lateness_s for outcome in counted])
+    completion = sum(outcome.tokens for outcome in done)
+    return LoadReport(
+        requests=len(counted),
+        completed=len(done),
+        failed=len(counted) - len(done),
+        ttft_s=spread([value for outcome in done if (value := outcome.ttft_s) is not None]),
+        tpot_s=spread([value for outcome in done if (value := outcome.tpot_s) is not None]),
+        itl_s=spread([gap for outcome in done for gap in outcome.itl_s]),
+        attainment=_attainment(held, good),
+        goodput_rps=_per_second(sum(good), window),
+        goodput_ci95=_goodput_interval(good, window),
+        slo=slo,
+        rate_rps=rate_rps,
+        sent_rps=_per_second(len(counted), window),
+        window_s=window,
+        duration_s=duration_s,
+        throughput_rps=_per_second(len(done), duration_s),
+        output_tokens_per_s=_per_second(completion, duration_s),
+        tokens=Tokens(
+            input=sum(outcome.planned.input_tokens for outcome in done),
+            output=sum(outcome.planned.output_tokens for outcome in done),
+            prompt=_total([outcome.prompt_tokens for outcome in done]),
+            cached=_total([outcome.cached_tokens for outcome in done]),
+            completion=completion,
+            chunks=sum(len(outcome.arrivals_s) for outcome in done),
+        ),
+        errors=_errors(counted),
+        warmup=len(run.outcomes) - len(counted),
+        clipped=sum(outcome.planned.clipped for outcome in counted),
+        interrupted=run.interrupted,
+        unfinished=run.unfinished,
+        lateness_s=lateness,
+        generator_late=(lateness.p99 or 0.0) > LATE_S,
+        source=source,
+        url=url,
+        model=model,
+        seed=seed,
+    )
+
+
+def _attainment(held: list[tuple[bool, bool]], good: list[bool]) -> Attainment:
+    count = len(held)
+    joint, ttft, tpot = sum(good), sum(first for first, _ in held), sum(second for _, second in held)
+    return Attainment(
+        joint=joint / count if count else None,
+        ttft=ttft / count if count else None,
+        tpot=tpot / count if count else None,
+        ci95=wilson(joint, count),
+        ttft_ci95=wilson(ttft, count),
+        tpot_ci95=wilson(tpot, count),
+    )
+
+
+def _goodput_interval(good: list[bool], window: float) -> tuple[float, float]:
+    interval = wilson(sum(good), len(good))
+    if interval is None:
+        return 0.0, 0.0
+    low, high = block_bootstrap(good)
+    arrivals = _per_second(len(good), window)
+    return min(low, interval[0]) * arrivals, max(high, interval[1]) * arrivals
+
+
+def _per_second(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """The sum of what is known. None if nothing is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _errors(counted: Sequence[Outcome]) -> list[ErrorCount]:
+    kinds = Counter(outcome.error for outcome in counted if outcome.error)
+    messages = {outcome.error: outcome.message for outcome in reversed(counted)}
+    return [ErrorCount(kind, count, messages[kind]) for kind, count in kinds.most_common()]
