@@ -11,7 +11,7 @@ file checks the options, shows the progress, and ends with the status that `kvst
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from kvstore_serving.load.run import Progress, Run
 
 API_KEY_VARIABLE: Final = "OPENAI_API_KEY"
-_NEEDED: Final = ("aiohttp",)
+# All models have more tokens. One that is not in the vocabulary is refused, or ends an engine that has no tokenizer.
+DEFAULT_VOCABULARY: Final = 1024
 OnProgress: TypeAlias = "Callable[[Progress], None]"
 
 
@@ -102,7 +103,7 @@ def load(
     extra_body: Annotated[str, typer.Option(metavar="JSON", help="More fields of the request's body.")] = "{}",
     vocab: Annotated[
         int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this: the model's, or less.")
-    ] = 4096,
+    ] = DEFAULT_VOCABULARY,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts. Another one avoids old cache hits.")] = 0,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.001, help="A request that is not complete by then has failed.")
@@ -119,9 +120,11 @@ def load(
     The load is open: requests are sent at their times, whatever the endpoint does. Give either --rate with
     --input-tokens, --output-tokens and --requests, or --trace. Several --rate make a sweep.
     """
-    for module in (*_NEEDED, *(["matplotlib"] if chart else [])):
-        if importlib.util.find_spec(module) is None:
-            fail("failed", f'this needs {module}, which is not installed: pip install "llm-kvstore[serving]"')
+    for module in ("aiohttp", *(["matplotlib.figure"] if chart else [])):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            fail("failed", f'kvstore load needs {error.name}, which is not here: pip install "llm-kvstore[serving]"')
     from kvstore_serving.load.client import BadBody, Bodies
     from kvstore_serving.load.report import Slo, make_report
     from kvstore_serving.load.sweep import make_sweep

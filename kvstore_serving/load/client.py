@@ -63,7 +63,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: object = None  # an object or a string
 
 
 _decode: Final = msgspec.json.Decoder(_Event).decode

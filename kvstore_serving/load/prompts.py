@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 HASHED_TOKENS: Final = 512  # tokens a hash id stands for, in Mooncake's traces
-DEFAULT_VOCABULARY: Final = 4096  # models that are served have at least ten times that
 # The first ids of many vocabularies mean "end of text", "unknown" and the like.
 _SPECIAL_TOKENS: Final = 100
 

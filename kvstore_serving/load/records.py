@@ -10,6 +10,7 @@ only ever derived from the arrival times, so they cannot contradict each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Outcome(msgspec.Struct):
     @property
     def itl_s(self) -> list[float]:
         """Inter-token latencies: the gaps between chunks. A chunk of several tokens has one gap, which is not split."""
-        return [after - before for before, after in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.arrivals_s)]
 
     def fail(self, kind: str, message: str) -> None:
         """Say that the request failed. The first failure stays."""

@@ -23,7 +23,7 @@ from kvstore_serving.load.prompts import HASHED_TOKENS
 from kvstore_serving.load.records import Planned
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+_Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TraceError(ValueError):

@@ -1,0 +1,171 @@
+"""The statistics of `kvstore load`: percentiles, intervals, attainment, goodput."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.report import LoadReport, Slo, attains, block_bootstrap, make_report, spread, wilson
+from kvstore_serving.load.run import Run
+from kvstore_serving.load.sweep import make_sweep, rate_at
+
+SLO = Slo(ttft_s=0.5, tpot_s=0.05)
+
+
+def outcome(index: int, ttft_s: float = 0.1, tpot_s: float = 0.01, *, tokens: int = 5, **fields: object) -> Outcome:
+    """A request a second, each answered with evenly spaced tokens."""
+    planned = Planned(index, float(index), [index], 10, tokens)
+    arrivals = [index + ttft_s + position * tpot_s for position in range(tokens)]
+    made = Outcome(planned, sent_s=float(index), ended_s=arrivals[-1], arrivals_s=arrivals, tokens=tokens)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def report(outcomes: list[Outcome], **run: object) -> LoadReport:
+    made = Run(outcomes, **run)  # type: ignore[arg-type]
+    return make_report(made, SLO, rate_rps=1.0, source="test", url="http://nowhere", model="m", seed=0)
+
+
+# Newcombe, Statistics in Medicine 17 (1998), table I, method 3: 81/263, 15/148, 0/20, 1/29.
+@pytest.mark.parametrize(
+    ("hits", "count", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilsons_interval_has_the_published_values(hits: int, count: int, low: float, high: float) -> None:
+    interval = wilson(hits, count)
+    assert interval == pytest.approx((low, high), abs=5e-5)
+    mirrored = wilson(count - hits, count)
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_wilsons_interval_of_nothing_is_unknown() -> None:
+    assert wilson(0, 0) is None
+
+
+def test_percentiles_are_interpolated_between_samples() -> None:
+    values = spread([4.0, 1.0, 3.0, 2.0])
+    assert (values.mean, values.p50, values.max) == (2.5, 2.5, 4.0)
+    assert values.p90 == pytest.approx(3.7) and values.p99 == pytest.approx(3.97)
+    assert spread([7.0]).p99 == 7.0
+    assert spread([]).mean is None and spread([]).p99 is None
+
+
+def test_times_of_a_request_follow_from_its_arrivals() -> None:
+    made = outcome(3, sent_s=3.5, arrivals_s=[4.0, 4.25, 4.5, 5.5], tokens=7)
+    assert made.lateness_s == 0.5
+    assert made.ttft_s == 0.5
+    assert made.itl_s == [0.25, 0.25, 1.0]
+    assert made.tpot_s == 0.25  # 1.5 s for the six tokens after the first, though they came in three chunks
+
+
+def test_a_request_with_one_token_has_no_tpot_to_miss() -> None:
+    made = outcome(0, tokens=1)
+    assert made.tpot_s is None and made.itl_s == []
+    assert attains(made, SLO) == (True, True)
+
+
+def test_both_objectives_have_to_hold_for_the_same_request() -> None:
+    slow_first = [outcome(index, ttft_s=0.6) for index in range(2)]
+    slow_later = [outcome(index, tpot_s=0.06) for index in range(2, 5)]
+    good = [outcome(index) for index in range(5, 9)]
+    failed = [outcome(9, error="timeout", message="not complete after 1 s")]
+    made = report([*slow_first, *slow_later, *good, *failed])
+    assert (made.requests, made.completed, made.failed) == (10, 9, 1)
+    assert (made.attainment.ttft, made.attainment.tpot, made.attainment.joint) == (0.7, 0.6, 0.4)
+    assert made.attainment.ci95 == wilson(4, 10)
+    assert [(error.kind, error.count) for error in made.errors] == [("timeout", 1)]
+
+
+def test_an_objective_holds_at_its_limit() -> None:
+    exact = outcome(0, arrivals_s=[0.5, 0.55], tokens=2)
+    assert attains(exact, Slo(0.5, 0.05 + 1e-12)) == (True, True)
+    assert attains(exact, Slo(0.499, 0.049)) == (False, False)
+
+
+def test_goodput_is_of_the_arrival_window_not_of_the_time_until_the_last_answer() -> None:
+    # Five arrivals, one a second; the last answer takes a minute.
+    outcomes = [outcome(index) for index in range(4)] + [outcome(4, ttft_s=60.0)]
+    made = report(outcomes)
+    assert made.window_s == 5.0 and made.sent_rps == 1.0
+    assert made.goodput_rps == pytest.approx(0.8)
+    assert made.duration_s > 60
+    low, high = made.goodput_ci95
+    assert low < made.goodput_rps < high <= 1.0
+
+
+def test_requests_that_come_at_once_have_the_time_until_their_end_as_window() -> None:
+    outcomes = [outcome(0, planned=Planned(index, 0.0, [index], 10, 5)) for index in range(4)]
+    made = report(outcomes)
+    assert made.window_s == made.duration_s == pytest.approx(0.14)
+
+
+def test_warm_up_is_not_counted_anywhere() -> None:
+    warm = [
+        outcome(index, ttft_s=9.0, planned=Planned(index, float(index), [index], 10, 5, counted=False))
+        for index in range(3)
+    ]
+    made = report([*warm, *(outcome(index) for index in range(3, 6))])
+    assert (made.requests, made.warmup) == (3, 3)
+    assert made.attainment.joint == 1.0 and made.ttft_s.max == pytest.approx(0.1)
+    assert made.window_s == 3.0
+
+
+def test_failed_requests_have_no_latencies_and_attain_nothing() -> None:
+    made = report([outcome(0, error="cut", message="m"), outcome(1, error="http_500", arrivals_s=[])])
+    assert made.ttft_s.mean is None and made.itl_s.p50 is None
+    assert made.attainment.joint == made.attainment.ttft == made.attainment.tpot == 0.0
+    assert made.goodput_rps == 0.0 and made.goodput_ci95[0] == 0.0
+
+
+def test_a_report_of_no_requests_is_empty_not_an_error() -> None:
+    made = report([], interrupted=True, unfinished=3)
+    assert made.requests == 0 and made.attainment.joint is None and made.goodput_rps == 0.0
+
+
+def test_a_late_generator_is_reported() -> None:
+    assert not report([outcome(index, sent_s=index + 0.001) for index in range(10)]).generator_late
+    late = report([outcome(index, sent_s=index + 0.05) for index in range(10)])
+    assert late.generator_late and late.lateness_s.p50 == pytest.approx(0.05)
+
+
+def test_the_bootstrap_sees_that_neighbours_fail_together() -> None:
+    scattered = [index % 2 == 0 for index in range(400)]
+    together = [index < 200 for index in range(400)]
+    independent = wilson(200, 400)
+    assert independent is not None
+    wide, narrow = block_bootstrap(together), block_bootstrap(scattered)
+    assert wide[1] - wide[0] > 2 * (independent[1] - independent[0])
+    assert narrow[1] - narrow[0] < independent[1] - independent[0]
+
+
+def test_the_bootstrap_agrees_with_wilson_for_independent_requests() -> None:
+    drawn = np.random.default_rng(5).random(900) < 0.7
+    independent, low_high = wilson(int(drawn.sum()), 900), block_bootstrap(drawn.tolist())
+    assert independent is not None
+    assert low_high == pytest.approx(independent, abs=0.02)
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_the_bootstrap_of_a_few_equal_values_is_certain(count: int) -> None:
+    assert block_bootstrap([True] * count) == (1.0, 1.0)
+    assert block_bootstrap([False] * count) == (0.0, 0.0)
+
+
+def test_the_rate_at_a_target_is_interpolated_at_the_first_crossing() -> None:
+    assert rate_at([(1.0, 1.0), (2.0, 0.95), (4.0, 0.85), (8.0, 0.95)]) == pytest.approx(3.0)
+    assert rate_at([(1.0, 0.9), (2.0, 0.5)]) == pytest.approx(1.0)
+    assert rate_at([(1.0, 1.0), (2.0, 0.9)]) == 2.0
+    assert rate_at([(1.0, 0.8), (2.0, 0.95)]) is None
+    assert rate_at([]) is None
+
+
+def test_a_sweep_is_ordered_by_rate() -> None:
+    def at(rate: float, attained: int) -> LoadReport:
+        outcomes = [outcome(index, ttft_s=0.1 if index < attained else 0.9) for index in range(10)]
+        return make_report(Run(outcomes), SLO, rate_rps=rate, source="", url="", model="", seed=0)
+
+    sweep = make_sweep([at(4.0, 8), at(2.0, 10)])
+    assert [each.rate_rps for each in sweep.sweep] == [2.0, 4.0]
+    assert sweep.goodput_at_90_rps == pytest.approx(3.0)
