@@ -11,6 +11,7 @@ file checks the options, shows the progress, and ends with the status that `kvst
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import signal
@@ -265,6 +266,7 @@ async def _send(each: _Load, target: _Target, on_progress: OnProgress) -> Run:
     from kvstore_serving.load.run import raise_file_limit, run_load
 
     raise_file_limit()
+    gc.freeze()  # collections during the run look at what the run makes, not at the whole trace
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,0 +1,141 @@
+"""`kvstore load` against a real `vllm serve`: exact lengths, shared prefixes, and the times of vLLM's own benchmark.
+
+vLLM's benchmark replays the same trace with token ids of its own: `vllm bench serve --dataset-name timed_trace`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.serve import VllmServer
+from tests.support.harness import environment
+
+REQUESTS = 24
+SPACING_MS = 350
+# Two runs of one benchmark on a machine that does other things differ by less than this.
+FACTOR = 3.0
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    with VllmServer(model, log, "--max-model-len", "4096", "--enable-prompt-tokens-details") as server:
+        yield server
+
+
+def write_trace(file: Path, rows: list[tuple[int, int, int, list[int]]]) -> Path:
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    file.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    return file
+
+
+def load(server: VllmServer, folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """-> the report, and the lines of all requests."""
+    output = folder / "requests.jsonl"
+    command = [sys.executable, "-m", "kvstore_cli", "load", "--url", server.url, "--model", "demo"]
+    command += ["--slo-ttft", "30", "--slo-tpot", "10", "--json", "--output", str(output), *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout), [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def vllm_benchmark(server: VllmServer, folder: Path, trace: Path, requests: int) -> dict[str, Any]:
+    """-> the result file of vLLM's benchmark for the same trace."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    # It draws token ids from the vocabulary of a tokenizer, which the model does not have.
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(4096)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder / "tokenizer")
+    result = folder / "vllm.json"
+    options = {
+        "backend": "vllm",
+        "base-url": server.url,
+        "model": "demo",
+        "tokenizer": str(folder / "tokenizer"),
+        "dataset-name": "timed_trace",
+        "dataset-path": str(trace),
+        "num-prompts": str(requests),
+        "timed-trace-chunk-hash-size": "512",
+        "timed-trace-sec-multiplier": "0.001",
+        "timed-trace-label-timestamp": "timestamp",
+        "timed-trace-label-input-length": "input_length",
+        "timed-trace-label-output-length": "output_length",
+        "timed-trace-label-hash-ids": "hash_ids",
+        "result-filename": str(result),
+    }
+    command = [sys.executable, "-c", BENCH, "--save-result", "--disable-tqdm"]
+    command += [part for name, value in options.items() for part in (f"--{name}", value)]
+    done = subprocess.run(
+        command, env=environment(HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return dict(json.loads(result.read_text()))
+
+
+@pytest.mark.timeout(400)
+def test_times_agree_with_vllms_own_benchmark(engine: VllmServer, tmp_path: Path) -> None:
+    chooser = random.Random(1)
+    rows = []
+    for number in range(REQUESTS):
+        length = chooser.randint(100, 800)
+        own = [2 * number, 2 * number + 1][: -(-length // 512)]
+        rows.append((number * SPACING_MS, length, chooser.randint(4, 16), own))
+    trace = write_trace(tmp_path / "trace.jsonl", rows)
+    load(
+        engine, tmp_path, "--trace", str(trace), "--requests", "4", "--seed", "1"
+    )  # the first requests of all are slow
+    ours, lines = load(engine, tmp_path, "--trace", str(trace), "--seed", "2")
+    theirs = vllm_benchmark(engine, tmp_path, trace, REQUESTS)
+    assert (ours["completed"], ours["failed"]) == (theirs["completed"], theirs["failed"]) == (REQUESTS, 0)
+    assert ours["tokens"]["prompt"] == ours["tokens"]["input"] == theirs["total_input_tokens"]
+    assert ours["tokens"]["completion"] == ours["tokens"]["output"] == theirs["total_output_tokens"]
+    for (at_ms, input_length, output_length, _), line in zip(rows, lines, strict=True):
+        assert line["scheduled_s"] == pytest.approx(at_ms / 1000)
+        assert (line["prompt_tokens"], line["tokens"]) == (input_length, output_length)
+        assert line["cached_tokens"] == 0  # prompts of another seed are new
+    for name, seconds in (("ttft", ours["ttft_s"]["p50"]), ("tpot", ours["tpot_s"]["p50"])):
+        ratio = seconds * 1000 / theirs[f"median_{name}_ms"]
+        assert 1 / FACTOR < ratio < FACTOR, f"the median {name} is {ratio:.2f} times vLLM's: {ours} {theirs}"
+
+
+@pytest.mark.timeout(300)
+def test_prompts_share_exactly_the_prefixes_of_the_trace(engine: VllmServer, tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "first.jsonl", [(0, 1024, 2, [1, 2])])
+    _, (line,) = load(engine, tmp_path, "--trace", str(first), "--seed", "5")
+    assert line["cached_tokens"] == 0
+    rows = [(0, 1500, 2, [1, 2, 3]), (10, 700, 2, [1, 9]), (20, 1024, 2, [8, 2]), (30, 300, 2, [1])]
+    second = write_trace(tmp_path / "second.jsonl", rows)
+    made, lines = load(engine, tmp_path, "--trace", str(second), "--seed", "5")
+    # Whole blocks of 32 tokens, of which an engine computes the last one anew.
+    assert [line["cached_tokens"] for line in lines] == [1024, 512, 0, 288]
+    assert made["tokens"]["cached"] == 1024 + 512 + 288
+
+
+@pytest.mark.timeout(300)
+def test_what_does_not_fit_the_model_fails_and_is_clipped_if_asked(engine: VllmServer, tmp_path: Path) -> None:
+    """vLLM refuses a prompt that is too long, and cuts an answer for which there is no room."""
+    rows = [(0, 4600, 8, list(range(9))), (10, 4090, 8, list(range(20, 28))), (20, 100, 3, [9])]
+    trace = write_trace(tmp_path / "long.jsonl", rows)
+    made, lines = load(engine, tmp_path, "--trace", str(trace), "--seed", "6")
+    assert [line["error"] for line in lines] == ["http_400", "fewer_tokens", None]
+    assert "4096" in lines[0]["message"] and "after 6 of 8 tokens" in lines[1]["message"]
+    assert made["attainment"]["joint"] == pytest.approx(1 / 3)
+    clipped, lines = load(engine, tmp_path, "--trace", str(trace), "--max-input-tokens", "4000", "--seed", "7")
+    assert (clipped["completed"], clipped["clipped"]) == (3, 2)
+    assert [line["prompt_tokens"] for line in lines] == [4000, 4000, 100]
