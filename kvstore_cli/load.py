@@ -147,6 +147,7 @@ def load(
     target = _Target(url, model, bodies, api_key or os.environ.get(API_KEY_VARIABLE), timeout, vocab)
     slo = Slo(slo_ttft, slo_tpot)
     runs: list[tuple[LoadReport, list[Outcome]]] = []
+    _reach(url)
     for each in loads:
         run = _perform(each, target, shown=not as_json)
         report = make_report(run, slo, rate_rps=each.rate_rps, source=each.source, url=url, model=model, seed=each.seed)
@@ -254,8 +255,18 @@ def _replayed(
 # ---- a run -------------------------------------------------------------------------------------------------------
 
 
+def _reach(url: str) -> None:
+    """End the command now if nobody listens at the address, rather than after a run of failures."""
+    from kvstore_serving.load.client import REACH_S, reach
+
+    try:
+        asyncio.run(reach(url))
+    except (OSError, asyncio.TimeoutError) as error:
+        fail("unreachable", f"nobody listens at {url}: {error or f'no connection within {REACH_S:g} s'}")
+
+
 def _perform(each: _Load, target: _Target, shown: bool) -> Run:
-    """Run one load. Ends the command if nobody answers at the address."""
+    """Run one load."""
     with _progress(each, shown) as on_progress:
         return asyncio.run(_send(each, target, on_progress))
 
@@ -278,10 +289,6 @@ async def _send(each: _Load, target: _Target, on_progress: OnProgress) -> Run:
         whole_output=target.bodies.whole_output,
     )
     async with client:
-        try:
-            await client.reach()
-        except (OSError, asyncio.TimeoutError) as error:
-            fail("unreachable", f"nobody answers at {target.url}: {error or 'no answer within 10 s'}")
         prompts = Prompts(target.vocabulary, each.seed)
         return await run_load(each.planned, client, prompts, target.bodies, stop=stop, on_progress=on_progress)
 

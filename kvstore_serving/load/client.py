@@ -18,9 +18,12 @@ read when bytes are there, so events that came in one piece have one time. Nothi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import io
 from collections.abc import Callable, Mapping
 from typing import Final
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -30,8 +33,10 @@ from kvstore_serving.load.records import Outcome, Planned
 from kvstore_serving.load.sse import EventParser, EventTooLong
 
 DONE: Final = b"[DONE]"
+REACH_S: Final = 10.0
 _MAX_ERROR_BYTES: Final = 65536
 _MAX_MESSAGE: Final = 400
+_LARGE_BODY: Final = 1 << 20
 # Servers close idle connections, uvicorn after 5 s. A request sent at that moment would fail and be counted.
 _KEEP_ALIVE_S: Final = 2.0
 _NO_SOCKETS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
@@ -104,13 +109,22 @@ class Bodies:
         return b'{"messages":[{"role":"user","content":', b"}]," + rest
 
 
+async def reach(url: str) -> None:
+    """Connect once and say nothing. Raises `OSError` or `asyncio.TimeoutError` if nobody listens at the address."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, port), REACH_S)
+    writer.close()
+    with contextlib.suppress(OSError):  # whoever listens may have closed it first
+        await writer.wait_closed()
+
+
 class Client:
     """Sends requests to one endpoint. Use it with `async with`, in one event loop."""
 
     def __init__(self, url: str, api: Api, *, timeout_s: float, api_key: str | None, whole_output: bool) -> None:
         """`url`: with or without /v1. `whole_output`: fewer tokens than asked for are an error."""
         self._url = url.rstrip("/").removesuffix("/v1") + _PATHS[api]
-        self._models_url = url.rstrip("/").removesuffix("/v1") + "/v1/models"
         self._timeout_s = timeout_s
         self._chat = api == "chat"
         self._whole_output = whole_output
@@ -130,15 +144,6 @@ class Client:
         assert self._session is not None
         await self._session.close()
 
-    async def reach(self) -> None:
-        """Raises `OSError` or `TimeoutError` if nobody answers at the address. Any HTTP answer will do."""
-        assert self._session is not None
-        try:
-            async with self._session.get(self._models_url, timeout=aiohttp.ClientTimeout(total=10)):
-                return
-        except aiohttp.ServerDisconnectedError as error:
-            raise ConnectionError(str(error)) from error
-
     async def send(self, planned: Planned, body: bytes, clock: Callable[[], float]) -> Outcome:
         """Send a request and read its answer to the end. `clock`: seconds since the start of the run.
 
@@ -147,8 +152,9 @@ class Client:
         assert self._session is not None
         outcome = Outcome(planned, sent_s=clock())
         answer = _Answer(outcome, self._chat)
+        data = body if len(body) <= _LARGE_BODY else io.BytesIO(body)  # aiohttp sends a file in turns with other tasks
         try:
-            async with self._session.post(self._url, data=body, allow_redirects=False) as response:
+            async with self._session.post(self._url, data=data, allow_redirects=False) as response:
                 outcome.http_status = response.status
                 if response.status == 200:
                     async for received in response.content.iter_any():

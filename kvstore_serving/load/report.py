@@ -22,7 +22,9 @@ from kvstore import __version__
 from kvstore_serving.load.records import Outcome
 from kvstore_serving.load.run import Run
 
-LATE_S: Final = 0.02  # a generator whose p99 of lateness is above this has bent the arrivals
+# A generator is late if the p99 of its lateness is above this, and above this share of the SLO of TTFT.
+LATE_S: Final = 0.02
+LATE_SHARE: Final = 0.1
 _Z95: Final = 1.959963984540054
 _RESAMPLES: Final = 2000
 
@@ -203,7 +205,7 @@ def make_report(
         interrupted=run.interrupted,
         unfinished=run.unfinished,
         lateness_s=lateness,
-        generator_late=(lateness.p99 or 0.0) > LATE_S,
+        generator_late=(lateness.p99 or 0.0) > max(LATE_S, LATE_SHARE * slo.ttft_s),
         source=source,
         url=url,
         model=model,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,7 +20,7 @@ from kvstore_serving.load.client import Bodies, Client
 from kvstore_serving.load.prompts import Prompts
 from kvstore_serving.load.records import Outcome, Planned
 
-PREPARED_AHEAD: Final = 32  # bodies; the longest have about 1 MB
+PREPARED_AHEAD: Final = 128  # bodies: traces have bursts. The longest have about 1 MB
 _PIECES_A_TURN: Final = 8  # of a prompt, about 0.3 ms; then the event loop looks at what has arrived
 
 
@@ -42,7 +42,6 @@ class Run:
     """What a run gave. `unfinished`: requests that were sent and then given up, because the run was interrupted."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    duration_s: float = 0.0
     interrupted: bool = False
     unfinished: int = 0
 
@@ -53,14 +52,14 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def body_of(planned: Planned, prompts: Prompts, bodies: Bodies) -> bytes:
-    """The whole body of a request. Gives way to other tasks while it encodes a long prompt."""
+async def body_of(planned: Planned, prompts: Prompts, bodies: Bodies, give_way: Callable[[], Awaitable[None]]) -> bytes:
+    """The whole body of a request. Calls `give_way` now and then while it encodes a long prompt."""
     before, after = bodies.around(planned.output_tokens)
     pieces = [before]
     for number, piece in enumerate(prompts.encoded(planned.hash_ids, planned.input_tokens, bodies.api), start=1):
         pieces.append(piece)
         if number % _PIECES_A_TURN == 0:
-            await asyncio.sleep(0)
+            await give_way()
     pieces.append(after)
     return b"".join(pieces)
 
@@ -90,7 +89,7 @@ async def run_load(
     if isinstance(ended, Exception):
         raise ended
     outcomes = sorted(loop.outcomes, key=lambda outcome: outcome.planned.index)
-    return Run(outcomes, loop.clock(), interrupted, unfinished)
+    return Run(outcomes, interrupted, unfinished)
 
 
 class _OpenLoop:
@@ -100,6 +99,9 @@ class _OpenLoop:
         self._client, self._on_progress = client, on_progress
         self._start = time.perf_counter()
         self._running: set[asyncio.Task[None]] = set()
+        self._defects: list[BaseException] = []
+        self._idle = asyncio.Event()  # no request is due: the time to prepare later ones
+        self._filled = asyncio.Event()  # as much is prepared before the start as there is room for
         self._progress = Progress()
         self.outcomes: list[Outcome] = []
 
@@ -113,7 +115,11 @@ class _OpenLoop:
 
         async def prepare() -> None:
             for each in planned:
-                await ready.put((each, await body_of(each, prompts, bodies)))
+                await ready.put((each, await body_of(each, prompts, bodies, self._give_way)))
+                await self._give_way()
+                if ready.full():
+                    self._filled.set()
+            self._filled.set()
             await ready.put(None)
 
         tasks = [asyncio.create_task(prepare()), asyncio.create_task(self._send_all(ready))]
@@ -124,17 +130,37 @@ class _OpenLoop:
         finally:
             for task in tasks:
                 task.cancel()
+        if self._defects:
+            raise self._defects[0]
+
+    async def _give_way(self) -> None:
+        """Let others run, and wait while requests are due."""
+        await asyncio.sleep(0)
+        await self._idle.wait()
 
     async def _send_all(self, ready: asyncio.Queue[tuple[Planned, bytes] | None]) -> None:
-        following = await ready.get()
-        self._start = time.perf_counter()  # the time of the first request is 0, when its body is there
-        while following is not None:
+        self._idle.set()
+        await self._filled.wait()
+        self._start = time.perf_counter()  # the first request's time is 0, and those right after it are prepared too
+        while (following := await ready.get()) is not None:
             planned, body = following
-            await asyncio.sleep(max(0.0, planned.at_s - self.clock()))
+            early_s = planned.at_s - self.clock()
+            if early_s > 0:
+                self._idle.set()
+                await asyncio.sleep(early_s)
+            self._idle.clear()
             task = asyncio.create_task(self._send(planned, body))
             self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            following = await ready.get()
+            task.add_done_callback(self._ended)
+            await asyncio.sleep(0)  # it is sent now, not after the rest of a burst
+            if ready.empty():
+                self._idle.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._defects.append(error)
 
     async def _send(self, planned: Planned, body: bytes) -> None:
         self._progress.sent += 1

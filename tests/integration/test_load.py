@@ -129,15 +129,24 @@ def test_an_endpoint_that_goes_away_gives_connection_errors() -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        first, _ = listener.accept()  # it looks whether anybody answers
-        first.recv(65536)
-        first.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        first.close()
+        listener.accept()[0].close()  # it looks whether anybody listens
     out, _ = process.communicate(timeout=60)
     made = json.loads(out)
     assert process.returncode == 1 and made["failed"] == 3 and made["completed"] == 0
     assert made["errors"][0]["kind"] == "connection"
     assert "all requests failed, 3 with connection" in made["error"]["message"]
+
+
+def test_a_generator_without_sockets_blames_itself() -> None:
+    with Endpoint(lambda number: Behaviour(stop_after=1, ending="stall")) as endpoint:
+        limited = ["bash", "-c", 'ulimit -n 40 && exec "$@"', "bash"]
+        arguments = command(endpoint.url, *poisson(60, rate=200), "--timeout", "2", "--json")
+        done = subprocess.run(
+            [*limited, *arguments], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        made = json.loads(done.stdout)
+        assert done.returncode == 1 and {error["kind"] for error in made["errors"]} == {"timeout", "generator"}
+        assert made["requests"] == made["failed"] == 60 > len(endpoint.asked)
 
 
 def test_a_chunk_of_several_tokens_is_one_gap_and_several_tokens() -> None:
