@@ -482,7 +482,7 @@ def test_bad_usage_is_status_2_and_names_what_was_wrong(arguments: tuple[str, ..
     assert error["kind"] == "usage" and named in error["message"]
 
 
-COMMANDS = ("ping", "info", "sync", "purge", "contains", "get", "set", "delete", "bench", "verify", "drain")
+COMMANDS = ("ping", "info", "sync", "purge", "contains", "get", "set", "delete", "bench", "verify", "drain", "load")
 
 
 def test_help_tells_the_exit_statuses_and_every_command_has_an_example() -> None:
