@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvstore.wire import MAX_READS
 from kvstore_cli.options import (
     EndpointOption,
     JsonOption,
@@ -89,15 +90,25 @@ def set_(
     ],
     namespace: NamespaceOption,
     force: Annotated[bool, typer.Option("--force", help="Replace a block that is there.")] = False,
+    reads: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=MAX_READS, help="Drop the block when it was read so often."),
+    ] = None,
+    ttl: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Drop the block after so long. [default with --reads: 60]"),
+    ] = None,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
     """Store one block from a file or from standard input."""
+    if reads and force:
+        fail("usage", "--reads and --force: expected one of them: a transient block replaces no other")
     name, parsed = parse_key(key), parse_namespace(namespace)
     block = _read_block(file, parsed.block_bytes)
     with connected(endpoint, parsed, timeout) as client:
-        result = client.set([name], [block], force=force, deferred=False)
+        result = client.set([name], [block], force=force, deferred=False, reads=reads, ttl_s=ttl)
     show(
         result._asdict(),
         as_json,

@@ -86,7 +86,7 @@ def _shards(shards: Sequence[ShardInfo], paths: Sequence[str]) -> Iterable[Table
     yield _table(
         "Memory",
         "shard",
-        ("used", "limit", "resident", "index", "lent"),
+        ("used", "limit", "resident", "index", "lent", "transient"),
         (
             (
                 _name(shard),
@@ -95,6 +95,7 @@ def _shards(shards: Sequence[ShardInfo], paths: Sequence[str]) -> Iterable[Table
                 format_size(shard.rss_bytes),
                 format_size(shard.index_bytes),
                 format_size(shard.lent_bytes),
+                f"{format_size(shard.transient_bytes)} of {format_size(shard.transient_limit_bytes)}",
             )
             for shard in shards
         ),
@@ -187,6 +188,7 @@ class _Sums:
         self.created = sum(part.created for part in parts)
         self.evicted = sum(part.evicted for part in parts)
         self.pinned = sum(part.pinned for part in parts)
+        self.transient_blocks = sum(part.transient_blocks for part in parts)
 
 
 def _namespaces(namespaces: Sequence[_Sums]) -> Iterable[Table]:
@@ -199,9 +201,16 @@ def _namespaces(namespaces: Sequence[_Sums]) -> Iterable[Table]:
     yield _table(
         "Blocks of the namespaces, on all shards",
         "namespace",
-        ("in memory", "memory", "pinned", "on disk"),
+        ("in memory", "memory", "pinned", "transient", "on disk"),
         (
-            (some.id, str(some.blocks), format_size(some.memory_bytes), str(some.pinned), str(some.disk_blocks))
+            (
+                some.id,
+                str(some.blocks),
+                format_size(some.memory_bytes),
+                str(some.pinned),
+                str(some.transient_blocks),
+                str(some.disk_blocks),
+            )
             for some in namespaces
         ),
     )

@@ -136,6 +136,7 @@ class AsyncKVStoreClient:
         position: int = 0,
         priority: int = 0,
         ttl_s: float | None = None,
+        reads: int | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
         """See `KVStoreClient.set`."""
@@ -150,6 +151,7 @@ class AsyncKVStoreClient:
             position=position,
             priority=priority,
             ttl_s=ttl_s,
+            reads=reads,
             timeout_s=timeout_s,
         )
 

@@ -182,6 +182,7 @@ class KVStoreClient:
         position: int = 0,
         priority: int = 0,
         ttl_s: float | None = None,
+        reads: int | None = None,
         timeout_s: float | None = None,
     ) -> SetResult:
         """Store `blocks[i]` under `keys[i]`. A block that exists already is left alone unless `force`.
@@ -194,10 +195,15 @@ class KVStoreClient:
         of each block is stored; False: when all copies are, which is the same with `replicas=1`. `priority`, 0 to 3: a
         block is evicted only when no block of a lower priority can be. `ttl_s`: the blocks that this call stores expire
         after so many seconds, whatever the server's rule for the namespace says; None: by that rule. Copies that a
-        server hands on to another one or that a client repairs have what is left of it. Raises `BlockSizeMismatch`,
-        `ValueError`, and the errors that the class names.
+        server hands on to another one or that a client repairs have what is left of it. `reads`, 1 to 255: the blocks
+        are transient, for engines that hand them on. Each is dropped when it was read that often, or after `ttl_s`, 60
+        s if it is not given; it has one copy, is neither evicted nor written to disk nor moved, and takes memory of a
+        limit of its own, beyond which it is refused. `parent`, `position`, `priority` and `deferred` then have no
+        meaning, and `force` is an error. Raises `BlockSizeMismatch`, `ValueError`, and the errors that the class names.
         """
         packed = pack_keys(keys)
+        if reads and force:
+            raise ValueError(f"reads={reads} and force=True: expected one of them: a transient block replaces no other")
         options = self._options(
             timeout_s,
             force=force,
@@ -205,6 +211,7 @@ class KVStoreClient:
             chains=chains_of(packed, parent, _arguments.whole_number("position", position, 0, wire.MAX_POSITION)),
             priority=_arguments.whole_number("priority", priority, 0, wire.MAX_PRIORITY),
             ttl_s=0.0 if ttl_s is None else _arguments.seconds("ttl_s", ttl_s, wire.MAX_TTL_S),
+            reads=0 if reads is None else _arguments.whole_number("reads", reads, 0, wire.MAX_READS),
         )
         source = BlockSource(blocks, self.namespace.block_bytes)
         if source.count != len(packed):

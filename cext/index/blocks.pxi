@@ -5,9 +5,13 @@
 # looking_up.pxi, writing.pxi, removing.pxi, linking.pxi, by_slot.pxi and segments.pxi.
 #
 # What must hold. A key has at most one table entry: its READY slot, or its WRITING slot; then `older` of the WRITING
-# slot is the READY slot that it will replace (NONE: none). The policy has the READY slots and no others. GONE slots
-# have refs > 0, and are neither in the table nor in the policy. An expired block stays READY until a look-up, an
-# eviction or the sweep finds it.
+# slot is the READY slot that it will replace (NONE: none). The policy has the READY slots of ordinary blocks and no
+# others. GONE slots have refs > 0, and are neither in the table nor in the policy. An expired block stays READY until a
+# look-up, an eviction or the sweep finds it.
+#
+# A transient block (`reads` of its record is not 0) is dropped when it was read that often, or expires. It is not in
+# the policy and has no links, so it is never evicted and keeps no other block from it. Transient blocks have segments
+# of their own: their number bounds the memory that is not to be evicted.
 
 
 @cython.final
@@ -17,9 +21,13 @@ cdef class Blocks:
     cdef Space space
     cdef Table table
     cdef FreeSlots unused
+    cdef FreeSlots spare                    # the free slots of segments of transient blocks
     cdef Policy policy
     cdef Py_ssize_t ready, writing, gone    # slots by state
     cdef Py_ssize_t segments, slots         # attached
+    cdef Py_ssize_t transient               # READY transient blocks
+    cdef Py_ssize_t transient_slots         # attached, in segments of transient blocks
+    cdef uint32_t soonest                   # no transient block expires earlier
     cdef Py_ssize_t lowest_detached         # no segment below it is detached
     cdef Py_ssize_t expiring                # READY blocks with an expiry time
     cdef int32_t guarded                    # the block whose chain makes no room; NONE: no block
@@ -36,6 +44,7 @@ cdef class Blocks:
         self.table.k0 = int.from_bytes(os.urandom(8), "little")
         self.table.k1 = int.from_bytes(os.urandom(8), "little")
         self.guarded = NONE
+        self.soonest = 0xFFFFFFFF
         self.policy = policy
         self.policy.space = &self.space
         self.space.links_at = slots_per_segment * self.space.stride
@@ -49,6 +58,7 @@ cdef class Blocks:
             free(self.space.segment[ordinal].records)
         free(self.space.segment)
         free(self.unused.bitmap)
+        free(self.spare.bitmap)
         free(self.table.entries)
         free(self.lapsed)
 
@@ -133,7 +143,19 @@ cdef class Blocks:
                 record = self.record(slots[i])
                 record.rank = <uint32_t>(batch - 1 - i)
                 record.tick = tick + record.rank
-        self.policy.touched(slots, n)
+        self.touched(slots, n)
+
+    cdef void touched(self, const int32_t *slots, Py_ssize_t n) noexcept nogil:
+        """Tells the policy of the use of blocks, but for the transient ones, which it does not have."""
+        cdef Py_ssize_t i, start = 0
+        if self.transient != 0:
+            for i in range(n):
+                if slots[i] >= 0 and self.record(slots[i]).reads != 0:
+                    if i > start:
+                        self.policy.touched(slots + start, i - start)
+                    start = i + 1
+        if start < n:
+            self.policy.touched(slots + start, n - start)
 
     cdef inline void pin(self, int32_t slot, uint32_t until) noexcept nogil:
         """Keeps a block from being evicted until ``until``. Never shortens a pin."""
@@ -145,7 +167,7 @@ cdef class Blocks:
     # -- the beginning and the end of a block ----------------------------------------------------------------
 
     cdef void fill(
-        self, int32_t slot, uint8_t state, const unsigned char *key, uint32_t hash, uint8_t priority
+        self, int32_t slot, uint8_t state, const unsigned char *key, uint32_t hash, uint8_t priority, uint8_t reads
     ) noexcept nogil:
         """Initialises the record of a slot for a new block."""
         cdef Record *record = self.record(slot)
@@ -154,15 +176,25 @@ cdef class Blocks:
         record.newer = record.older = NONE
         record.hash = hash
         record.priority = priority
+        record.reads = reads
+        if reads != 0:
+            self.space.segment[segment_of(&self.space, slot)].used += 1
         memcpy(record_key(record), key, self.table.key_bytes)
 
     cdef inline void put_free(self, int32_t slot, Record *record) noexcept nogil:
         record.state = FREE
-        free_put(&self.unused, slot)
+        if record.reads == 0:
+            free_put(&self.unused, slot)
+        else:
+            free_put(&self.spare, slot)
+            self.space.segment[segment_of(&self.space, slot)].used -= 1
 
     cdef bint retire(self, int32_t slot, Record *record, bint evicted) noexcept nogil:
         """Takes a READY slot that is no longer in the table out of use. True when that frees the slot."""
-        self.policy.removed(slot, record, evicted)
+        if record.reads == 0:
+            self.policy.removed(slot, record, evicted)
+        else:
+            self.transient -= 1
         if record.linked:
             links_cut(&self.space, self.policy, slot, record)
         self.ready -= 1

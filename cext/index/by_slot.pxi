@@ -30,6 +30,8 @@ cdef object column_of(Blocks blocks, slots, int field, dtype):
             (<uint64_t *>out)[i] = record.tick
         elif field == EXPIRES:
             (<double *>out)[i] = record.expires / 8.0
+        elif field == READS:
+            (<uint8_t *>out)[i] = record.reads
         else:
             (<uint8_t *>out)[i] = record.priority
     return answer
@@ -83,7 +85,7 @@ cdef object slots_before(Blocks blocks, slots):
     return answer
 
 
-cdef object slots_used_since(Blocks blocks, uint64_t since):
+cdef object slots_used_since(Blocks blocks, uint64_t since, bint transient):
     cdef Space *space = &blocks.space
     cdef Py_buffer result
     cdef Py_ssize_t count = 0, ordinal, slot
@@ -91,7 +93,7 @@ cdef object slots_used_since(Blocks blocks, uint64_t since):
     answer = np.empty(blocks.ready, np.int32)
     PyObject_GetBuffer(answer, &result, PyBUF_WRITABLE)
     for ordinal in range(space.ordinals):
-        if space.segment[ordinal].records == NULL:
+        if space.segment[ordinal].records == NULL or (space.segment[ordinal].used >= 0 and not transient):
             continue
         for slot in range(ordinal * space.slots_per_segment, (ordinal + 1) * space.slots_per_segment):
             record = blocks.record(<int32_t>slot)

@@ -57,12 +57,28 @@ cdef class BlockIndex:
 
     @property
     def slots(self) -> int:
-        """The number of slots: free + writing + ready + gone."""
+        """The number of slots: free + spare + writing + ready + gone."""
         return self.blocks.slots
 
     @property
     def free(self) -> int:
+        """Free slots for ordinary blocks."""
         return self.blocks.unused.count
+
+    @property
+    def spare(self) -> int:
+        """Free slots for transient blocks."""
+        return self.blocks.spare.count
+
+    @property
+    def transient(self) -> int:
+        """The number of READY transient blocks; `ready` counts them, too."""
+        return self.blocks.transient
+
+    @property
+    def transient_slots(self) -> int:
+        """The slots of the segments for transient blocks; `slots` counts them, too."""
+        return self.blocks.transient_slots
 
     @property
     def writing(self) -> int:
@@ -81,9 +97,14 @@ cdef class BlockIndex:
         """The memory of the index in bytes."""
         return self.__sizeof__() + index_bytes(self.blocks)
 
-    def attach(self) -> int:
-        """Adds a segment of free slots. Returns its ordinal: the lowest detached one, or a new one if there is none."""
-        return attach_segment(self.blocks)
+    def attach(self, bint transient=False) -> int:
+        """Adds a segment of free slots. Returns its ordinal: the lowest detached one, or a new one if there is none.
+        ``transient``: it is for transient blocks, and for no others."""
+        return attach_segment(self.blocks, transient)
+
+    def unused_transient(self) -> int:
+        """Returns the ordinal of a segment for transient blocks that has none, -1 if there is no such segment."""
+        return unused_transient_segment(self.blocks)
 
     def detach(self, Py_ssize_t ordinal) -> int:
         """Drops a segment and its READY blocks, pinned ones too. Returns the number of blocks.
@@ -116,9 +137,10 @@ cdef class BlockIndex:
         """Returns the length of the leading run that is READY or WRITING; only that run is touched and pinned."""
         return leading_run(self.blocks, keys, now, refresh, tick, pin_until)
 
-    def missing(self, keys) -> int:
-        """Returns how many distinct keys of the batch are neither READY nor WRITING."""
-        return count_missing(self.blocks, keys)
+    def missing(self, keys, int reads=0) -> int:
+        """Returns how many distinct keys of the batch reserve() would give a slot, if there were enough: those that are
+        neither READY nor WRITING and, with ``reads`` 0, those of transient blocks."""
+        return count_missing(self.blocks, keys, reads)
 
     def state_of(self, key) -> int:
         """Returns FREE (absent), WRITING or READY; a key that is being replaced is READY."""
@@ -131,32 +153,45 @@ cdef class BlockIndex:
 
     # -- readers ---------------------------------------------------------------------------------------------
 
-    def acquire(self, keys, double now, uint64_t tick, bint refresh=True):
-        """Takes a reader's reference on every READY key. Returns int32: the slot, -1 (absent) or -2 (WRITING)."""
-        return acquire_keys(self.blocks, keys, now, tick, refresh)
+    def acquire(self, keys, double now, uint64_t tick, bint refresh=True, bint reading=False):
+        """Takes a reader's reference on every READY key. Returns int32: the slot, -1 (absent) or -2 (WRITING).
+
+        ``reading``: to read the block for a client. A transient block is absent for it while as many references are
+        held as it has reads left."""
+        return acquire_keys(self.blocks, keys, now, tick, refresh, reading)
 
     def acquire_slot(self, slots) -> int:
         """Takes one more reference on slots (one, or many) that are READY or still being read. Returns how many."""
         return acquire_slots(self.blocks, slots)
 
-    def release(self, slots) -> int:
+    def release(self, slots, bint read=False) -> int:
         """Gives references back; negative slots are skipped. Returns how many slots became free.
+
+        ``read``: a client has read each of the blocks. A transient block that was read for the last time is dropped.
 
         Raises ValueError, and releases nothing, when a slot is released more often than it was acquired.
         """
-        return release_slots(self.blocks, slots)
+        return release_slots(self.blocks, slots, read)
 
     # -- writers ---------------------------------------------------------------------------------------------
 
-    def reserve(self, keys, bint force, uint64_t tick, priority=0):
+    def reserve(self, keys, bint force, uint64_t tick, priority=0, int reads=0):
         """Gives absent keys a slot to be written. Returns int32, one a key: a slot, now WRITING, or a negative verdict.
 
         EXISTED: the key is READY, or WRITING by another writer. DUPLICATE: it occurs earlier in this batch. NO_SPACE:
         no slot is free. ``force`` gives READY keys a new slot too; the old one stays readable until the commit. READY
         keys of the batch are touched. ``priority``, 0 to 3, is the priority of the new blocks, one for all or one for
         each key: a block is evicted only when no evictable block of a lower priority is left.
+
+        ``reads``, 1 to 255: the new blocks are transient, and may be read so often; the commit must say when they
+        expire. 0: ordinary blocks. Then a READY transient block gets a new slot, too, as with ``force``.
         """
-        return reserve_keys(self.blocks, keys, force, tick, priority)
+        return reserve_keys(self.blocks, keys, force, tick, priority, reads)
+
+    def renew(self, keys, int reads, double now, double expires) -> int:
+        """Lets the transient blocks among these be read ``reads`` more times at least, and live until ``expires`` at
+        least. Returns their number."""
+        return renew_keys(self.blocks, keys, reads, now, expires)
 
     def commit(
         self, slots, sums, uint64_t tick, expires=0.0, parent=b"", bint ends_chain=False, bint behind=False
@@ -229,6 +264,10 @@ cdef class BlockIndex:
         """Returns the priority of each slot that holds a block, uint8; 0 for negative slots."""
         return column_of(self.blocks, slots, PRIORITY, np.uint8)
 
+    def reads_of(self, slots):
+        """Returns how often the block of each slot may still be read, uint8; 0 for ordinary ones and negative slots."""
+        return column_of(self.blocks, slots, READS, np.uint8)
+
     def states_of(self, slots):
         """Returns the state of each slot, uint8: FREE, WRITING, READY or GONE; FREE for slots that do not exist."""
         return states_at(self.blocks, slots)
@@ -248,9 +287,11 @@ cdef class BlockIndex:
         """
         return links_of(self.blocks, slots)
 
-    def ready_slots(self, uint64_t since=0):
-        """Returns the READY slots, int32, ascending, that have a tick of at least ``since`` and have not expired."""
-        return slots_used_since(self.blocks, since)
+    def ready_slots(self, uint64_t since=0, bint transient=False):
+        """Returns the READY slots, int32, ascending, that have a tick of at least ``since`` and have not expired.
+
+        Those of transient blocks only with ``transient``."""
+        return slots_used_since(self.blocks, since, transient)
 
     # -- removal ---------------------------------------------------------------------------------------------
 
@@ -293,6 +334,10 @@ cdef class BlockIndex:
         Costs nothing while no block has an expiry time.
         """
         return drop_expired(self.blocks, now, limit)
+
+    def expire_transient(self, double now) -> int:
+        """Drops all transient blocks that have expired. Returns how many. Costs nothing before the first one does."""
+        return 0 if self.blocks.advance(now) < self.blocks.soonest else drop_transient(self.blocks, False)
 
     def evict(self, Py_ssize_t n, double now, keys=None, list cuts=None) -> int:
         """Evicts up to n READY blocks, which the policy chooses. Returns how many.

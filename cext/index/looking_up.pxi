@@ -26,7 +26,7 @@ cdef inline void use(
             record.rank = <uint32_t>(batch - 1 - i)
             record.tick = tick + record.rank
     if refresh:
-        blocks.policy.touched(slots, n)
+        blocks.touched(slots, n)
 
 
 cdef bytes present_keys(Blocks blocks, keys, double now, bint refresh, uint64_t tick, double pin_until):
@@ -76,11 +76,12 @@ cdef Py_ssize_t leading_run(
         PyBuffer_Release(&view)
 
 
-cdef Py_ssize_t count_missing(Blocks blocks, keys) except -1:
+cdef Py_ssize_t count_missing(Blocks blocks, keys, int reads) except -1:
     cdef Py_buffer view
     cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n = open_keys(keys, key_bytes, &view), i, count = 0
     cdef const unsigned char *key = <const unsigned char *>view.buf
     cdef Batch batch
+    cdef Entry *entry
     memset(&batch, 0, sizeof(Batch))
     try:
         open_batch(&batch, n)
@@ -88,12 +89,18 @@ cdef Py_ssize_t count_missing(Blocks blocks, keys) except -1:
             batch.hashes[i] = table_hash(&blocks.table, key + i * key_bytes)
             kv_prefetch(&blocks.table.entries[batch.hashes[i] & blocks.table.mask])
         for i in range(n):
-            if blocks.look_up(key + i * key_bytes, batch.hashes[i]) == NULL:
+            entry = blocks.look_up(key + i * key_bytes, batch.hashes[i])
+            if entry == NULL or (reads == 0 and is_passing(blocks, entry)):
                 count += is_first(&batch, key, key_bytes, i)
         return count
     finally:
         free(batch.heads)
         PyBuffer_Release(&view)
+
+
+cdef inline bint is_passing(Blocks blocks, Entry *entry) noexcept nogil:
+    """Whether the entry is that of a READY transient block, which no write is to replace yet."""
+    return blocks.transient != 0 and blocks.record(entry.slot).reads != 0 and blocks.record(entry.slot).state == READY
 
 
 cdef int32_t slot_of(Blocks blocks, key, str name, Py_ssize_t least) except -2:
@@ -130,11 +137,12 @@ cdef Py_ssize_t count_pinned(Blocks blocks, double now) noexcept:
 # -- readers ---------------------------------------------------------------------------------------------------------
 
 
-cdef object acquire_keys(Blocks blocks, keys, double now, uint64_t tick, bint refresh):
+cdef object acquire_keys(Blocks blocks, keys, double now, uint64_t tick, bint refresh, bint reading):
     cdef Py_buffer view, result
     cdef Py_ssize_t n = open_keys(keys, blocks.table.key_bytes, &view), i
     cdef int32_t *out
     cdef int32_t slot
+    cdef Record *record
     try:
         answer = np.empty(n, np.int32)
         PyObject_GetBuffer(answer, &result, PyBUF_WRITABLE)
@@ -144,7 +152,11 @@ cdef object acquire_keys(Blocks blocks, keys, double now, uint64_t tick, bint re
         for i in range(n):
             slot = blocks.readable(out[i])
             if slot != NONE:
-                blocks.record(slot).refs += 1
+                record = blocks.record(slot)
+                if reading and record.reads != 0 and record.refs >= record.reads:
+                    out[i] = NONE
+                    continue
+                record.refs += 1
                 out[i] = slot
             elif out[i] != NONE:
                 out[i] = -2
@@ -173,7 +185,7 @@ cdef Py_ssize_t acquire_slots(Blocks blocks, slots) except -1:
         PyBuffer_Release(&view)
 
 
-cdef Py_ssize_t release_slots(Blocks blocks, slots) except -1:
+cdef Py_ssize_t release_slots(Blocks blocks, slots, bint read) except -1:
     cdef Py_buffer view
     cdef Py_ssize_t n = open_slots(slots, &view), count = 0, i, j
     cdef const int32_t *slot = <const int32_t *>view.buf
@@ -193,6 +205,12 @@ cdef Py_ssize_t release_slots(Blocks blocks, slots) except -1:
             if slot[i] < 0:
                 continue
             record = blocks.record(slot[i])
+            if read and record.reads != 0 and record.state == READY:
+                if record.reads > 1:
+                    record.reads -= 1
+                else:
+                    count += blocks.forget(slot[i], record, False)
+                continue
             if record.state == GONE and record.refs == 0:
                 blocks.put_free(slot[i], record)
                 blocks.gone -= 1

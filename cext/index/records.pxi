@@ -63,6 +63,7 @@ cdef enum:
     FOUND = -4  # FOUND - slot: during reserve, a key whose READY slot is still to be touched
 
     PRIORITIES = 4
+    MOST_READS = 255
     LOOKAHEAD = 32  # keys whose cache lines are prefetched together
     MAX_SLOTS = 0x7FFFFFC0
 
@@ -75,6 +76,7 @@ cdef enum:
     TICK = 1
     EXPIRES = 2
     PRIORITY = 3
+    READS = 4
 
 cdef uint64_t NO_TICK = 0x7FFFFFFFFFFFFFFF
 cdef tuple COLUMNS = ("slots", "sums", "ticks", "expires", "priorities")
@@ -94,6 +96,7 @@ cdef struct Record:
     uint8_t state
     uint8_t priority    # 0 to PRIORITIES - 1; blocks of a higher priority stay longer
     uint8_t linked      # FOLLOWS, FOLLOWED, KEPT, IN_CALL: which fields of its Link are valid, and where the policy has it
+    uint8_t reads       # of a transient block: how often it may still be read; 0: it is an ordinary block
 
 
 cdef struct Link:
@@ -111,6 +114,7 @@ cdef struct Link:
 cdef struct Segment:
     char *records           # NULL: detached; the links of all slots follow, then the policy's `slot_bytes` of each
     uint32_t latest_pin     # no pin in the segment ends later; makes counting pins cheap
+    int32_t used            # of a segment for transient blocks: slots that are not free; -1: it is for ordinary ones
 
 
 cdef struct Space:
@@ -153,8 +157,8 @@ cdef inline bint is_expired(Space *space, Record *record) noexcept nogil:
 
 
 cdef inline bint is_held(Space *space, Record *record, uint32_t now) noexcept nogil:
-    """Whether a READY block may not be evicted: it is being read, or pinned."""
-    return record.refs != 0 or (record.pin_until > now and not is_expired(space, record))
+    """Whether a READY block may not be evicted: it is being read, or pinned, or transient."""
+    return record.refs != 0 or ((record.pin_until > now or record.reads != 0) and not is_expired(space, record))
 
 
 cdef inline uint32_t eighths_down(double seconds) noexcept nogil:

@@ -40,6 +40,33 @@ cdef Py_ssize_t delete_all(Blocks blocks) noexcept:
     while slot != NONE:
         blocks.forget(slot, blocks.record(slot), False)
         slot = blocks.policy.oldest()
+    drop_transient(blocks, True)
+    return count
+
+
+cdef Py_ssize_t drop_transient(Blocks blocks, bint every) noexcept:
+    """Drops transient blocks: those that have expired, or every one. Returns how many. O(slots of their segments)."""
+    cdef Space *space = &blocks.space
+    cdef Py_ssize_t count = 0, ordinal, i
+    cdef int32_t slot
+    cdef Record *record
+    blocks.soonest = 0xFFFFFFFF
+    for ordinal in range(space.ordinals):
+        if space.segment[ordinal].records == NULL or space.segment[ordinal].used <= 0:
+            continue
+        for i in range(space.slots_per_segment):
+            slot = <int32_t>(ordinal * space.slots_per_segment + i)
+            record = blocks.record(slot)
+            if record.state != READY:
+                continue
+            if is_expired(space, record):
+                blocks.lapse(slot, record)
+            elif every:
+                blocks.forget(slot, record, False)
+            else:
+                blocks.soonest = min(blocks.soonest, record.expires)
+                continue
+            count += 1
     return count
 
 

@@ -5,7 +5,7 @@ cdef inline Py_ssize_t segment_record_bytes(Blocks blocks) noexcept:
     return blocks.space.slots_per_segment * (blocks.space.stride + sizeof(Link) + blocks.policy.slot_bytes)
 
 
-cdef Py_ssize_t attach_segment(Blocks blocks) except -1:
+cdef Py_ssize_t attach_segment(Blocks blocks, bint transient) except -1:
     cdef Space *space = &blocks.space
     cdef Py_ssize_t ordinal = blocks.lowest_detached, capacity = table_capacity(&blocks.table), first, end, slot
     cdef void *memory
@@ -19,7 +19,7 @@ cdef Py_ssize_t attach_segment(Blocks blocks) except -1:
         capacity *= 2
     if capacity > table_capacity(&blocks.table) and not table_resize(&blocks.table, capacity):
         raise MemoryError(f"no memory for an index table of {capacity} entries")
-    if not free_reach(&blocks.unused, end):
+    if not free_reach(&blocks.unused, end) or (transient and not free_reach(&blocks.spare, end)):
         raise MemoryError(f"no memory for a bitmap of {end} slots")
     if ordinal == space.ordinals:
         memory = realloc(space.segment, (ordinal + 1) * sizeof(Segment))
@@ -33,13 +33,16 @@ cdef Py_ssize_t attach_segment(Blocks blocks) except -1:
     memset(memory, 0, segment_record_bytes(blocks))
     space.segment[ordinal].records = <char *>memory
     space.segment[ordinal].latest_pin = 0
+    space.segment[ordinal].used = 0 if transient else -1
+    cdef FreeSlots *unused = &blocks.spare if transient else &blocks.unused
     for slot in range(first, end):
-        free_put(&blocks.unused, <int32_t>slot)
+        free_put(unused, <int32_t>slot)
     blocks.slots += space.slots_per_segment
+    blocks.transient_slots += space.slots_per_segment if transient else 0
     blocks.segments += 1
     blocks.lowest_detached = ordinal + 1
-    blocks.policy.resized(blocks.slots)
-    blocks.unused.cursor = first  # the new segment is the longest run of free slots
+    blocks.policy.resized(blocks.slots - blocks.transient_slots)
+    unused.cursor = first  # the new segment is the longest run of free slots
     return ordinal
 
 
@@ -52,6 +55,7 @@ cdef Py_ssize_t first_slot(Blocks blocks, Py_ssize_t ordinal) except -1:
 cdef Py_ssize_t detach_segment(Blocks blocks, Py_ssize_t ordinal) except -1:
     cdef Space *space = &blocks.space
     cdef Py_ssize_t first = first_slot(blocks, ordinal), slot, dropped = 0, capacity
+    cdef bint transient = space.segment[ordinal].used >= 0
     cdef Record *record
     for slot in range(first, first + space.slots_per_segment):
         record = blocks.record(<int32_t>slot)
@@ -64,13 +68,14 @@ cdef Py_ssize_t detach_segment(Blocks blocks, Py_ssize_t ordinal) except -1:
         if record.state == READY:
             blocks.forget(<int32_t>slot, record, False)
             dropped += 1
-        free_remove(&blocks.unused, <int32_t>slot)
+        free_remove(&blocks.spare if transient else &blocks.unused, <int32_t>slot)
     free(space.segment[ordinal].records)
     space.segment[ordinal].records = NULL
     blocks.slots -= space.slots_per_segment
+    blocks.transient_slots -= space.slots_per_segment if transient else 0
     blocks.segments -= 1
     blocks.lowest_detached = min(blocks.lowest_detached, ordinal)
-    blocks.policy.resized(blocks.slots)
+    blocks.policy.resized(blocks.slots - blocks.transient_slots)
     capacity = table_capacity(&blocks.table)
     while capacity > 8 and blocks.slots * 6 < capacity:
         capacity //= 2
@@ -96,9 +101,17 @@ cdef tuple recency_of_segment(Blocks blocks, Py_ssize_t ordinal, double now):
     return newest, busy
 
 
+cdef Py_ssize_t unused_transient_segment(Blocks blocks) noexcept:
+    cdef Py_ssize_t ordinal
+    for ordinal in range(blocks.space.ordinals if blocks.transient_slots != 0 else 0):
+        if blocks.space.segment[ordinal].records != NULL and blocks.space.segment[ordinal].used == 0:
+            return ordinal
+    return -1
+
+
 cdef Py_ssize_t index_bytes(Blocks blocks) except -1:
     return (
         blocks.__sizeof__() + blocks.policy.__sizeof__() + blocks.policy.nbytes()
         + blocks.segments * segment_record_bytes(blocks) + blocks.space.ordinals * sizeof(Segment)
-        + blocks.unused.words * sizeof(uint64_t) + table_capacity(&blocks.table) * sizeof(Entry)
+        + (blocks.unused.words + blocks.spare.words) * sizeof(uint64_t) + table_capacity(&blocks.table) * sizeof(Entry)
     )

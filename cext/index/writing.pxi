@@ -1,7 +1,7 @@
 # Adding blocks to an index: reserved, then committed or aborted; or restored from a recovered index.
 
 
-cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorities):
+cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorities, int reads):
     cdef Py_buffer view, result
     cdef _Buffers held = _Buffers(1)
     cdef const uint8_t *each
@@ -12,6 +12,9 @@ cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorit
     cdef Entry *entry
     cdef int32_t *out
     cdef int32_t slot, old
+    cdef FreeSlots *unused = &blocks.spare if reads != 0 else &blocks.unused
+    if not 0 <= reads <= MOST_READS or (force and reads != 0):
+        raise ValueError(f"reads is {reads}, expected 0 to {MOST_READS}, and 0 with force")
     memset(&batch, 0, sizeof(Batch))
     try:
         each = open_priorities(held, priorities, n, &priority)
@@ -30,10 +33,10 @@ cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorit
             old = NONE
             if entry != NULL:
                 old = blocks.readable(entry.slot)
-                if not force or old != entry.slot:
+                if old != entry.slot or not (force or (reads == 0 and is_passing(blocks, entry))):
                     out[i] = EXISTED if old == NONE else FOUND - old
                     continue
-            slot = free_take(&blocks.unused)
+            slot = free_take(unused)
             if slot == NONE:
                 out[i] = NO_SPACE
                 continue
@@ -43,7 +46,7 @@ cdef object reserve_keys(Blocks blocks, keys, bint force, uint64_t tick, priorit
                 entry.slot = slot
             if each != NULL:
                 priority = each[i]
-            blocks.fill(slot, WRITING, key + i * key_bytes, batch.hashes[i], priority)
+            blocks.fill(slot, WRITING, key + i * key_bytes, batch.hashes[i], priority, <uint8_t>reads)
             blocks.record(slot).older = old
             blocks.writing += 1
             out[i] = slot
@@ -91,7 +94,8 @@ cdef Py_ssize_t commit_slots(
     cdef Record *record
     cdef Record *replaced
     cdef uint32_t until
-    if before != NONE and blocks.record(before).state != READY:
+    cdef bint transient = False
+    if before != NONE and (blocks.record(before).state != READY or blocks.record(before).reads != 0):
         before = NONE
     try:
         m = open_sums(sums, &sums_view, "sums")
@@ -118,12 +122,40 @@ cdef Py_ssize_t commit_slots(
                 record.expires = until
                 blocks.expiring += until != 0
                 count += 1
-            blocks.policy.inserted(slot, n, before, ends_chain, behind)
+                if record.reads != 0:
+                    transient = True
+                    blocks.soonest = min(blocks.soonest, until)
+            if transient:  # all of them: one call has reserved them
+                blocks.transient += count
+            else:
+                blocks.policy.inserted(slot, n, before, ends_chain, behind)
             blocks.writing -= count
             blocks.ready += count
             return count
         finally:
             PyBuffer_Release(&sums_view)
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef Py_ssize_t renew_keys(Blocks blocks, keys, int reads, double now, double expires) except -1:
+    cdef Py_buffer view
+    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n = open_keys(keys, key_bytes, &view), count = 0, i
+    cdef int32_t slot
+    cdef Record *record
+    try:
+        if not 1 <= reads <= MOST_READS:
+            raise ValueError(f"reads is {reads}, expected 1 to {MOST_READS}")
+        blocks.advance(now)
+        for i in range(n):
+            blocks.find(<const unsigned char *>view.buf + i * key_bytes, 1, &slot)
+            slot = blocks.readable(slot)
+            if slot != NONE and blocks.record(slot).reads != 0:
+                record = blocks.record(slot)
+                record.reads = <uint8_t>max(<int>record.reads, reads)
+                record.expires = max(record.expires, eighths_up(expires))
+                count += 1
+        return count
     finally:
         PyBuffer_Release(&view)
 
@@ -213,9 +245,11 @@ cdef object restore_blocks(Blocks blocks, keys, slots, sums, ticks, expires, pri
         hash = table_hash(&blocks.table, key)
         if not blocks.exists(slot) or blocks.record(slot).state != FREE or blocks.look_up(key, hash) != NULL:
             continue
+        if blocks.space.segment[segment_of(&blocks.space, slot)].used >= 0:
+            continue
         free_remove(&blocks.unused, slot)
         table_insert(&blocks.table, hash, slot)
-        blocks.fill(slot, READY, key, hash, (<const uint8_t *>view[5].buf)[i])
+        blocks.fill(slot, READY, key, hash, (<const uint8_t *>view[5].buf)[i], 0)
         record = blocks.record(slot)
         record.checksum = (<const uint64_t *>view[2].buf)[i]
         record.tick = (<const uint64_t *>view[3].buf)[i]

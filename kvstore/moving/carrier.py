@@ -194,7 +194,7 @@ class Carrier:
                 checksum_into(views, found)
                 damaged += int((found != sums).sum())
                 for row, (position, view) in enumerate(zip(positions, views, strict=True)):
-                    if found[row] == sums[row]:
+                    if found[row] == sums[row] and not attributes["reads"][row]:  # transient blocks stay
                         blocks[position] = Block(view, sums[row], attributes[row : row + 1])
         except Refused as error:
             log.warning("moving: %d block(s) cannot be read: %s", len(keys), error)

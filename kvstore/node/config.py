@@ -13,7 +13,7 @@ import msgspec
 from kvstore.cluster.url import ETCD_SCHEME, MAX_NAME, EtcdURL, is_name, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
-from kvstore.node.settings import MAX_HOST, HostPort, Misfit, Setting, Size, Sources
+from kvstore.node.settings import MAX_HOST, HostPort, Misfit, Portion, Setting, Size, Sources
 from kvstore.sizes import spell_size
 from kvstore.store.rules import MAX_TTL_SECONDS, POLICIES, NamespaceRule
 
@@ -103,6 +103,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment: Annotated[Size, Setting(MEMORY, "Unit in which memory goes to namespaces. No block can be larger.")] = (
         Size(32 << 20)
     )
+    transient_memory: Annotated[
+        Portion,
+        Setting(
+            MEMORY,
+            "The most that transient blocks may take of it, in whole segments of each shard. 0: there are none.",
+            more="operations.md#transient-blocks",
+        ),
+    ] = Portion("10%")
     policy: Annotated[
         str,
         Setting(
@@ -254,6 +262,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.memory // self.shards
 
     @property
+    def shard_transient_bytes(self) -> int:
+        """The most that transient blocks of one shard may take, in bytes."""
+        return self.transient_memory.of(self.memory) // self.shards
+
+    @property
     def shard_disk_bytes(self) -> int:
         """The most that one shard's folder may take on disk, in bytes."""
         return self.disk_size // self.shards
@@ -287,6 +300,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"this gives each of {self.shards} shard(s) {self.shard_memory_bytes} bytes: expected at least one "
                 f"segment of {self.segment}; raise --memory, or lower --shards or --segment",
             )
+        if self.transient_memory.of(self.memory) > self.memory:
+            raise Misfit("transient_memory", f"expected at most the memory of all shards, {self.memory}")
 
     def _check_cluster(self) -> None:
         if self.node_id is not None and not is_name(self.node_id):

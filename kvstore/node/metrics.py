@@ -58,6 +58,8 @@ _SHARD: Final[dict[str, _Family]] = {
     "bytes_out": _Family("kvstore_sent_bytes", "Bytes sent to clients, or lent to them.", True),
     "lent_blocks": _Family("kvstore_lent_blocks", "Blocks that clients on this host read in shared memory."),
     "lent_bytes": _Family("kvstore_lent_bytes", "The same in bytes; at most half of the shard's memory."),
+    "transient_bytes": _Family("kvstore_transient_bytes", "Segments of transient blocks, in bytes."),
+    "transient_limit_bytes": _Family("kvstore_transient_limit_bytes", "The most that these may be."),
     "longest_turn_s": _Family("kvstore_longest_turn_seconds", "The longest turn of the shard's loop since its start."),
     "errors": _Family("kvstore_errors", "Requests refused and connections closed for a fault of the client.", True),
 }
@@ -65,6 +67,7 @@ _NAMESPACE: Final[dict[str, _Family]] = {
     "blocks": _Family("kvstore_blocks", "Blocks that can be read."),
     "memory_bytes": _Family("kvstore_namespace_memory_bytes", "Segments of the namespace, in bytes."),
     "pinned": _Family("kvstore_pinned_blocks", "Blocks kept from eviction by a pin."),
+    "transient_blocks": _Family("kvstore_transient_blocks", "Transient blocks that can be read."),
     "promised": _Family("kvstore_promised_blocks", "Blocks that clients have promised to set."),
     "awaited": _Family("kvstore_awaited_blocks", "Blocks that are not there yet and that clients wait for."),
     "hits": _Family("kvstore_hit_blocks", "Blocks asked for by GET and sent.", True),

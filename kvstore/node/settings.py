@@ -52,6 +52,14 @@ class Size(int):
         return spell_size(self)
 
 
+class Portion(str):
+    """A part of another size: a percentage of it, or a number of bytes."""
+
+    def of(self, whole: int) -> int:
+        """-> the bytes of it."""
+        return int(whole * float(self[:-1]) / 100) if self.endswith("%") else parse_size(self)
+
+
 class HostPort(str):
     """An address to listen on: HOST:PORT or [IPv6]:PORT."""
 
@@ -106,7 +114,8 @@ class Described:
         """The placeholder of its value in the help."""
         if self.setting.choices:
             return "|".join(self.setting.choices)
-        return self.setting.value or {Size: "SIZE", HostPort: "HOST:PORT", int: "N"}.get(self.kind, "TEXT")
+        names = {Size: "SIZE", Portion: "N%|SIZE", HostPort: "HOST:PORT", int: "N"}
+        return self.setting.value or names.get(self.kind, "TEXT")
 
     @property
     def expected(self) -> str:
@@ -120,6 +129,7 @@ class Described:
             bool: "true or false",
             str: "text",
             Size: "a size such as 512MiB, 4GiB or 512Mi, or a number of bytes",
+            Portion: "a share from 0% to 100%, or a size such as 512MiB",
             HostPort: "HOST:PORT or [IPv6]:PORT, such as 0.0.0.0:9100",
         }[self.kind]
 
@@ -264,13 +274,21 @@ class Sources(Generic[ConfigT]):
 
 
 def _decode(kind: type, value: Any) -> Any:
-    """Make a `Size` or a `HostPort` from a value of a file, a variable or a flag. Raises `ValueError`."""
+    """Make a `Size`, a `Portion` or a `HostPort` from a value of a file, a variable or a flag. Raises `ValueError`."""
     if isinstance(value, kind):
         return value
     if kind is Size:
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return Size(value)
         return Size(parse_size(_text(value)))
+    if kind is Portion:
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else _text(value).strip()
+        share = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", text, re.ASCII)
+        if share is None:
+            parse_size(text)
+        elif float(share[1]) > 100:
+            raise ValueError("more than 100 %")
+        return Portion(text)
     text = _text(value)
     found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:]+)):(\d{1,5})", text, re.ASCII)
     if found is None or int(found[3]) > 65535 or len(found[1] or found[2]) > MAX_HOST:

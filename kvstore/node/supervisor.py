@@ -317,6 +317,7 @@ class Supervisor:
             policy=self.config.policy,
             rules=[*self.config.namespaces, NamespaceRule("*", self.config.ttl_seconds)],
             disk=self._disk_config(child.number),
+            transient_bytes=self.config.shard_transient_bytes,
             zone=self.config.zone,
             cookie=self._cookie,
         )

@@ -156,6 +156,8 @@ class Answers:
         namespace = self._store.find(peer.namespace, request.key_bytes)
         self.sets.note_replicas(peer, namespace)
         peer.remember(keys)
+        if namespace is not None and namespace.memory.index.transient:
+            self.lending.collect()  # what clients have read may be gone by that
         if isinstance(request, wire.Get):
             self._state.gets += 1
             now, pin_until = self._state.now, 0.0
@@ -236,7 +238,7 @@ class Answers:
         each pin adds to the number, also one of a block that is pinned already.
         """
         index, now = namespace.memory.index, self._state.now
-        slots = index.slots + self._store.arena.free * index.slots_per_segment
+        slots = index.slots - index.transient_slots + self._store.arena.free * index.slots_per_segment
         room = slots * MAX_PINNED_SHARE - count
         age_s = now - namespace.pins_counted_at
         if age_s > COUNT_PINS_S or (namespace.pins > room and age_s > COUNT_PINS_AT_LIMIT_S):
@@ -291,4 +293,6 @@ class Answers:
             lent_blocks=self.lending.blocks,
             lent_bytes=self.lending.held_bytes,
             nixl=self._nixl is not None,
+            transient_bytes=self._store.memory.transient_segments * arena.segment_bytes,
+            transient_limit_bytes=self._store.transient_segments * arena.segment_bytes,
         )

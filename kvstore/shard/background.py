@@ -134,7 +134,7 @@ class Background:
             for index in (namespace.memory.index, namespace.disk.index if namespace.disk is not None else None):
                 if index is None:
                     continue
-                for slots in np.array_split(listed := index.ready_slots(), len(listed) // STEP_BLOCKS + 1):
+                for slots in np.array_split(listed := index.ready_slots(0, True), len(listed) // STEP_BLOCKS + 1):
                     keys = index.keys_of(slots[np.equal(index.states_of(slots), BlockIndex.READY)])
                     if self._disk is not None:
                         self._disk.fetching.disown(namespace, keys)

@@ -10,6 +10,9 @@ A client gives blocks back with RELEASE, or by the id of their GET in its releas
 looks there before it lends more, before it makes room for a SET, and ten times a second. When it waits for blocks,
 the ring tells the client to send a message.
 
+A block that is given back was read; one that its client still held when it was gone was not. That counts for transient
+blocks.
+
 When the shard closes a connection, its leases stay until the client has closed its end as well: see `Holders`.
 Used by the loop's thread only.
 """
@@ -84,7 +87,7 @@ class Lent:
         self.extents: list[bytes] = []  # frames that go before the PART
         self.descriptors: list[int] = []  # that go with their bytes
 
-    def close(self) -> None:
+    def close(self, sent: bool) -> None:
         """Close the descriptors: they were sent, or nobody will send them."""
         while self.descriptors:
             os.close(self.descriptors.pop())
@@ -201,9 +204,9 @@ class Leases:
             for request_id in self._ring.take(waits):
                 self.release(request_id, 0)
 
-    def release(self, request_id: int, count: int) -> None:
-        """The client reads the first `count` blocks lent to a GET no more; 0: none of them. Does nothing for what was
-        not lent."""
+    def release(self, request_id: int, count: int, read: bool = True) -> None:
+        """The client reads the first `count` blocks lent to a GET no more; 0: none of them. `read`: it has read them.
+        Does nothing for what was not lent."""
         lent = self._lent.get(request_id)
         if lent is None:
             return
@@ -213,15 +216,15 @@ class Leases:
             if 0 < left < len(slots):
                 lent.appendleft((namespace, slots[left:]))
                 self._share.take(LEASES, LEASE_BYTES + slots[left:].nbytes)
-                self._end(namespace, slots[:left], LEASE_BYTES + slots.nbytes)
+                self._end(namespace, slots[:left], LEASE_BYTES + slots.nbytes, read)
                 return
-            self._end(namespace, slots, LEASE_BYTES + slots.nbytes)
+            self._end(namespace, slots, LEASE_BYTES + slots.nbytes, read)
             left -= len(slots) if left > 0 else 0
         if not lent:
             del self._lent[request_id]
 
-    def _end(self, namespace: NamespaceStore, slots: Slots, account_bytes: int) -> None:
-        namespace.memory.index.release(slots)
+    def _end(self, namespace: NamespaceStore, slots: Slots, account_bytes: int, read: bool) -> None:
+        namespace.memory.index.release(slots, read)
         nbytes = len(slots) * namespace.block_bytes
         self.held_bytes -= nbytes
         self._lending.held_bytes -= nbytes
@@ -231,8 +234,9 @@ class Leases:
 
     def release_all(self) -> None:
         """The client has closed its end."""
+        self.collect()
         for request_id in list(self._lent):
-            self.release(request_id, 0)
+            self.release(request_id, 0, read=False)
 
     def retire(self, numbers: list[int]) -> bytes:
         """Files were cut to nothing. -> the numbers of those that the client was given, as RETIRED carries them."""

@@ -74,6 +74,7 @@ class Shard:
             config.rules,
             shared=len(config.shards) > 1,
             lends=local is not None or config.nixl,
+            transient_bytes=config.transient_bytes,
         )
         log.info("%d bytes of block memory in %s", config.memory_bytes, self._store.arena.pages)
         self._readers: dict[int, MessageReader] = {}  # by descriptor

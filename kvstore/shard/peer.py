@@ -245,7 +245,7 @@ class Peer:
                         self._parts = None
                 elif outgoing is not None and outgoing.descriptors and outgoing.release is not None:
                     sent = send_with_descriptors(self.sock, self._sending[:_IOV], outgoing.descriptors)
-                    outgoing.release()  # they have gone with the first byte
+                    outgoing.release(True)  # they have gone with the first byte
                 else:
                     sent = self.sock.sendmsg(self._sending[:_IOV])
                 self._state.bytes_out += sent
@@ -254,7 +254,7 @@ class Peer:
                 if parts is None:
                     self._sending = zmtp.advance(self._sending, sent)
                 if not self._busy:
-                    self._release_sent()
+                    self._release_sent(True)
         except BlockingIOError:
             return True
         except OSError as error:
@@ -286,12 +286,12 @@ class Peer:
             return True
         return False
 
-    def _release_sent(self) -> None:
+    def _release_sent(self, all_sent: bool) -> None:
         self.share.give_back(REPLIES, self._sending_replies_bytes)
         self._sending_replies_bytes = 0
         sent, self._sent = self._sent, None
         if sent is not None and sent.release is not None:
-            sent.release()
+            sent.release(all_sent)
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Peer:
             return
         self.closed = True
         log.debug("client %s %r: closed: %s", self.address, self.client, reason)
-        self._release_sent()
+        self._release_sent(False)
         account = self._state.account
         account.give_back(CHAINS, len(self.chain))
         self.share.give_back(REPLIES, self._replies_bytes)

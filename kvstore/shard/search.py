@@ -195,7 +195,7 @@ class Search:
         of those that are there, and the positions at the end that were not looked at, because it waits for enough."""
         namespace = self._namespace
         keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[positions]
-        slots = namespace.memory.index.acquire(keys.reshape(-1), now, 0, False)
+        slots = namespace.memory.index.acquire(keys.reshape(-1), now, 0, False, True)
         there = slots >= 0
         if there.all():
             return positions, slots, positions[:0]

@@ -98,6 +98,8 @@ class Sets:
         attributes = None
         if request.attributes:
             attributes = attributes_of(request.attributes, request.key_bytes)
+            if attributes["reads"].any():
+                raise WireError(ErrorCode.PROTOCOL, "a copy of a transient block: expected ordinary blocks only")
             priority = np.minimum(attributes["priority"], wire.MAX_PRIORITY)
         elif request.chained:  # it ends here, as far as is known, unless its last key went to another shard
             before, ends_chain = store.chains.find(namespace, request.parent), not request.end
@@ -107,7 +109,7 @@ class Sets:
             return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
         before = before or b""
         evicted = store.memory.evicted
-        slots = store.reserve(namespace, keys, request.force, now, priority, before)
+        slots = store.reserve(namespace, keys, request.force, now, priority, before, request.reads)
         evicted = store.memory.evicted - evicted
         return Write(
             request, namespace, slots, keys, existed, before, before or parent, ends_chain, attributes, evicted
@@ -133,6 +135,8 @@ class Sets:
         index = namespace.memory.index
         attributes = write.attributes
         ttl_s = (request.ttl_s if attributes is None else 0.0) or namespace.ttl_s
+        if request.reads:
+            ttl_s = request.ttl_s or wire.TRANSIENT_TTL_S
         expires: float | npt.NDArray[np.float64] = self._state.now + ttl_s if ttl_s else 0.0
         if attributes is not None:
             expires = np.where(attributes["ttl"], self._state.now + attributes["ttl"] * TTL_STEP_S, expires)
@@ -159,6 +163,8 @@ class Sets:
         existed = int((slots == BlockIndex.EXISTED).sum())
         if existed:  # touch the blocks that existed, so that the chain's head is not evicted before its new tail
             namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
+            if request.reads:
+                index.renew(write.keys, request.reads, self._state.now, self._state.now + ttl_s)
         namespace.promises.fulfil(split(write.keys, namespace.key_bytes))
         namespace.tell(write.keys)
         reply = wire.SetReply(
@@ -173,7 +179,7 @@ class Sets:
             evicted=write.evicted,
         )
         written = slots[slots >= 0]
-        if self._disk is None or not len(written):
+        if self._disk is None or not len(written) or request.reads:  # transient blocks are never written to disk
             peer.reply(reply)
             return
         if request.force and namespace.disk is not None:  # the copies on disk are outdated

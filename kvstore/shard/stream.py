@@ -38,12 +38,12 @@ PATIENCE_S: Final = 0.1  # for a client to give back what it was lent, before bl
 
 @dataclass(eq=False)
 class Outgoing:
-    """Bytes to send, and a call to make when the kernel has taken them or the connection ends. `parts`: its next part
-    is to be sent, instead of `views`."""
+    """Bytes to send, and a call to make when the kernel has taken them or the connection ends; it is told whether all
+    were taken. `parts`: its next part is to be sent, instead of `views`."""
 
     views: list[bytes | memoryview]
     parts: Parts | None = None
-    release: Callable[[], object] | None = None
+    release: Callable[[bool], object] | None = None
     descriptors: Sequence[int] = ()  # that go with the first byte
 
 

@@ -146,10 +146,11 @@ class Listing:
 
 
 def _ready(tier: NamespaceTier, now: float) -> Iterator[Slots]:
-    """-> the READY slots of a tier, ascending, some or none at a time, without blocks that have expired."""
+    """-> the READY slots of a tier, ascending, some or none at a time, without blocks that have expired or that are
+    transient."""
     index = tier.index
     per_segment = index.slots_per_segment
-    for ordinal in sorted(tier.segments):
+    for ordinal in sorted(tier.segments.keys() - tier.transient):
         for first in range(0, per_segment, STEP_SLOTS):
             numbers = np.arange(first, min(per_segment, first + STEP_SLOTS), dtype=np.int32)
             slots = np.int32(ordinal * per_segment) + numbers

@@ -100,6 +100,7 @@ class NamespaceStore:
         left = np.ceil((expires - now) / TTL_STEP_S)
         attributes["ttl"] = np.where(expires > 0, np.maximum(left, 1), 0)
         attributes["priority"] = index.priorities_of(slots)
+        attributes["reads"] = index.reads_of(slots)
         attributes["before"] = keys_before(self.memory, slots)
         return attributes.tobytes()
 
@@ -179,4 +180,7 @@ class NamespaceStore:
             replicas=self.replicas,
             promised=len(self.promises),
             awaited=len(self.waiters),
+            transient_blocks=index.transient,
+            transient_slots=index.transient_slots,
+            transient_bytes=self.memory.transient_bytes,
         )

@@ -59,11 +59,14 @@ class Store:
         rules: Sequence[NamespaceRule] = (),
         shared: bool = False,
         lends: bool = False,
+        transient_bytes: int = 0,
     ) -> None:
         """shared: the node has other shards, which get parts of the same chains. lends: clients on this host may read
-        its memory."""
+        its memory. transient_bytes: the most that transient blocks may take, rounded up to whole segments; one segment
+        at least stays for ordinary blocks."""
         self.arena = Arena(limit_bytes, segment_bytes, lends)
         self.limit_bytes = limit_bytes
+        self.transient_segments = min(-(-transient_bytes // segment_bytes), self.arena.segments - 1)
         self.policy = policy
         self._rules = rules
         self.memory: Tier[NamespaceTier] = Tier(self.arena, self._memory_may_grow)
@@ -194,11 +197,13 @@ class Store:
         now: float,
         priority: int | Priorities = 0,
         before: bytes = b"",
+        reads: int = 0,
     ) -> Slots:
         """Reserve a memory slot for every block that is in neither tier; with `force`, for every block.
 
         priority: of the blocks, one for all or one for each; at least the namespace's rule applies.
         before: the key of a block that makes no room for these, and so nothing before it in its chain; empty: none.
+        reads: how often transient blocks may be read; 0: ordinary blocks, which replace transient ones.
 
         -> a slot or a negative verdict of `BlockIndex.reserve` for each key.
         """
@@ -213,7 +218,7 @@ class Store:
             wanted = np.frombuffer(keys, dtype=np.uint8).reshape(count, namespace.key_bytes)[~on_disk].tobytes()
             if not (force or isinstance(priority, int)):
                 priority = priority[~on_disk]
-        missing = index.missing(wanted)
+        missing = index.missing(wanted, reads)
         if force:
             wanted = keys
         room = count if force else missing
@@ -221,12 +226,15 @@ class Store:
         held = None
         if namespace.disk is not None:  # what makes room is on disk: a chain may be longer than memory
             before = b""
-        if room > index.free:
+        if reads:
+            self.memory.make_transient_room(namespace.memory, room, self.transient_segments, now)
+        elif room > index.free:
             held = index.acquire(wanted + before if room < count else before, now, 0, False)
             index.guard(before)
-        self.memory.make_room(namespace.memory, room, now)
+        if not reads:
+            self.memory.make_room(namespace.memory, room, now)
         self.chains.evicted(namespace)
-        reserved = index.reserve(wanted, force, self.ticks(count), priority)
+        reserved = index.reserve(wanted, force, self.ticks(count), priority, reads)
         if held is not None:
             index.release(held)
             index.guard(b"")
@@ -243,6 +251,11 @@ class Store:
     def refuse(self, namespace: NamespaceStore, keys: bytes, now: float) -> Slots:
         """-> the verdicts on keys that are not to be stored: they exist, or there is no room for them."""
         present = np.frombuffer(namespace.contains(keys, now, False, 0), dtype=np.bool_)
+        index = namespace.memory.index
+        if index.transient:
+            found = index.acquire(keys, now, 0, False)
+            present = present & (index.reads_of(found) == 0)
+            index.release(found)
         return np.where(present, BlockIndex.EXISTED, BlockIndex.NO_SPACE).astype(np.int32)
 
     def expire(self, now: float, ending: bool = False) -> None:
@@ -255,6 +268,8 @@ class Store:
             if namespace.promises:
                 namespace.promises.expire(float("inf") if ending else now)
             namespace.memory.index.expire(now, EXPIRE_STEP)
+            if namespace.memory.transient:
+                _give_up_unused(namespace.memory, now)
             if namespace.disk is not None:
                 namespace.disk.expire(now, EXPIRE_STEP)
             if not namespace.empty:
@@ -299,3 +314,15 @@ class Store:
 
     def _index_excess(self, more: int = 0) -> int:
         return max(0, self.index_bytes + more - INDEX_OVERHEAD_BYTES)
+
+
+def _give_up_unused(tier: NamespaceTier, now: float) -> None:
+    """Give back a segment for transient blocks when one has been empty for `EMPTY_S`: not earlier, because a namespace
+    that needs one again would have other blocks evicted for it."""
+    if tier.index.unused_transient() < 0:
+        tier.unused_since = None
+    elif tier.unused_since is None:
+        tier.unused_since = now
+    elif now - tier.unused_since >= EMPTY_S:
+        tier.give_up_transient(now)
+        tier.unused_since = None

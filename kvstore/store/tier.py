@@ -5,6 +5,9 @@ decides: if it belongs to the growing namespace, that namespace evicts blocks; i
 gives back its least recently used segment. Recency is one counter for the whole shard, so that namespaces can be
 compared. Within a namespace the index's policy chooses the blocks.
 
+Transient blocks have segments of their own, and there is a limit of how many. Nothing evicts them, so such a segment is
+given back only when it is empty. For a new one, the least recently used segment of ordinary blocks goes as a whole.
+
 Only the thread of the shard's loop uses this module.
 """
 
@@ -50,6 +53,8 @@ class NamespaceTier:
         self.block_bytes = block_bytes
         self.index = index
         self.segments: dict[int, int] = {}  # index ordinal -> segment of the space
+        self.transient: set[int] = set()  # ordinals of the segments for transient blocks
+        self.unused_since: float | None = None  # monotonic seconds: since when one of these is empty
         self.evicted = 0
         self.cuts: list[tuple[int, int, bytes]] | None = None  # what `BlockIndex.evict` says; None: nobody needs it
         self._starts = np.zeros(0, dtype=np.int64)  # by ordinal: the segment's offset in the space, in bytes
@@ -65,10 +70,17 @@ class NamespaceTier:
         """Bytes of the segments that this namespace holds."""
         return len(self.segments) * self.space.segment_bytes
 
-    def attach(self, segment: int) -> int:
-        """Cut a segment of the space into slots. -> its ordinal in the index."""
-        ordinal = self.index.attach()
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of the segments for transient blocks."""
+        return len(self.transient) * self.space.segment_bytes
+
+    def attach(self, segment: int, transient: bool = False) -> int:
+        """Cut a segment of the space into slots; `transient`: for such blocks. -> its ordinal in the index."""
+        ordinal = self.index.attach(transient)
         self.segments[ordinal] = segment
+        if transient:
+            self.transient.add(ordinal)
         if ordinal >= len(self._starts):
             self._starts = np.append(self._starts, np.zeros(ordinal + 1 - len(self._starts), dtype=np.int64))
         self._starts[ordinal] = segment * self.space.segment_bytes
@@ -77,6 +89,7 @@ class NamespaceTier:
     def detach(self, ordinal: int) -> int:
         """Drop a segment's blocks and return it to the space. -> blocks dropped."""
         dropped = self.index.detach(ordinal)
+        self.transient.discard(ordinal)
         self.space.give_back(self.segments.pop(ordinal))
         self.evicted += dropped
         return dropped
@@ -86,6 +99,14 @@ class NamespaceTier:
         evicted = self.index.evict(count, now, cuts=self.cuts)
         self.evicted += evicted
         return evicted
+
+    def give_up_transient(self, now: float) -> bool:
+        """Give back an empty segment for transient blocks. -> False when there is none."""
+        self.index.expire_transient(now)
+        ordinal = self.index.unused_transient()
+        if ordinal >= 0:
+            self.detach(ordinal)
+        return ordinal >= 0
 
     def drop(self, slots: Slots) -> int:
         """Remove damaged blocks. -> how many were removed."""
@@ -142,12 +163,33 @@ class Tier(Generic[Member]):
             elif not self._reclaim_for(member, now) and not member.evict(count - index.free, now):
                 return
 
+    @property
+    def transient_segments(self) -> int:
+        """How many segments are for transient blocks."""
+        return sum(len(member.transient) for member in self.members)
+
+    def make_transient_room(self, member: Member, count: int, most: int, now: float) -> None:
+        """Make `count` slots of `member` for transient blocks free, as far as `most` segments of them all allow."""
+        index = member.index
+        if index.spare < count:
+            index.expire_transient(now)
+        while index.spare < count:
+            if self.transient_segments >= most:
+                if not any(other.give_up_transient(now) for other in self.members if other is not member):
+                    return
+                continue
+            segment = self.space.take() if self.space.free and self._may_grow(member, now) else None
+            if segment is not None:
+                member.attach(segment, transient=True)
+            elif not self.shrink(now):
+                return
+
     def _reclaim_for(self, growing: Member, now: float) -> bool:
         """Give back a segment of the namespace whose oldest block is older than every block of `growing`."""
         own_oldest = growing.index.oldest_tick()
         others = [other for other in self.members if other is not growing and other.segments]
         for other in sorted(others, key=_reclaim_order):
-            if other.index.ready and other.index.oldest_tick() >= own_oldest:
+            if _ordinary(other) and other.index.oldest_tick() >= own_oldest:
                 return False
             if self._give_up(other, now):
                 return True
@@ -160,7 +202,8 @@ class Tier(Generic[Member]):
 
     @staticmethod
     def _give_up(member: Member, now: float) -> bool:
-        recency = {ordinal: member.index.segment_recency(ordinal, now) for ordinal in member.segments}
+        ordinary = member.segments.keys() - member.transient
+        recency = {ordinal: member.index.segment_recency(ordinal, now) for ordinal in ordinary}
         idle = [(newest, ordinal) for ordinal, (newest, busy) in recency.items() if not busy]
         if idle:
             member.detach(min(idle)[1])
@@ -168,7 +211,11 @@ class Tier(Generic[Member]):
 
 
 def _reclaim_order(member: NamespaceTier) -> tuple[bool, int]:
-    return member.index.ready > 0, member.index.oldest_tick()
+    return _ordinary(member) > 0, member.index.oldest_tick()
+
+
+def _ordinary(member: NamespaceTier) -> int:
+    return member.index.ready - member.index.transient
 
 
 def keys_before(tier: NamespaceTier, slots: Slots) -> npt.NDArray[np.uint8]:

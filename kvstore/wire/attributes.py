@@ -19,9 +19,10 @@ Attributes = npt.NDArray[np.void]  # (n,) of dtype `attributes_dtype(key_bytes)`
 
 def attributes_dtype(key_bytes: int) -> np.dtype[Any]:
     """-> the layout of an entry. `ttl`: what is left, in steps of `TTL_STEP_S`; 0: none of its
-    own, so the rule of the namespace applies. `priority`: 0 to 3.
-    `before`: the key of the nearest block before it in its chain that the shard had; its own key if there is none."""
-    return np.dtype([("ttl", "<u4"), ("priority", "u1"), ("before", "u1", (key_bytes,))])
+    own, so the rule of the namespace applies. `priority`: 0 to 3. `reads`: 0, or how often the block may still be read:
+    then it is transient, and must not be copied. `before`: the key of the nearest block before it in its chain that the
+    shard had; its own key if there is none."""
+    return np.dtype([("ttl", "<u4"), ("priority", "u1"), ("reads", "u1"), ("before", "u1", (key_bytes,))])
 
 
 def attributes_of(data: bytes, key_bytes: int) -> Attributes:

@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 NAMESPACE_VERSION: Final = 1
 
 MIN_KEY_BYTES: Final = 8
@@ -33,12 +33,14 @@ MAX_PIN_S: Final = 60.0
 MAX_PRIORITY: Final = 3
 MAX_POSITION: Final = (1 << 31) - 1  # of a block in its chain
 MAX_TTL_S: Final = 10 * 365 * 86400
+MAX_READS: Final = 255  # of a transient block
+TRANSIENT_TTL_S: Final = 60.0  # of a transient block for which none was given
 MAX_REPLICAS: Final = 3
 MAX_HOTTEST_BYTES: Final = 8 << 20  # all keys of one HOTTEST reply together
 MAX_DEADLINE_MS: Final = 600_000
 MAX_PROMISE_MS: Final = 600_000
 CHECKSUM_BYTES: Final = 8
-ATTRIBUTES_BYTES: Final = 5  # what goes with a block to another shard, beside a key: see attributes.py
+ATTRIBUTES_BYTES: Final = 6  # what goes with a block to another shard, beside a key: see attributes.py
 
 # A payload frame of small blocks is filled up to this size. Measured: with one such frame a system call, the copies of
 # both ends overlap; with 4 MiB a call a transfer took 1.15 times as long.
@@ -141,6 +143,9 @@ class Set(_Header, tag=2, frozen=True):
 
     `references`: the blocks are in memory that the client shares. Then frames of `shared.STAGED` entries follow the
     keys, and neither payload nor checksums. The shard says with TAKEN how far it has read.
+
+    `reads`, 1 .. MAX_READS: the blocks are transient: each is dropped when it was read so often, or after `ttl_s`
+    (0: TRANSIENT_TTL_S). They are in no chain, and have no priority. 0: ordinary blocks.
     """
 
     id: int
@@ -159,6 +164,7 @@ class Set(_Header, tag=2, frozen=True):
     call: int = 0
     offsets: bytes = b""
     references: bool = False
+    reads: int = 0
 
 
 class Get(_Header, tag=3, frozen=True):
@@ -606,6 +612,13 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
         )
     if isinstance(request, Set):
         _check_chain(request)
+        excluded = request.force or request.chained or request.attributes
+        if not 0 <= request.reads <= MAX_READS or (request.reads and excluded):
+            raise WireError(
+                ErrorCode.PROTOCOL,
+                f"a SET for {request.reads} reads: expected 0 to {MAX_READS}; and 0 with force, chained or attributes",
+                request.id,
+            )
     if isinstance(request, Get) and request.credit < 0:
         raise WireError(ErrorCode.PROTOCOL, f"a credit of {request.credit} bytes: expected 0 or more", request.id)
     if isinstance(request, Get) and request.credit and request.references:

@@ -34,6 +34,9 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
     replicas: int = 1  # the largest number of copies that a client keeps
     promised: int = 0  # blocks that clients are about to set
     awaited: int = 0  # blocks that clients wait for, because they are being written or read from disk, or were promised
+    transient_blocks: int = 0  # `blocks` counts them, too
+    transient_slots: int = 0  # of the segments that have them; `slots` counts them, too
+    transient_bytes: int = 0  # these segments; `memory_bytes` counts them, too
 
 
 class DiskInfo(msgspec.Struct, frozen=True):
@@ -109,6 +112,8 @@ class ShardInfo(msgspec.Struct, frozen=True):
     lent_blocks: int = 0  # that clients on its host read in shared memory now
     lent_bytes: int = 0
     nixl: bool = False  # clients may read its memory with NIXL
+    transient_bytes: int = 0  # segments of transient blocks, of all namespaces
+    transient_limit_bytes: int = 0  # the most that these may be
 
 
 # Decoders are made when modules are imported, because msgspec crashes the process when two threads are the first to

@@ -167,7 +167,9 @@ class Reader:
                 found = owned[target.present[owned]]
                 if copied is not None and len(found):
                     attributes = copied.to(rounds.owned_by(link), found)
-                    self._repairs.put(link, packed[found], map(target.row, found.tolist()), attributes)
+                    kept = attributes["reads"] == 0  # transient blocks are not copied
+                    found = found[kept]
+                    self._repairs.put(link, packed[found], map(target.row, found.tolist()), attributes[kept])
         self._end(rounds, options)
 
     def borrow(self, packed: KeyArray, unique: Numbers, verify: bool, options: Options) -> Borrowed:

@@ -75,7 +75,7 @@ class Shards:
             for each in shard.namespaces:
                 if each.id == namespace.id:
                     full += each.blocks
-                    free += each.slots - each.blocks - each.writing
+                    free += each.slots - each.transient_slots - (each.blocks - each.transient_blocks) - each.writing
                 elif not (each.blocks or each.writing):  # an empty namespace gives its segments to any that needs them
                     free += each.segments * per_segment
         return StoreInfo(block_bytes, total, full, free, shards)

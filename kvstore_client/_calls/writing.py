@@ -4,6 +4,8 @@ Copies: source -> kernel -> slot, once for each replica. A deferred set ends whe
 it; the other replicas' answers are read when they come. A set that is not deferred ends when all replicas have taken
 the blocks. A block counts as stored only then: it survives the death of all replicas but one. Where fewer nodes than
 replicas exist, there are fewer copies: `SetResult.copies` tells, and `min_copies` makes it an error.
+
+A transient block has one copy, at the first of its owners that can be reached.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Writer:
         outcomes = np.full(len(packed), _UNKNOWN, dtype=np.uint8)
         copies = np.zeros(len(packed), dtype=np.uint8)
         evicted = 0
+        others = self._replicas - 1 if options.reads else 0  # owners of a transient block that are still to be tried
         left = unique
         waited = unique[:0]  # the positions that others were writing when they were last asked for
         error: KVStoreError | None = None
@@ -92,6 +95,8 @@ class Writer:
                 break
             if len(pending):  # others are writing these blocks: until they are there, or can be set by us
                 time.sleep(PENDING_PAUSE_S)
+            elif len(left) and others:
+                others -= 1
             elif not len(left) or self._core.view is view:
                 break
             # Otherwise the view has changed, and the blocks of shards that left have other owners.
@@ -128,6 +133,8 @@ class Writer:
         if not view.links:
             return positions, positions[:0], self._core.no_shards(), 0
         owners = view.owners(take(packed, positions), self._replicas)
+        if options.reads:
+            owners = _reachable(view, owners)
         replicas = owners.shape[1]
         deadline_ms, force, priority, ttl_s = options.deadline_ms, options.force, options.priority, options.ttl_s
 
@@ -151,13 +158,14 @@ class Writer:
                 priority=priority,
                 outcomes=True,
                 ttl_s=ttl_s,
-                chained=True,
+                chained=not options.reads,
                 parent=part.parent,
                 end=part.end,
                 position=part.position,
                 call=part.call,
                 offsets=part.offsets,
                 references=staging is not None,
+                reads=options.reads,
             )
             if staging is not None:
                 return staged_message(request, keys, call.positions, source, staging, call)
@@ -170,7 +178,7 @@ class Writer:
                 packed, positions, mine, options.chains, self._most(staged.get(link)), len(view.links) == 1
             )
         ]
-        needed = max(1 if options.deferred else replicas, self._min_copies)
+        needed = 1 if options.reads else max(1 if options.deferred else replicas, self._min_copies)
         tally = _Tally(calls, len(packed), needed, waits=not options.deferred or needed > 1)
         self._exchange.run(calls, deadline, enough=tally.enough if needed < replicas else None)
         return *tally.result(positions, outcomes, copies), tally.evicted
@@ -228,6 +236,12 @@ class Writer:
         ]
         self._exchange.run(calls, deadline)
         return calls
+
+
+def _reachable(view: View, owners: Numbers) -> Numbers:
+    """-> of each block's owners the first that can be reached, (n, 1); the first one if none can."""
+    whole = np.array([link.broken is None for link in view.links])[owners]
+    return np.take_along_axis(owners, whole.argmax(axis=1)[:, np.newaxis], axis=1)
 
 
 class _Tally:

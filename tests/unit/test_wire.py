@@ -65,6 +65,9 @@ SHARD_INFO = wire.ShardInfo(
             replicas=2,
             promised=17,
             awaited=6,
+            transient_blocks=4,
+            transient_slots=36,
+            transient_bytes=32 << 20,
         )
     ],
     policy="default",
@@ -112,15 +115,18 @@ SHARD_INFO = wire.ShardInfo(
     lent_blocks=64,
     lent_bytes=64 * 917_504,
     nixl=True,
+    transient_bytes=32 << 20,
+    transient_limit_bytes=416 << 20,
 )
 
 REQUESTS: dict[str, wire.Request] = {
-    "hello": wire.Hello(1, 2, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True, True),
-    "hello_empty": wire.Hello(0, 2),
+    "hello": wire.Hello(1, 3, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True, True),
+    "hello_empty": wire.Hello(0, 3),
     "set": wire.Set(
         2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280, b"", 4242
     ),
-    "set_copied": wire.Set(2, 10_000, 1, 8, attributes=bytes.fromhex("4006000002") + b"key--000"),
+    "set_copied": wire.Set(2, 10_000, 1, 8, attributes=bytes.fromhex("400600000200") + b"key--000"),
+    "set_transient": wire.Set(2, 10_000, 4, 16, outcomes=True, ttl_s=30.0, reads=255),
     "get": wire.Get(3, 10_000, 8192, 32, 8 << 20, True, True, True),
     "get_references": wire.Get(3, 10_000, 64, 16, references=True),
     "get_waiting": wire.Get(3, 40_000, 64, 16, wait_ms=30_000),
@@ -144,7 +150,7 @@ REQUESTS: dict[str, wire.Request] = {
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
         id=1,
-        protocol=2,
+        protocol=3,
         version="0.1.0",
         node="host:7070",
         shard=1,
@@ -159,7 +165,7 @@ REPLIES: dict[str, wire.Reply] = {
         nixl=True,
     ),
     "set_reply": wire.SetReply(2, 40, 30, 4, 3, 2, 1, bytes([0] * 30 + [1] * 4 + [2] * 3 + [3] * 2 + [4]), 7),
-    "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016, bytes(range(26))),
+    "part": wire.Part(3, bytes.fromhex("0500000000010000"), bytes(range(16)), False, 7, 5, 3_670_016, bytes(range(28))),
     "part_references": wire.Part(3, bytes(4), bytes(8), False, 1, 0, references=bytes([7] + [0] * 10 + [14] + [0] * 4)),
     "part_last": wire.Part(3, b"", b"", True, 9, 8183, 0),
     "contains_reply": wire.ContainsReply(4, b"\x01\x00\x01"),
@@ -471,6 +477,11 @@ def test_a_request_decodes_from_any_buffer() -> None:
         (wire.Set(1, 600_001, 1, 8), ErrorCode.LIMIT, "600001", "1 to 600000"),
         (wire.Set(1, 1, 1, 8, priority=4), ErrorCode.LIMIT, "4", "0 to 3"),
         (wire.Set(1, 1, 1, 8, priority=-1), ErrorCode.LIMIT, "-1", "0 to 3"),
+        (wire.Set(1, 1, 1, 8, reads=256), ErrorCode.PROTOCOL, "256 reads", "0 to 255"),
+        (wire.Set(1, 1, 1, 8, reads=-1), ErrorCode.PROTOCOL, "-1 reads", "0 to 255"),
+        (wire.Set(1, 1, 1, 8, True, reads=1), ErrorCode.PROTOCOL, "1 reads", "0 with force"),
+        (wire.Set(1, 1, 1, 8, chained=True, reads=1), ErrorCode.PROTOCOL, "1 reads", "chained"),
+        (wire.Set(1, 1, 1, 8, attributes=bytes(14), reads=1), ErrorCode.PROTOCOL, "1 reads", "attributes"),
         (wire.Set(1, 1, 1, 8, ttl_s=-1.0), ErrorCode.LIMIT, "-1.0 s", "0 to 315360000 s"),
         (wire.Set(1, 1, 1, 8, ttl_s=math.nan), ErrorCode.LIMIT, "nan s", "0 to 315360000 s"),
         (wire.Purge(1, 0), ErrorCode.LIMIT, "0 ms", "1 to 600000"),
