@@ -74,7 +74,7 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "port": 7171,
         "shards": 2,
         "memory": "128MiB",
-            "segment": "2MiB",
+        "segment": "2MiB",
         "transient_memory": "2.5%",
         "log_level": "error",
         "log_format": "json",
