@@ -86,7 +86,7 @@ def _shards(shards: Sequence[ShardInfo], paths: Sequence[str]) -> Iterable[Table
     yield _table(
         "Memory",
         "shard",
-        ("used", "limit", "resident", "index", "lent", "transient"),
+        ("used", "limit", "resident", "index", "lent"),
         (
             (
                 _name(shard),
@@ -95,7 +95,20 @@ def _shards(shards: Sequence[ShardInfo], paths: Sequence[str]) -> Iterable[Table
                 format_size(shard.rss_bytes),
                 format_size(shard.index_bytes),
                 format_size(shard.lent_bytes),
-                f"{format_size(shard.transient_bytes)} of {format_size(shard.transient_limit_bytes)}",
+            )
+            for shard in shards
+        ),
+    )
+    yield _table(
+        "Transient blocks",
+        "shard",
+        ("blocks", "memory", "limit"),
+        (
+            (
+                _name(shard),
+                str(sum(namespace.transient_blocks for namespace in shard.namespaces)),
+                format_size(shard.transient_bytes),
+                format_size(shard.transient_limit_bytes),
             )
             for shard in shards
         ),

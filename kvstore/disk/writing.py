@@ -70,8 +70,9 @@ class Writing:
     def was_read(self, namespace: NamespaceStore, slots: Slots, now: float) -> None:
         """A client has read these blocks from memory."""
         if self._policy == "reused":
-            kept = namespace.memory.index.reads_of(slots) == 0  # transient blocks are never written
-            self._add_if_not_on_disk(namespace, slots[kept], now)
+            if namespace.memory.transient:  # transient blocks are never written
+                slots = slots[namespace.memory.index.reads_of(slots) == 0]
+            self._add_if_not_on_disk(namespace, slots, now)
 
     def saves_before(self, namespace: NamespaceStore, blocks: int, now: float) -> bool:
         """With policy `evicted`: if room for `blocks` blocks requires evictions, write the next victims first.

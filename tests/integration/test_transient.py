@@ -167,6 +167,7 @@ def test_a_reader_that_is_lost_has_read_what_was_sent(start_server: StartServer,
     keys = make_keys(400)  # more than the kernel takes for a reader that reads nothing
     with KVStoreClient(server.endpoint, own, timeout_s=20) as client:
         assert client.set(keys, blocks_of(keys, BLOCK), reads=1).created == len(keys)
+        before = shard_info(client).bytes_out
         with RawClient(server, receive_buffer=4096) as raw:
             raw.hello(own.canonical())
             raw.send(pack(GET, 3, 10_000, len(keys), 16), b"".join(keys))
@@ -174,6 +175,7 @@ def test_a_reader_that_is_lost_has_read_what_was_sent(start_server: StartServer,
         wait_until(lambda: not shard_info(client).streams)
         left = int(client.contains(keys).sum())
         assert 0 < left <= len(keys)
+        assert (len(keys) - left) * BLOCK <= shard_info(client).bytes_out - before, "it counts what the kernel took"
         found = client.get(keys)
         assert found.hit == left
         wrong = [
@@ -223,6 +225,17 @@ def test_a_client_that_is_killed_while_it_reads_in_shared_memory_has_not_read(lo
         wait_until(lambda: not shard_info(client).lent_blocks)
         assert client.get(keys).blocks == blocks_of(keys, BLOCK)
         assert_nothing_left(client)
+
+
+def test_a_client_that_ends_has_read_what_it_gave_back(local: Server, own: Namespace) -> None:
+    keys = make_keys(8)
+    with KVStoreClient(local.endpoint, own, shared_memory=True) as client:
+        for _ in range(5):
+            client.set(keys, blocks_of(keys, BLOCK), reads=1)
+            with KVStoreClient(local.endpoint, own, shared_memory=True) as reader:
+                assert reader.get(keys).hit == 8
+            wait_until(lambda: not shard_info(client).lent_blocks)
+            assert not client.contains(keys).any()
 
 
 # ---- time ----------------------------------------------------------------------------------------------------------

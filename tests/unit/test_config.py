@@ -136,6 +136,14 @@ def test_a_size_in_the_file_has_a_unit_or_is_a_number_of_bytes(write: Any, text:
     assert load(write(f"memory = {text}\n"), {}, {}).memory == size
 
 
+@pytest.mark.parametrize(
+    ("text", "size"), [('"10%"', 102 << 20), ('"2.5%"', 26843545), ('"64MiB"', 64 << 20), ("0", 0), ('"0%"', 0)]
+)
+def test_the_memory_of_transient_blocks_is_a_share_or_a_size(write: Any, text: str, size: int) -> None:
+    config = load(write(f'memory = "1GiB"\nshards = 2\ntransient_memory = {text}\n'), {}, {})
+    assert config.shard_transient_bytes == pytest.approx(size / 2, abs=1 << 18)
+
+
 @pytest.mark.parametrize(("text", "host", "port"), [("0.0.0.0:9100", "0.0.0.0", 9100), ("[fd00::7]:0", "fd00::7", 0)])
 def test_an_address_for_http_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
     address = load(None, {"KVSTORE_SERVER_HTTP": text}, {}).http
@@ -240,6 +248,10 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
         ({"memory": "4 GiBs"}, "--memory '4 GiBs': expected a size"),
         ({"memory": "9" * 400}, "--memory 999"),
         ({"memory": ""}, "--memory '': expected a size"),
+        ({"transient_memory": "101%"}, "--transient-memory 101%: expected a share from 0% to 100%, or a size such as"),
+        ({"transient_memory": "some"}, "--transient-memory some: expected a share from 0% to 100%, or a size such as"),
+        ({"transient_memory": "-1%"}, "--transient-memory -1%: expected a share"),
+        ({"transient_memory": "5GiB"}, "--transient-memory 5GiB: expected at most the memory of all shards, 4GiB"),
         ({"segment": "much"}, "--segment much: expected a size"),
         ({"segment": "4KiB"}, "--segment 4KiB: expected at least 1MiB, and a multiple of 4KiB"),
         ({"segment": "1048577"}, "--segment 1048577: expected at least 1MiB, and a multiple of 4KiB"),
