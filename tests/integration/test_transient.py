@@ -7,11 +7,13 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -395,6 +397,26 @@ def test_the_async_client_and_the_command_set_them(local: Server, own: Namespace
     command.append("--force")
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=60)
     assert done.returncode == 2 and "--reads and --force" in done.stdout + done.stderr
+
+
+def test_an_operator_sees_them(start_server: StartServer, own: Namespace) -> None:
+    server = start_server("--http", "127.0.0.1:0", "--transient-memory", "2MiB", memory="8MiB", segment="1MiB")
+    keys = make_keys(3)
+    with KVStoreClient(server.endpoint, own) as client:
+        client.set(keys, blocks_of(keys, BLOCK), reads=1)
+        info = client.info()
+        assert (info.full_blocks, info.free_blocks) == (3, 7 * PER_SEGMENT)  # their segment has no room for others
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
+        metrics = answer.read().decode()
+    found = dict(re.findall(r"^(kvstore_transient_\w+)\{.*\} (\S+)$", metrics, re.MULTILINE))
+    assert {name.removeprefix("kvstore_transient_"): float(value) for name, value in found.items()} == {
+        "bytes": SEGMENT,
+        "limit_bytes": 2 * SEGMENT,
+        "blocks": 3,
+    }
+    command = [sys.executable, "-m", "kvstore_cli", "info", "--endpoint", server.endpoint]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(), timeout=60).stdout
+    assert re.search(r"Transient blocks *\n(.*\n){2}.*/0 +3 +1.0 MiB +2.0 MiB", shown), shown
 
 
 # ---- never on disk, never elsewhere --------------------------------------------------------------------------------
