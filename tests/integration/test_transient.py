@@ -1,40 +1,28 @@
-"""Transient blocks: each is dropped when it was read so often as its setter said, or when its time is over; it never
-reaches a disk or another shard, and takes no memory beyond its limit."""
+"""Transient blocks: each is dropped when it was read so often as its setter said, or when its time is over,
+who else gets it meanwhile, and what a read is that came to nothing."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from kvstore.moving.mover import Mover
-from kvstore.moving.planning import plan_joining, plan_leaving
-from kvstore_client import AsyncKVStoreClient, KVStoreClient, Namespace
+from kvstore_client import KVStoreClient, Namespace
 from tests.support.clock import Clock
-from tests.support.cluster import member_of
-from tests.support.disk import disk_flags, disk_info, wait_until_on, wait_until_written
 from tests.support.harness import (
     CANCEL,
     CREDIT,
-    ERROR,
     GET,
     PART,
-    SET,
     MakeNamespace,
     RawClient,
     Server,
@@ -42,11 +30,9 @@ from tests.support.harness import (
     blocks_of,
     environment,
     make_keys,
-    make_namespace,
     namespace_info,
     pack,
     shard_info,
-    sums_of,
     wait_until,
 )
 
@@ -240,6 +226,24 @@ def test_a_client_that_ends_has_read_what_it_gave_back(local: Server, own: Names
             assert not client.contains(keys).any()
 
 
+def test_credit_and_its_end_leave_nothing_behind(local: Server, own: Namespace) -> None:
+    """A reader that is granted one block after the other reads each of them once."""
+    keys = make_keys(6)
+    with KVStoreClient(local.endpoint, own, shared_memory=False) as client, RawClient(local) as raw:
+        client.set(keys, blocks_of(keys, BLOCK), reads=1)
+        raw.hello(own.canonical())
+        raw.send(pack(GET, 1, 10_000, 6, 16, BLOCK), b"".join(keys))
+        got = []
+        while len(got) < 6:
+            header, frames = raw.reply()
+            assert header[0] == PART
+            got += frames
+            raw.send(pack(CREDIT, 1, BLOCK))
+        assert got == blocks_of(keys, BLOCK)
+        wait_until(lambda: not namespace_info(client).blocks)
+        assert_nothing_left(client)
+
+
 # ---- time ----------------------------------------------------------------------------------------------------------
 
 
@@ -344,195 +348,9 @@ def test_what_is_beyond_the_limit_is_refused_block_by_block(client: KVStoreClien
     assert shard_info(client).transient_bytes == limit
 
 
-def test_a_server_without_them_refuses_them_all(start_server: StartServer, own: Namespace) -> None:
-    server = start_server("--transient-memory", "0", memory="8MiB", segment="1MiB")
-    keys = make_keys(3)
-    with KVStoreClient(server.endpoint, own) as client:
-        assert client.set(keys, blocks_of(keys, BLOCK), reads=1).refused == 3
-        assert client.set(keys, blocks_of(keys, BLOCK)).created == 3
-
-
-def test_what_makes_no_sense_is_refused(local: Server, own: Namespace) -> None:
-    keys = make_keys(1)
-    blocks = blocks_of(keys, BLOCK)
-    with KVStoreClient(local.endpoint, own) as client:
-        with pytest.raises(ValueError, match="reads=256: expected 0 to 255"):
-            client.set(keys, blocks, reads=256)
-        with pytest.raises(ValueError, match="reads=1 and force=True"):
-            client.set(keys, blocks, reads=1, force=True)
-        assert client.set(keys, blocks, reads=0).created == 1 and not namespace_info(client).transient_blocks
-    with RawClient(local) as raw:
-        raw.hello(own.canonical())
-        ordinary = [False, b"", b"", 0, b"", 0, b"", False]
-        raw.send(pack(SET, 1, 10_000, 1, 16, True, 0, False, 0.0, *ordinary, 1), keys[0], blocks[0], sums_of(blocks))
-        header, _ = raw.reply()
-        assert header[0] == ERROR and "0 with force" in header[3]
-
-
 def test_purge_and_delete_remove_them(client: KVStoreClient) -> None:
     keys = make_keys(20)
     client.set(keys, blocks_of(keys, BLOCK), reads=3)
     assert client.delete(keys[:5]) == 5
     assert client.purge() == 15
     assert_nothing_left(client)
-
-
-def test_the_async_client_and_the_command_set_them(local: Server, own: Namespace, tmp_path: Path) -> None:
-    keys = make_keys(2)
-
-    async def set_and_get() -> list[int]:
-        async with AsyncKVStoreClient(local.endpoint, own) as client:
-            await client.set(keys[:1], blocks_of(keys[:1], BLOCK), reads=1, ttl_s=30)
-            return [(await client.get(keys[:1])).hit for _ in range(2)]
-
-    assert asyncio.run(set_and_get()) == [1, 0]
-    file = tmp_path / "block"
-    file.write_bytes(blocks_of(keys[1:], BLOCK)[0])
-    command = [sys.executable, "-m", "kvstore_cli", "set", keys[1].hex(), str(file), "--reads", "1", "--ttl", "50"]
-    command += ["--namespace", own.canonical().decode(), "--endpoint", local.endpoint, "--json"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=60)
-    assert done.returncode == 0 and json.loads(done.stdout)["created"] == 1, done.stderr
-    with KVStoreClient(local.endpoint, own) as client:
-        assert [client.get(keys[1:]).hit for _ in range(2)] == [1, 0]
-    command.append("--force")
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=60)
-    assert done.returncode == 2 and "--reads and --force" in done.stdout + done.stderr
-
-
-def test_an_operator_sees_them(start_server: StartServer, own: Namespace) -> None:
-    server = start_server("--http", "127.0.0.1:0", "--transient-memory", "2MiB", memory="8MiB", segment="1MiB")
-    keys = make_keys(3)
-    with KVStoreClient(server.endpoint, own) as client:
-        client.set(keys, blocks_of(keys, BLOCK), reads=1)
-        info = client.info()
-        assert (info.full_blocks, info.free_blocks) == (3, 7 * PER_SEGMENT)  # their segment has no room for others
-    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
-        metrics = answer.read().decode()
-    found = dict(re.findall(r"^(kvstore_transient_\w+)\{.*\} (\S+)$", metrics, re.MULTILINE))
-    assert {name.removeprefix("kvstore_transient_"): float(value) for name, value in found.items()} == {
-        "bytes": SEGMENT,
-        "limit_bytes": 2 * SEGMENT,
-        "blocks": 3,
-    }
-    command = [sys.executable, "-m", "kvstore_cli", "info", "--endpoint", server.endpoint]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(), timeout=60).stdout
-    assert re.search(r"Transient blocks *\n(.*\n){2}.*/0 +3 +1.0 MiB +2.0 MiB", shown), shown
-
-
-# ---- never on disk, never elsewhere --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("write", ["all", "reused", "evicted"])
-def test_they_never_reach_the_disk(start_server: StartServer, folder: Path, own: Namespace, write: str) -> None:
-    flags = disk_flags(folder, write=write)
-    server = start_server(*flags, memory="16MiB", segment="1MiB")
-    ordinary, keys = make_keys(300), make_keys(30, first=1000)
-    with KVStoreClient(server.endpoint, own, timeout_s=20) as client:
-        wait_until_on(client)
-        assert client.set(keys, blocks_of(keys, BLOCK), reads=100, ttl_s=3600).created == 30
-        for at in range(0, 300, 50):  # more than memory holds
-            client.set(ordinary[at : at + 50], blocks_of(ordinary[at : at + 50], BLOCK))
-            assert client.get(ordinary[at : at + 50]).hit == client.get(keys).hit + 20 == 50
-        wait_until_written(client)
-        assert client.contains(keys).all()
-        written = disk_info(client).blocks
-        assert namespace_info(client).disk_blocks == written <= 300
-    server.stop()
-    server.restart()
-    with KVStoreClient(server.endpoint, own, timeout_s=20) as client:
-        wait_until_on(client)
-        assert not client.contains(keys).any() and client.get(keys).hit == 0
-        assert disk_info(client).blocks <= 300
-        if write == "all":
-            assert client.contains(ordinary).all()
-
-
-def test_one_that_becomes_ordinary_reaches_the_disk(start_server: StartServer, folder: Path, own: Namespace) -> None:
-    server = start_server(*disk_flags(folder), memory="16MiB", segment="1MiB")
-    keys = make_keys(4)
-    with KVStoreClient(server.endpoint, own, timeout_s=20) as client:
-        wait_until_on(client)
-        client.set(keys, blocks_of(keys, BLOCK), reads=1)
-        assert client.set(keys[:2], blocks_of(keys[:2], BLOCK)).created == 2
-        wait_until_written(client)
-    server.stop()
-    server.restart()
-    with KVStoreClient(server.endpoint, own, timeout_s=20) as client:
-        wait_until_on(client)
-        assert client.contains(keys).tolist() == [True, True, False, False]
-        assert client.set(keys[:2], blocks_of(keys[:2], BLOCK), reads=1).existed == 2, "they are there, if on disk only"
-
-
-@pytest.mark.parametrize("joins", [True, False], ids=["joins", "leaves"])
-def test_neither_a_join_nor_a_drain_moves_them(start_server: StartServer, own: Namespace, joins: bool) -> None:
-    sender, other = start_server(memory="64MiB"), start_server(memory="64MiB")
-    ordinary, keys = make_keys(100), make_keys(30, first=1000)
-    with (
-        KVStoreClient(sender.endpoint, own) as client,
-        KVStoreClient(other.endpoint, own) as receiver,
-    ):
-        client.set(ordinary, blocks_of(ordinary, BLOCK))
-        client.set(keys, blocks_of(keys, BLOCK), reads=1)
-        members = [member_of(server) for server in (sender, other)]
-        if joins:
-            plan = plan_joining({members[1].node}, members)
-        else:
-            plan = plan_leaving(members[0].node, [msgspec.structs.replace(members[0], state="draining"), members[1]])
-        report = Mover(members[0].shards, members[0].node, plan, lambda report: None).run(time.monotonic() + 10)
-        assert report.failed == 0 and report.moved == receiver.contains(ordinary).sum() > 0
-        assert not receiver.contains(keys).any()
-        assert client.get(keys).hit == 30, "the mover has read none of them"
-
-
-def test_with_replicas_there_is_one_copy_and_reading_makes_no_more(start_server: StartServer) -> None:
-    namespace = make_namespace(BLOCK, "transient-replicas")
-    servers = [start_server(memory="64MiB") for _ in range(2)]
-    keys = make_keys(40)
-    endpoints = [server.endpoint for server in servers]
-
-    def counts() -> list[int]:
-        found = []
-        for server in servers:
-            with KVStoreClient(server.endpoint, namespace) as alone:
-                found.append(int(alone.contains(keys).sum()))
-        return found
-
-    with KVStoreClient(endpoints, namespace, replicas=2, min_copies=2) as client:
-        result = client.set(keys, blocks_of(keys, BLOCK), reads=3, deferred=False)
-        assert (result.created, result.copies, result.error) == (40, 1, 0)
-        assert sum(counts()) == 40 and min(counts()) > 0
-        rows = np.zeros((40, BLOCK), dtype=np.uint8)
-        for left in (40, 40, 0):
-            assert client.get_into(keys, rows).all()
-            assert sum(counts()) == left
-        assert not client.get_into(keys, rows).any()
-        assert client.stats.repaired == 0
-
-
-def test_with_replicas_the_copy_is_where_it_can_be(start_server: StartServer) -> None:
-    namespace = make_namespace(BLOCK, "transient-reachable")
-    servers = [start_server(memory="64MiB") for _ in range(2)]
-    keys = make_keys(20)
-    with KVStoreClient([server.endpoint for server in servers], namespace, replicas=2, timeout_s=5) as client:
-        servers[0].kill()
-        assert client.set(keys, blocks_of(keys, BLOCK), reads=1).created == 20
-        assert client.get(keys).blocks == blocks_of(keys, BLOCK)
-        assert client.get(keys).hit == 0
-
-
-def test_credit_and_its_end_leave_nothing_behind(local: Server, own: Namespace) -> None:
-    """A reader that is granted one block after the other reads each of them once."""
-    keys = make_keys(6)
-    with KVStoreClient(local.endpoint, own, shared_memory=False) as client, RawClient(local) as raw:
-        client.set(keys, blocks_of(keys, BLOCK), reads=1)
-        raw.hello(own.canonical())
-        raw.send(pack(GET, 1, 10_000, 6, 16, BLOCK), b"".join(keys))
-        got = []
-        while len(got) < 6:
-            header, frames = raw.reply()
-            assert header[0] == PART
-            got += frames
-            raw.send(pack(CREDIT, 1, BLOCK))
-        assert got == blocks_of(keys, BLOCK)
-        wait_until(lambda: not namespace_info(client).blocks)
-        assert_nothing_left(client)
