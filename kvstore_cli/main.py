@@ -16,6 +16,7 @@ from kvstore_cli.cluster import cluster_app, drain
 from kvstore_cli.load import load
 from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of
 from kvstore_cli.output import CommandFailed, example, fail, print_json, show
+from kvstore_cli.proxy import proxy
 from kvstore_cli.purge import purge
 from kvstore_cli.verify import verify
 
@@ -134,6 +135,11 @@ def bench(
 
 
 app.command(epilog=example("kvstore verify /var/lib/kvstore", "kvstore verify --endpoint cache-1:7070"))(verify)
+app.command(
+    epilog=example(
+        "kvstore proxy --listen 0.0.0.0:8000 --store cache-1:7070 --prefill http://gpu-1:8000 --decode http://gpu-2:8000"
+    )
+)(proxy)
 app.add_typer(cluster_app, name="cluster")
 app.command(
     epilog=example(

@@ -1,0 +1,105 @@
+"""`kvstore proxy`: its options. What it does is `kvstore_serving.proxy`, which needs the extra `serving`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from kvstore_cli.output import fail
+
+_NEEDED = ("uvicorn", "starlette", "aiohttp")
+
+Seconds = Annotated[float, typer.Option(metavar="SECONDS", min=0.001)]
+
+
+def proxy(
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where users come to; port 0 picks one.")
+    ],
+    store: Annotated[
+        list[str],
+        typer.Option("--store", metavar="ENDPOINT", help="The store that the engines share, as for --endpoint."),
+    ],
+    prefill: Annotated[
+        list[str] | None, typer.Option("--prefill", metavar="URL", help="A prefill engine; repeatable.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option("--decode", metavar="URL", help="A decode engine; repeatable. One URL may be both."),
+    ] = None,
+    engines: Annotated[
+        str, typer.Option("--engines", metavar="URL", help="etcd://HOST:PORT/NAME where engines register themselves.")
+    ] = "",
+    events: Annotated[
+        list[str] | None,
+        typer.Option("--events", metavar="ENGINE=EVENTS[,REPLAY]", help="The KV events of an engine; repeatable."),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="auto, colocate or split.")] = "auto",
+    split_tokens: Annotated[
+        int, typer.Option(min=1, help="auto: uncached tokens from which P and D share a prompt.")
+    ] = 512,
+    drain_seconds: Annotated[float, typer.Option(min=0.001, help="What runs may take so long after SIGTERM.")] = 60.0,
+    retries: Annotated[int, typer.Option(min=0, help="Other decode engines that a request may go to.")] = 2,
+    connect_seconds: Annotated[float, typer.Option(min=0.001, help="To connect to an engine.")] = 2.0,
+    first_byte_seconds: Annotated[float, typer.Option(min=0.001, help="To an engine's first event.")] = 300.0,
+    idle_seconds: Annotated[float, typer.Option(min=0.001, help="Between two events of an engine.")] = 60.0,
+    answer_seconds: Annotated[float, typer.Option(min=0.001, help="To an answer that is not streamed.")] = 1800.0,
+    check_seconds: Annotated[float, typer.Option(min=0.001, help="Between two health checks of an engine.")] = 2.0,
+    check_timeout_seconds: Annotated[float, typer.Option(min=0.001, help="To the answer of a health check.")] = 2.0,
+    backoff_seconds: Annotated[float, typer.Option(min=0.001, help="Without an engine after its first failure.")] = 1.0,
+    user_stall_seconds: Annotated[float, typer.Option(min=0.001, help="A user may read nothing for so long.")] = 120.0,
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests at a time; beyond it 503.")] = 1024,
+    access_log: Annotated[
+        str, typer.Option(metavar="FILE", help="A JSON object a request; - is stdout, '' none.")
+    ] = "-",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option(help="text or json, on standard error.")] = "text",
+) -> None:
+    """Serve one OpenAI-compatible address for prefill and decode engines that share a store."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(
+            "failed",
+            f'kvstore proxy needs {", ".join(missing)}, which cannot be imported: pip install "llm-kvstore[serving]"',
+        )
+    from kvstore import logs
+    from kvstore.sizes import parse_size
+    from kvstore_serving.proxy.server import run
+    from kvstore_serving.proxy.settings import Settings, SettingsError, parse_events, parse_listen
+
+    for name, value, allowed in (("level", log_level, logs.LEVELS), ("format", log_format, logs.FORMATS)):
+        if value not in allowed:
+            fail("usage", f"--log-{name} is {value!r}; expected one of {', '.join(allowed)}")
+    try:
+        host, port = parse_listen(listen)
+        settings = Settings(
+            host=host,
+            port=port,
+            store=tuple(store),
+            prefill=tuple(prefill or ()),
+            decode=tuple(decode or ()),
+            engines=engines,
+            events=tuple(parse_events(each) for each in events or ()),
+            policy=policy,  # type: ignore[arg-type] # `Settings` checks it
+            split_tokens=split_tokens,
+            drain_s=drain_seconds,
+            retries=retries,
+            connect_s=connect_seconds,
+            first_byte_s=first_byte_seconds,
+            idle_s=idle_seconds,
+            answer_s=answer_seconds,
+            check_interval_s=check_seconds,
+            check_timeout_s=check_timeout_seconds,
+            backoff_s=backoff_seconds,
+            user_stall_s=user_stall_seconds,
+            max_body_bytes=parse_size(max_body),
+            max_in_flight=max_in_flight,
+            access_log=access_log,
+        )
+        logs.configure(log_level, "proxy", log_format)
+        run(settings)
+    except (SettingsError, ValueError) as error:
+        fail("usage", str(error))

@@ -1,0 +1,221 @@
+"""What a user asks for, and what is sent to engines for it.
+
+Pure. An `Ask` is a request's JSON with what the proxy must know about it: may the first token of another engine be shown,
+may an answer be continued, or repeated, on another engine. These are statements about the engine's sampling, so each of
+them errs to "no":
+
+* plain: one answer to one prompt, made of text only, so that what was sent is known by its text and its tokens.
+* steady: the same request gives the same answer, float noise aside: temperature 0, or a seed.
+* may_continue: an answer may go on in a request whose prompt ends with what was sent. Whatever looks back at the answer's
+  own tokens (penalties, grammars) would then see them as the prompt, so it says no.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+_DEFAULT_MAX_TOKENS: Final = 16  # of completions, by OpenAI's API
+_OURS: Final = ("do_remote_decode", "do_remote_prefill")
+
+# What makes an answer more than one text.
+_NOT_PLAIN: Final = (
+    *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo", "use_beam_search", "prompt_embeds"),
+    *("tools", "functions", "suffix", "return_prompt_text", "return_tokens_as_token_ids"),
+)
+# What looks back at the tokens of the answer, or changes the prompt.
+_LOOKS_BACK: Final = (
+    *("presence_penalty", "frequency_penalty", "structured_outputs", "bad_words", "thinking_token_budget"),
+    *("repetition_detection", "watermarking", "truncate_prompt_tokens", "documents", "mm_processor_kwargs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+# What a continued answer has in common with the request that it continues.
+_SAMPLING: Final = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids"),
+    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias"),
+    *("allowed_token_ids", "priority", "user", "cache_salt", "vllm_xargs", "session_id", "stream_interval"),
+)
+
+
+class AskError(ValueError):
+    """The request cannot be served by anybody. `param`: the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of a user. Immutable."""
+
+    path: str
+    body: Mapping[str, Any]
+    shown_ids: bool = False  # whether the user asked for token ids
+
+    @property
+    def chat(self) -> bool:
+        return self.path == CHAT
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def model(self) -> str | None:
+        model = self.body.get("model")
+        return model if isinstance(model, str) else None
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The prompt's tokens, if the request brings them."""
+        prompt = self.body.get("prompt")
+        if not self.chat and isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            return prompt
+        return None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """None: as many as fit."""
+        names = ("max_completion_tokens", "max_tokens") if self.chat else ("max_tokens",)
+        given = next((self.body[name] for name in names if self.body.get(name) is not None), None)
+        if given is None:
+            return None if self.chat else _DEFAULT_MAX_TOKENS
+        return given if type(given) is int else None
+
+    @property
+    def stops(self) -> list[str]:
+        stop = self.body.get("stop")
+        if isinstance(stop, str):
+            return [stop]
+        return [each for each in stop if isinstance(each, str)] if isinstance(stop, list) else []
+
+    @property
+    def plain(self) -> bool:
+        body = self.body
+        one_prompt = self.chat or isinstance(body.get("prompt"), str) or self.token_ids is not None
+        return (
+            one_prompt
+            and body.get("n") in (None, 1)
+            and body.get("best_of") in (None, 1)
+            and not any(body.get(name) for name in _NOT_PLAIN)
+        )
+
+    @property
+    def greedy(self) -> bool:
+        temperature = self.body.get("temperature")
+        return isinstance(temperature, int | float) and temperature == 0
+
+    @property
+    def steady(self) -> bool:
+        return self.greedy or type(self.body.get("seed")) is int
+
+    @property
+    def may_continue(self) -> bool:
+        body = self.body
+        response_format = body.get("response_format") or {"type": "text"}
+        options = body.get("stream_options") or {}
+        return (
+            self.plain
+            and not any(body.get(name) for name in _LOOKS_BACK)
+            and isinstance(response_format, dict)
+            and response_format.get("type") == "text"
+            and isinstance(options, dict)
+            and not options.get("continuous_usage_stats")
+            and (not self.chat or _only_text(body.get("messages")))
+        )
+
+    @property
+    def splittable(self) -> bool:
+        """Whether a prefill elsewhere helps: an engine that must give the prompt's logits computes the prompt anyway."""
+        body = self.body
+        return not any(body.get(name) for name in ("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"))
+
+    # ---- what is sent to engines -----------------------------------------------------------------------------
+
+    def seeded(self) -> Ask:
+        """-> this request, steady: with a random seed if it has neither a seed nor temperature 0."""
+        if self.steady:
+            return self
+        return replace(self, body={**self.body, "seed": secrets.randbits(32)})
+
+    def for_prefill(self, *, shown: bool) -> dict[str, Any]:
+        """The prompt and one token. `shown`: that token is for the user, so it comes as a stream."""
+        body = {**self.body, "kv_transfer_params": self._transfer("do_remote_decode")}
+        for name in ("max_tokens", "max_completion_tokens", "n", "best_of", "logprobs", "top_logprobs"):
+            body.pop(name, None)
+        body["max_completion_tokens" if self.chat else "max_tokens"] = 1
+        if body.get("min_tokens"):
+            body["min_tokens"] = 1
+        if shown:
+            body["return_token_ids"] = True
+        else:
+            body["stream"] = False
+            body.pop("stream_options", None)
+        return body
+
+    def for_decode(self, *, split: bool) -> dict[str, Any]:
+        """The request as it is. `split`: a prefill engine computes the prompt meanwhile."""
+        body = dict(self.body)
+        if split:
+            body["kv_transfer_params"] = self._transfer("do_remote_prefill")
+        if self.stream and self.plain:
+            body["return_token_ids"] = True
+        return body
+
+    def continued(self, prompt_ids: list[int], said: list[int], max_model_len: int | None) -> dict[str, Any] | None:
+        """What asks /v1/completions to go on after the tokens `said`. -> None: no token is left to say.
+
+        Tokens and not text, also for a chat: the same text may be other tokens, and templates change the ends of
+        messages.
+        """
+        most = self.max_tokens
+        if most is None and max_model_len is not None:
+            most = max_model_len - len(prompt_ids)
+        left = None if most is None else most - len(said)
+        if left is not None and left <= 0:
+            return None
+        body = {name: self.body[name] for name in (*_SAMPLING, "stream_options") if self.body.get(name) is not None}
+        body |= {"prompt": prompt_ids + said, "stream": True, "return_token_ids": True, "add_special_tokens": False}
+        if left is not None:
+            body["max_tokens"] = left
+        least = self.body.get("min_tokens")
+        if type(least) is int and least > len(said):
+            body["min_tokens"] = least - len(said)
+        given = self.body.get("kv_transfer_params")
+        if given:
+            body["kv_transfer_params"] = dict(given)
+        return body
+
+    def _transfer(self, flag: str) -> dict[str, Any]:
+        return {**(self.body.get("kv_transfer_params") or {}), flag: True}
+
+
+def understand(path: str, body: object) -> Ask:
+    """-> the request. Raises `AskError`."""
+    if not isinstance(body, dict):
+        raise AskError(f"the body is {type(body).__name__}; expected a JSON object")
+    given = body.get("kv_transfer_params")
+    if given is not None and not isinstance(given, dict):
+        raise AskError("kv_transfer_params must be an object", "kv_transfer_params")
+    for flag in _OURS:
+        if given and flag in given:
+            raise AskError(
+                f"kv_transfer_params.{flag} was given; the proxy sets it. Leave it out: only the object `kvstore` is yours",
+                "kv_transfer_params",
+            )
+    return Ask(path, body, bool(body.get("return_token_ids")))
+
+
+def _only_text(messages: object) -> bool:
+    if not isinstance(messages, list):
+        return False
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return len(contents) == len(messages) and all(
+        isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in parts
+    )

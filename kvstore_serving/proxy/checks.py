@@ -1,0 +1,115 @@
+"""Whether engines work, and what they serve: each is asked in turns of its own.
+
+/health every interval; /v1/models and /version when an engine comes up, and now and then later. An engine that is up but
+does not say what it serves takes no requests. Adapters may come and go, so the list is asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final
+
+import msgspec
+
+from kvstore_serving.proxy.pools import Engine, Model, Pools
+from kvstore_serving.proxy.upstream import EngineFailed, Upstream
+
+log = logging.getLogger(__name__)
+
+_MODELS_EVERY: Final = 15  # checks
+
+
+class Checks:
+    """Follows the pools: engines that are added are checked, those that are removed no more."""
+
+    def __init__(self, pools: Pools, upstream: Upstream, interval_s: float, timeout_s: float) -> None:
+        self._pools = pools
+        self._upstream = upstream
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._unpaired: list[dict[str, Any]] = []  # logged
+
+    def follow(self) -> None:
+        """Begin and end the checks that the pools need now."""
+        engines = set(self._pools.engines.values())
+        for engine in engines - self._tasks.keys():
+            self._tasks[engine] = asyncio.create_task(self._watch(engine))
+        for engine in self._tasks.keys() - engines:
+            self._tasks.pop(engine).cancel()
+
+    async def first(self) -> None:
+        """Returns when every engine was asked once."""
+        await asyncio.gather(*(self.check(engine, 0) for engine in list(self._pools.engines.values())))
+        self._compare()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def check(self, engine: Engine, number: int) -> None:
+        """Ask an engine once; the `number`-th time."""
+        try:
+            answer = await self._upstream.own(engine, "/health", self._timeout_s)
+            if answer.status != 200:
+                raise EngineFailed(engine, f"/health: status {answer.status}")
+            if not engine.healthy or number % _MODELS_EVERY == 0:
+                await self._identify(engine)
+        except EngineFailed as error:
+            if engine.healthy or number == 0:
+                log.warning("engine %s takes no requests: %s", engine.url, error.why)
+            engine.down(error.why)
+            return
+        if not engine.healthy:
+            names = ", ".join(engine.models)
+            log.info("engine %s takes requests for %s", engine.url, names)
+        engine.up()
+
+    async def _watch(self, engine: Engine) -> None:
+        number = 0 if not engine.healthy else 1
+        while True:
+            await asyncio.sleep(self._interval_s if number else 0)
+            await self.check(engine, number)
+            self._compare()
+            number += 1
+
+    async def _identify(self, engine: Engine) -> None:
+        answer = await self._upstream.own(engine, "/v1/models", self._timeout_s)
+        if answer.status != 200:
+            raise EngineFailed(
+                engine, f"/v1/models: status {answer.status}; if it wants a key, set KVSTORE_ENGINE_API_KEY"
+            )
+        try:
+            cards = [card for card in msgspec.json.decode(answer.body)["data"] if isinstance(card["id"], str)]
+            models = [_model(card) for card in cards]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise EngineFailed(engine, f"/v1/models: cannot read the answer: {error!r}") from None
+        engine.cards, engine.models = cards, {model.name: model for model in models}
+        version = await self._upstream.own(engine, "/version", self._timeout_s)
+        engine.version = _version(version.body) if version.status == 200 else ""
+
+    def _compare(self) -> None:
+        """Log which engines cannot be paired, when that changes."""
+        unpaired = self._pools.unpaired()
+        if unpaired != self._unpaired:
+            for each in unpaired:
+                log.warning(
+                    "model %s: decode engine %s has no prefill engine of the same weights (it: %s; they: %s). It works alone",
+                    each["model"], each["decode"]["url"], each["decode"], each["prefill"],
+                )  # fmt: skip
+        self._unpaired = unpaired
+
+
+def _model(card: dict[str, Any]) -> Model:
+    longest = card.get("max_model_len")
+    return Model(card["id"], str(card.get("root") or card["id"]), longest if isinstance(longest, int) else None)
+
+
+def _version(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["version"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""

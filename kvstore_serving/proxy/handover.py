@@ -1,0 +1,278 @@
+"""A streamed answer: P's first token at once, then D's stream, and another D's if that one fails.
+
+Nothing is sent twice and nothing is missing: a `Transcript` knows what the user has, and a `Follower` for each engine's
+stream leaves that out. After a failure, or when D disagrees with the token that P gave, what was sent stays true:
+
+* an answer that looks only ahead (`Ask.may_continue`) at temperature 0 goes on after exactly the tokens that were sent;
+* one that is steady otherwise (a seed, stop strings, penalties) is asked for again, and its beginning is left out;
+* any other ends with an error event, because another engine would tell another story.
+
+P's chunks are shown only after some D has accepted the request: D may still refuse what P takes, such as too many tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from kvstore_serving.proxy import sse
+from kvstore_serving.proxy.ask import COMPLETIONS
+from kvstore_serving.proxy.prefill import prefill_only, prefill_shown
+from kvstore_serving.proxy.serving import Request
+from kvstore_serving.proxy.transcript import Diverged, Follower, Transcript
+from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Stream
+from kvstore_serving.proxy.user import EVENTS, error_body
+
+_REPLACEMENT = "\ufffd"
+
+
+class StreamedAnswer:
+    """One request. `run` once."""
+
+    def __init__(self, request: Request) -> None:
+        ask = request.ask
+        # Each of two engines draws its own tokens unless both have the same seed.
+        self._shown = request.decision.prefill is not None and ask.may_continue
+        if self._shown:
+            request.ask = ask = ask.seeded()
+        self._request = request
+        self._ask = ask
+        self._transcript = Transcript(ask)
+        self._early: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # a few chunks of P, see `prefill_shown`
+        self._early_over = not self._shown
+        self._wants_usage = bool((ask.body.get("stream_options") or {}).get("include_usage"))
+        self._first: float | None = None  # when the user got the first token
+        self._last = 0.0
+        self._pieces = 0
+        self._prefilled: float | None = None  # when P's token was there
+        self._raw_sent = False
+
+    async def run(self) -> None:
+        """Answer the request. Raises `UserGone`."""
+        request = self._request
+        prefill: asyncio.Task[None] | None = None
+        if request.decision.prefill is not None:
+            work = prefill_shown(request, self._early) if self._shown else prefill_only(request)
+            prefill = asyncio.create_task(work)
+        try:
+            await self._answer()
+        finally:
+            if prefill is not None:
+                prefill.cancel()
+                await asyncio.gather(prefill, return_exceptions=True)
+            self._measure()
+
+    # ---- engines, one after the other ------------------------------------------------------------------------
+
+    async def _answer(self) -> None:
+        request, transcript = self._request, self._transcript
+        serving, record = request.serving, request.record
+        continues: int | None = None  # the number of tokens that the next stream goes on after
+        while True:
+            path, body = self._ask.path, self._ask.for_decode(split=request.decision.prefill is not None)
+            if continues is not None:
+                engine_longest = request.engine.max_model_len(self._ask.model)
+                going_on = self._ask.continued(transcript.prompt_ids or [], transcript.ids, engine_longest)
+                if going_on is None:
+                    await self._end()
+                    return
+                path, body = COMPLETIONS, going_on
+            try:
+                with serving.pools.running(request.engine, request.decision.prompt_tokens):
+                    async with await serving.upstream.stream(request.engine, path, body, request.headers()) as stream:
+                        if not request.user.status:
+                            await request.user.start(200, EVENTS)
+                        if self._ask.plain:
+                            await self._relay(stream, continues)
+                        else:
+                            await self._relay_raw(stream)
+                request.engine.worked()
+                serving.decider.sent(request.decision, request.engine)
+                await self._write(sse.END, more=False)
+                record.outcome = "ok"
+                return
+            except Diverged:
+                record.mismatch = True
+                if transcript.from_prefill == len(transcript.ids):
+                    serving.metrics.mismatches.inc()
+                continues = self._after_divergence()
+                if continues is None:
+                    await self._break_off("the engines do not agree on the beginning of the answer that was sent")
+                    return
+            except EngineRefused as error:
+                if request.user.status:
+                    await self._break_off("", error.answer.body)
+                else:
+                    await request.fail(error)
+                return
+            except EngineFailed as error:
+                if transcript.finished:
+                    await self._end()
+                    return
+                begun = self._raw_sent or not transcript.empty
+                may_go_on = not begun or (self._ask.plain and (self._may_continue() or self._ask.steady))
+                if not may_go_on or not request.after(error, "in the stream" if begun else "before the first token"):
+                    if request.user.status:
+                        await self._break_off(str(error))
+                    else:
+                        await request.fail(error)
+                    return
+                continues = len(transcript.ids) if begun and self._may_continue() else None
+
+    def _may_continue(self) -> bool:
+        """Whether what was sent is all that another engine must know. With stop strings, an engine holds text back."""
+        return self._continuable() and self._ask.greedy and not self._ask.stops
+
+    def _continuable(self) -> bool:
+        length_known = (
+            self._ask.max_tokens is not None or self._request.engine.max_model_len(self._ask.model) is not None
+        )
+        return self._transcript.continuable and length_known
+
+    def _after_divergence(self) -> int | None:
+        """-> how many tokens to go on after, if that can be done right. The text of P's token is never held back."""
+        transcript = self._transcript
+        only_prefill = transcript.from_prefill == len(transcript.ids)
+        if self._continuable() and (only_prefill or self._may_continue()):
+            return len(transcript.ids)
+        return None
+
+    # ---- one engine's stream ---------------------------------------------------------------------------------
+
+    async def _relay(self, stream: Stream, continues: int | None) -> None:
+        """Pass on what is new in a stream, and P's chunks as long as there is nothing else."""
+        reading: asyncio.Task[dict[str, Any] | None] | None = None
+        showing: asyncio.Task[dict[str, Any] | None] | None = None
+        follower = Follower(self._transcript, continues)
+        try:
+            while not self._early_over and self._transcript.empty:
+                reading = reading or asyncio.create_task(stream.chunk())
+                showing = showing or asyncio.create_task(self._early.get())
+                await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
+                if showing.done():
+                    chunk, showing = showing.result(), None
+                    if chunk is None:
+                        self._early_over = True
+                    elif await self._show(chunk):
+                        return
+                    follower = Follower(self._transcript, continues)  # of D nothing but a role was sent
+                else:
+                    chunk, reading = reading.result(), None
+                    if chunk is None:
+                        return
+                    await self._send(follower.feed(chunk))
+            if reading is not None:
+                chunk, reading = await reading, None
+            else:
+                chunk = await stream.chunk()
+            while chunk is not None:
+                if self._prefilled is not None:
+                    self._observe("handover", time.monotonic() - self._prefilled)
+                    self._prefilled = None
+                await self._send(follower.feed(chunk))
+                chunk = await stream.chunk()
+        finally:
+            for task in (reading, showing):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+
+    async def _show(self, chunk: dict[str, Any]) -> bool:
+        """Pass on a chunk of P, if it can be shown. -> True: the answer ended with it."""
+        choices = chunk.get("choices")
+        if not choices:
+            return False
+        choice = choices[0]
+        delta = choice.get("delta")
+        text = (delta.get("content") if isinstance(delta, dict) else choice.get("text")) or ""
+        finish = choice.get("finish_reason")
+        if finish == "stop":  # it would have ended there anyway
+            self._early_over = True
+            await self._send(Follower(self._transcript).feed(chunk, prefill=True))
+            while (rest := await self._early.get()) is not None:
+                await self._send(Follower(self._transcript).feed(rest, prefill=True))
+            return True
+        odd = isinstance(delta, dict) and any(value for name, value in delta.items() if name not in ("role", "content"))
+        if isinstance(delta, dict) and "role" in delta and not text and not odd and finish is None:
+            if not self._transcript.role_sent:
+                await self._send(Follower(self._transcript).feed(chunk, prefill=True))
+            return False
+        self._early_over = True
+        if text and not odd and not _may_be_held_back(text, self._ask.stops):
+            if finish is not None:
+                choice["finish_reason"] = None
+                choice.pop("stop_reason", None)  # of a chat's last chunk only
+                choice |= {} if self._ask.chat else {"stop_reason": None}
+            chunk.pop("usage", None)
+            await self._send(Follower(self._transcript).feed(chunk, prefill=True))
+            self._prefilled = time.monotonic()
+        return False
+
+    async def _relay_raw(self, stream: Stream) -> None:
+        """Pass on a stream as it is: what an answer of several parts is made of is not looked at."""
+        while (data := await stream.next()) is not None:
+            if data.startswith(b'{"error"') and not self._raw_sent:
+                raise EngineFailed(stream.engine, f"an error in its stream: {data[:200].decode(errors='replace')}")
+            self._raw_sent = True
+            await self._write(b"data: %b\n\n" % data, token=True)
+
+    # ---- to the user -----------------------------------------------------------------------------------------
+
+    async def _send(self, chunk: dict[str, Any] | None) -> None:
+        if chunk is None or (not chunk.get("choices") and not self._wants_usage and chunk.get("usage") is None):
+            return
+        await self._write(sse.encode(chunk), token=not self._transcript.empty)
+
+    async def _write(self, piece: bytes, *, more: bool = True, token: bool = False) -> None:
+        if token:
+            now = time.monotonic()
+            if self._first is None:
+                self._first = now
+            else:
+                self._request.serving.metrics.itl.labels(self._request.decision.path).observe(now - self._last)
+            self._last = now
+            self._pieces += 1
+        await self._request.user.write(piece, more=more)
+
+    async def _end(self) -> None:
+        """All tokens were sent: say so."""
+        transcript = self._transcript
+        for chunk in transcript.ending():
+            await self._send(transcript.stamp(chunk))
+        await self._write(sse.END, more=False)
+        self._request.record.outcome = "ok"
+
+    async def _break_off(self, why: str, body: bytes = b"") -> None:
+        """End a stream that cannot go on: an error event, and no [DONE]."""
+        message = f"the answer was cut off: {why}; ask again"
+        await self._write(b"data: %b\n\n" % (body or error_body(502, message, "upstream_error")), more=False)
+        self._request.record.outcome = "cut"
+
+    def _measure(self) -> None:
+        request, transcript = self._request, self._transcript
+        record = request.record
+        if transcript.prompt_ids is not None:
+            record.prompt_tokens = len(transcript.prompt_ids)
+        record.output_tokens = len(transcript.ids) if transcript.ids_known and transcript.ids else self._pieces
+        if transcript.usage is not None:
+            cached = (transcript.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            record.cached_tokens = cached if isinstance(cached, int) else record.cached_tokens
+        if self._first is not None:
+            record.ttft_s = self._first - record.began
+            if record.output_tokens > 1:
+                record.tpot_s = (self._last - self._first) / (record.output_tokens - 1)
+            self._observe("decode", self._last - self._first)
+
+    def _observe(self, phase: str, seconds: float) -> None:
+        self._request.serving.metrics.phases.labels(phase).observe(seconds)
+
+
+def _may_be_held_back(text: str, stops: list[str]) -> bool:
+    """Whether an engine that goes on after this text might not show all of it: a stop string may begin in it, or its
+    last character may be incomplete."""
+    if text.endswith(_REPLACEMENT):
+        return True
+    return any(
+        stop.startswith(text[start:]) for stop in stops for start in range(max(0, len(text) - len(stop)), len(text))
+    )

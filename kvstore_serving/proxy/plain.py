@@ -1,0 +1,76 @@
+"""An answer that is one JSON document.
+
+P is asked for the prompt at the same time as D, and is not waited for: D's answer is complete alone. Nothing is sent to
+the user before D's answer is here in full, so a failure is answered by asking another D for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+
+from kvstore_serving.proxy.prefill import prefill_only
+from kvstore_serving.proxy.serving import Request
+from kvstore_serving.proxy.upstream import Answer, EngineFailed, EngineRefused
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Document(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+async def serve(request: Request) -> None:
+    """Answer a request that is not a stream."""
+    prefill = asyncio.create_task(prefill_only(request)) if request.decision.prefill is not None else None
+    try:
+        await _serve(request)
+    finally:
+        if prefill is not None:
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)
+
+
+async def _serve(request: Request) -> None:
+    serving, record = request.serving, request.record
+    split = request.decision.prefill is not None
+    while True:
+        body = request.ask.for_decode(split=split)
+        try:
+            with serving.pools.running(request.engine, request.decision.prompt_tokens):
+                answer = await serving.upstream.ask(request.engine, request.ask.path, body, request.headers())
+        except EngineRefused as error:
+            await request.fail(error)
+            return
+        except EngineFailed as error:
+            if not request.after(error, "before the answer"):
+                await request.fail(error)
+                return
+            continue
+        request.engine.worked()
+        serving.decider.sent(request.decision, request.engine)
+        _note_usage(request, answer)
+        record.outcome = "ok"
+        await request.user.reply(answer.status, answer.body, answer.headers)
+        record.seconds = time.monotonic() - record.began
+        return
+
+
+def _note_usage(request: Request, answer: Answer) -> None:
+    try:
+        usage = msgspec.json.decode(answer.body, type=_Document).usage
+    except msgspec.DecodeError:
+        return  # the user will see what it is
+    if usage is not None:
+        request.record.prompt_tokens = usage.prompt_tokens
+        request.record.output_tokens = usage.completion_tokens or 0
+        cached = (usage.prompt_tokens_details or {}).get("cached_tokens")
+        if isinstance(cached, int):
+            request.record.cached_tokens = cached

@@ -1,0 +1,228 @@
+"""The engines: which there are, which of them work, how busy they are, and which one takes a request.
+
+Kept by one event loop, used by its tasks only. An engine is a candidate if its last health check passed and its circuit
+is closed: failures of requests open it, for a time that doubles with each failure and ends with the next success. If
+every healthy engine's circuit is open they are candidates all the same: a suspect is better than nobody.
+
+P and D are paired only if they run the same weights: the same root of the model, and the same weights version where it is
+known. Load is what this proxy has in flight, so it is exact for one proxy and a fair guess for several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+Role: TypeAlias = Literal["prefill", "decode"]
+ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
+_LONGEST_BACKOFF_S: Final = 30.0
+_REQUEST_TOKENS: Final = 256  # what a running request weighs beside its tokens: each step computes all requests
+
+
+class Identity(NamedTuple):
+    """What P and D must agree on. Empty: not known."""
+
+    root: str
+    weights: str
+
+    def fits(self, other: Identity) -> bool:
+        return self.root == other.root and (not self.weights or not other.weights or self.weights == other.weights)
+
+
+class Model(NamedTuple):
+    """A model as an engine serves it."""
+
+    name: str
+    root: str
+    max_model_len: int | None
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine, by its URL."""
+
+    url: str
+    roles: frozenset[Role]
+    weights: str = ""
+    backoff_s: float = 1.0  # after the first failure
+    healthy: bool = False
+    why_down: str = "not checked yet"
+    models: dict[str, Model] = field(default_factory=dict)
+    version: str = ""
+    cards: list[dict[str, Any]] = field(default_factory=list)  # of /v1/models, for the proxy's own
+    starts: int = 0  # how often it came to be healthy: what it had cached before is gone
+    failures: int = 0  # of requests, one after the other
+    shunned_until: float = 0.0
+    queued_tokens: int = 0  # uncached prompt tokens that it was sent to prefill
+    running: int = 0  # requests
+    running_tokens: int = 0
+
+    def serves(self, model: str | None) -> bool:
+        return model is None or model in self.models
+
+    def identity(self, model: str | None) -> Identity:
+        served = self.models.get(model) if model is not None else next(iter(self.models.values()), None)
+        return Identity(served.root if served else "", self.weights)
+
+    def max_model_len(self, model: str | None) -> int | None:
+        served = self.models.get(model) if model is not None else next(iter(self.models.values()), None)
+        return served.max_model_len if served else None
+
+    def failed(self) -> None:
+        """A request failed here that was not to blame for it."""
+        wait_s = self.backoff_s * 2 ** min(self.failures, 10)
+        self.shunned_until = time.monotonic() + min(_LONGEST_BACKOFF_S, wait_s)
+        self.failures += 1
+
+    def worked(self) -> None:
+        self.failures, self.shunned_until = 0, 0.0
+
+    def down(self, why: str) -> None:
+        self.healthy, self.why_down = False, why
+
+    def up(self) -> None:
+        if not self.healthy:
+            self.starts += 1
+        self.healthy, self.why_down = True, ""
+
+    @property
+    def shunned(self) -> bool:
+        return time.monotonic() < self.shunned_until
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "roles": sorted(self.roles),
+            "healthy": self.healthy,
+            "why_down": self.why_down,
+            "shunned": self.shunned,
+            "models": [model._asdict() for model in self.models.values()],
+            "version": self.version,
+            "weights": self.weights,
+            "running": self.running,
+            "running_tokens": self.running_tokens,
+            "queued_tokens": self.queued_tokens,
+        }
+
+
+class Pools:
+    """All engines."""
+
+    def __init__(self, backoff_s: float = 1.0) -> None:
+        self._backoff_s = backoff_s
+        self.engines: dict[str, Engine] = {}
+
+    def set(self, url: str, roles: Collection[Role], weights: str = "") -> Engine:
+        """Add an engine, or change its roles. An engine with other weights than before begins anew."""
+        engine = self.engines.get(url)
+        if engine is None or engine.weights != weights:
+            engine = self.engines[url] = Engine(url, frozenset(roles), weights, self._backoff_s)
+        engine.roles = frozenset(roles)
+        return engine
+
+    def remove(self, url: str) -> None:
+        """What is in flight there goes on."""
+        self.engines.pop(url, None)
+
+    def count(self, role: Role) -> int:
+        return sum(role in engine.roles for engine in self.engines.values())
+
+    def candidates(self, role: Role, model: str | None, without: Collection[str] = ()) -> list[Engine]:
+        """Healthy engines of a role that serve the model; those with a closed circuit if there are any."""
+        healthy = [
+            engine
+            for engine in self.engines.values()
+            if role in engine.roles and engine.healthy and engine.serves(model) and engine.url not in without
+        ]
+        return [engine for engine in healthy if not engine.shunned] or healthy
+
+    def decoder(
+        self,
+        model: str | None,
+        have: Mapping[str, int],
+        tokens: int,
+        *,
+        without: Collection[str] = (),
+        like: Engine | None = None,
+        first: Role = "decode",
+    ) -> Engine | None:
+        """Who answers: an engine of the role `first`, else one of the other role. `have`: by URL, how many of the
+        prompt's tokens it need not compute. `like`: with the same weights as this one."""
+        for role in sorted(ROLES, key=lambda role: role != first):
+            found = [
+                engine
+                for engine in self.candidates(role, model, without)
+                if like is None or engine.identity(model).fits(like.identity(model))
+            ]
+            if found:
+                return min(found, key=lambda engine: _decode_cost(engine, have, tokens))
+        return None
+
+    def prefiller(
+        self, model: str | None, have: Mapping[str, int], tokens: int, beside: Engine | None = None
+    ) -> Engine | None:
+        """Who prefills: the shortest queue with this prompt in it. `beside`: the engine that decodes, which must have
+        the same weights and be another one."""
+        found = [
+            engine
+            for engine in self.candidates("prefill", model)
+            if beside is None or (engine is not beside and engine.identity(model).fits(beside.identity(model)))
+        ]
+        if not found:
+            return None
+        return min(found, key=lambda engine: engine.queued_tokens + max(0, tokens - have.get(engine.url, 0)))
+
+    @contextlib.contextmanager
+    def running(self, engine: Engine, tokens: int) -> Iterator[None]:
+        """While a request of so many tokens runs on an engine."""
+        engine.running += 1
+        engine.running_tokens += tokens
+        try:
+            yield
+        finally:
+            engine.running -= 1
+            engine.running_tokens -= tokens
+
+    @contextlib.contextmanager
+    def prefilling(self, engine: Engine, tokens: int) -> Iterator[None]:
+        """While an engine has so many uncached prompt tokens to compute."""
+        engine.queued_tokens += tokens
+        try:
+            yield
+        finally:
+            engine.queued_tokens -= tokens
+
+    def unpaired(self) -> list[dict[str, Any]]:
+        """Models whose prefill and decode engines cannot be paired, and why."""
+        found = []
+        for name in sorted({name for engine in self.engines.values() for name in engine.models}):
+            prefill = self.candidates("prefill", name)
+            decode = self.candidates("decode", name)
+            for one in decode:
+                others = [each for each in prefill if each is not one]
+                if others and not any(each.identity(name).fits(one.identity(name)) for each in others):
+                    prefills = [_described(each, name) for each in others]
+                    found.append({"model": name, "decode": _described(one, name), "prefill": prefills})
+        return found
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The models of all healthy engines, each once, as /v1/models lists them."""
+        cards: dict[str, dict[str, Any]] = {}
+        for engine in self.engines.values():
+            if engine.healthy:
+                for card in engine.cards:
+                    cards.setdefault(card["id"], card)
+        return list(cards.values())
+
+
+def _decode_cost(engine: Engine, have: Mapping[str, int], tokens: int) -> int:
+    uncached = max(0, tokens - have.get(engine.url, 0))
+    return engine.running_tokens + engine.running * _REQUEST_TOKENS + engine.queued_tokens + uncached
+
+
+def _described(engine: Engine, model: str) -> dict[str, str]:
+    identity = engine.identity(model)
+    return {"url": engine.url, "root": identity.root, "weights": identity.weights}

@@ -1,0 +1,148 @@
+"""What is known of one request while it is served, and the line that says so at its end.
+
+The access log is one JSON object a line, on standard output or appended to a file. Each line is one write, so a file may be
+moved away at any time; the proxy then writes to the moved file until it is restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+_TRACE_PARTS: Final = 4  # version, trace id, parent id, flags
+_PASSED_ON: Final = ("authorization", "tracestate", "baggage")
+_NEVER: Final = ("x-request-id", "x-forwarded-", "x-real-ip")
+
+
+@dataclass
+class Record:
+    """One request. `outcome`: ok, refused, failed, cut (a stream that ended with an error), disconnect, rejected."""
+
+    id: str
+    path: str
+    traceparent: str
+    headers: dict[str, str]  # of the user, for engines
+    began: float = field(default_factory=time.monotonic)
+    time: float = field(default_factory=time.time)
+    model: str = ""
+    stream: bool = False
+    decision: str = ""
+    why: str = ""
+    prefill: str = ""
+    decode: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    retries: int = 0
+    status: int = 0
+    outcome: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    seconds: float = 0.0
+    prefill_outcome: str = ""
+    mismatch: bool = False
+
+    def for_engine(self, attempt: int = 0) -> dict[str, str]:
+        """-> the headers of a request to an engine: the same trace, a span of its own. A second attempt has another
+        id, because the engine may still know the first."""
+        version, trace, _, flags = self.traceparent.split("-")
+        span = secrets.token_hex(8)
+        return {
+            **self.headers,
+            "traceparent": f"{version}-{trace}-{span}-{flags}",
+            "x-request-id": f"{self.id}-{attempt}" if attempt else self.id,
+        }
+
+    def line(self) -> dict[str, Any]:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(self.time))
+        return {
+            "time": f"{seconds}.{int(self.time % 1 * 1000):03d}Z",
+            "id": self.id,
+            "trace": self.traceparent.split("-")[1],
+            "path": self.path,
+            "model": self.model,
+            "stream": self.stream,
+            "decision": self.decision,
+            "why": self.why,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "ttft_s": _rounded(self.ttft_s),
+            "tpot_s": _rounded(self.tpot_s),
+            "seconds": _rounded(self.seconds),
+            "status": self.status,
+            "outcome": self.outcome,
+            "retries": self.retries,
+            "prefill_outcome": self.prefill_outcome,
+            "mismatch": self.mismatch,
+        }
+
+
+def begin(path: str, headers: Mapping[str, str]) -> Record:
+    """-> the record of a request with these headers, whose names are in small letters."""
+    given = headers.get("x-request-id", "")
+    usable = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    passed = {
+        name: value
+        for name, value in headers.items()
+        if name in _PASSED_ON or (name.startswith("x-") and not name.startswith(_NEVER))
+    }
+    return Record(
+        given if usable else secrets.token_hex(16), path, _traceparent(headers.get("traceparent", "")), passed
+    )
+
+
+def _traceparent(given: str) -> str:
+    """-> what was given if it is one of W3C's, else a new one."""
+    parts = given.strip().split("-")
+    lengths = [2, 32, 16, 2]
+    if len(parts) == _TRACE_PARTS and [len(part) for part in parts] == lengths and parts[0] != "ff":
+        numbers = [_hexadecimal(part) for part in parts]
+        if None not in numbers and numbers[1] and numbers[2]:
+            return given.strip()
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+
+
+def _hexadecimal(text: str) -> int | None:
+    return int(text, 16) if all(each in "0123456789abcdef" for each in text) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+class AccessLog:
+    """Lines to standard output (``-``), to a file, or nowhere (empty)."""
+
+    def __init__(self, target: str) -> None:
+        """Raises `OSError` if the file cannot be opened."""
+        self._file: TextIO | None = None
+        if target == "-":
+            self._file = sys.stdout
+        elif target:
+            self._file = Path(target).open("a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+
+    def write(self, record: Record) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode(record.line()).decode() + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk must not fail requests
+            log.warning("kvstore proxy: the access log cannot be written: %s", error)
+
+    def close(self) -> None:
+        if self._file is not None and self._file is not sys.stdout:
+            self._file.close()

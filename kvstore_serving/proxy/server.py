@@ -1,0 +1,150 @@
+"""The proxy's process: from its settings to its ready line, and from SIGTERM to exit status 0.
+
+SIGTERM drains: the port stays open and new requests are refused, so that a load balancer hears it from /readyz; what runs
+may finish for `drain_s`, and is then ended with an error event. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from kvstore_serving.proxy.app import Proxy
+from kvstore_serving.proxy.checks import Checks
+from kvstore_serving.proxy.decision import Decider
+from kvstore_serving.proxy.metrics import Metrics
+from kvstore_serving.proxy.pools import Pools, Role
+from kvstore_serving.proxy.prefixes import Prefixes
+from kvstore_serving.proxy.record import AccessLog
+from kvstore_serving.proxy.serving import Serving
+from kvstore_serving.proxy.settings import Settings, SettingsError
+from kvstore_serving.proxy.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+_CANCELLED_S = 5.0  # for what was ended to end
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `SettingsError` for what cannot be used, such as a port that is taken."""
+    asyncio.run(_run(settings))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its handling of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(settings: Settings) -> None:
+    try:
+        access_log = AccessLog(settings.access_log)
+        sock = _listen(settings.host, settings.port)
+    except OSError as error:
+        raise SettingsError(f"{error}; expected a free port in --listen, and a writable --access-log") from None
+    pools = Pools(settings.backoff_s)
+    for url in dict.fromkeys((*settings.prefill, *settings.decode)):
+        roles: set[Role] = set()
+        if url in settings.prefill:
+            roles.add("prefill")
+        if url in settings.decode:
+            roles.add("decode")
+        pools.set(url, roles)
+    upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))
+    checks = Checks(pools, upstream, settings.check_interval_s, settings.check_timeout_s)
+    decider = Decider(settings, pools, upstream, Prefixes())
+    proxy = Proxy(Serving(settings, pools, upstream, Metrics(pools), decider), access_log, dict)
+    stop = asyncio.Event()
+    _on_signals(stop)
+    try:
+        await checks.first()
+        checks.follow()
+        server = _Server(_config(settings, proxy))
+        serving = asyncio.create_task(server.serve([sock]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        host, port = sock.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        counts = f"prefill={pools.count('prefill')} decode={pools.count('decode')}"
+        print(f"kvstore proxy ready http://{name}:{port} {counts}", flush=True)
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        await _drain(proxy, settings.drain_s, stop)
+        server.should_exit = True
+        await serving
+    finally:
+        await checks.close()
+        await upstream.close()
+        access_log.close()
+        sock.close()
+
+
+def _on_signals(stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT sets `stop`; the next one ends the process as if nobody handled it."""
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+
+
+async def _drain(proxy: Proxy, drain_s: float, stop: asyncio.Event) -> None:
+    proxy.draining = True
+    proxy.serving.metrics.draining.set(1)
+    running = set(proxy.in_flight)
+    log.info("draining: %d requests may finish within %g s", len(running), drain_s)
+    if running:
+        _, late = await asyncio.wait(running, timeout=drain_s)
+        for task in late:
+            task.cancel()
+        if late:
+            log.warning("%d requests were not finished after %g s: they are cut off", len(late), drain_s)
+            await asyncio.wait(late, timeout=_CANCELLED_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(2048)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _config(settings: Settings, proxy: Proxy) -> uvicorn.Config:
+    options: dict[str, Any] = {
+        "http": "h11",  # bounds the headers of a request
+        "h11_max_incomplete_event_size": settings.max_header_bytes,
+        "ws": "none",
+        "lifespan": "off",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "date_header": False,
+        "proxy_headers": False,
+        "timeout_keep_alive": 30,
+        "timeout_graceful_shutdown": 2,
+        "backlog": 2048,
+    }
+    return uvicorn.Config(proxy, **options)

@@ -1,0 +1,84 @@
+"""What serving a request needs, and what every answer has in common: choosing again after a failure, and its end.
+
+One event loop. An answer is one of two: `plain.serve` for a whole JSON document, `handover.StreamedAnswer` for a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from kvstore_serving.proxy.ask import Ask
+from kvstore_serving.proxy.decision import Decider, Decision
+from kvstore_serving.proxy.metrics import Metrics
+from kvstore_serving.proxy.pools import Engine, Pools
+from kvstore_serving.proxy.record import Record
+from kvstore_serving.proxy.settings import Settings
+from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Upstream
+from kvstore_serving.proxy.user import User, error_body
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What all requests share."""
+
+    settings: Settings
+    pools: Pools
+    upstream: Upstream
+    metrics: Metrics
+    decider: Decider
+
+
+@dataclass
+class Request:
+    """One request, while it is served."""
+
+    serving: Serving
+    ask: Ask
+    user: User
+    record: Record
+    decision: Decision
+    engine: Engine = field(init=False)  # that answers now
+    tried: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.engine = self.decision.decode
+
+    def headers(self) -> dict[str, str]:
+        return self.record.for_engine(self.record.retries)
+
+    def after(self, error: EngineFailed, when: str) -> bool:
+        """Note that the engine failed, and choose another one. -> False: there were enough, or there is none."""
+        serving, record = self.serving, self.record
+        self.engine.failed()
+        serving.metrics.failures.labels(self.engine.url).inc()
+        log.warning("request %s: %s", record.id, error)
+        self.tried.add(self.engine.url)
+        if record.retries >= serving.settings.retries:
+            return False
+        engine = self._another({*self.tried}) or self._another({self.engine.url}) or self._another(set())
+        if engine is None:
+            return False
+        record.retries += 1
+        serving.metrics.retries.labels(when).inc()
+        self.engine = engine
+        record.decode = engine.url
+        return True
+
+    async def fail(self, error: EngineFailed | EngineRefused) -> None:
+        """The end of a request whose reply has not begun: what the engine said, else what the proxy knows."""
+        if error.answer is not None:
+            answer = error.answer
+            self.record.outcome = "refused" if isinstance(error, EngineRefused) else "failed"
+            await self.user.reply(answer.status, answer.body, answer.headers)
+            return
+        self.record.outcome = "failed"
+        body = error_body(502, f"no engine could serve this request; the last one: {error}", "upstream_error")
+        await self.user.reply(502, body, {"content-type": "application/json", "retry-after": "1"})
+
+    def _another(self, without: set[str]) -> Engine | None:
+        decision, model = self.decision, self.ask.model
+        worth = decision.have.worth(list(self.serving.pools.engines.values()))
+        return self.serving.pools.decoder(model, worth, decision.prompt_tokens, without=without, like=decision.decode)

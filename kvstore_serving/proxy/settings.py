@@ -1,0 +1,103 @@
+"""What the operator of the proxy chooses, checked once at the start.
+
+Every bound of the proxy is here: how long it waits for engines and users, how much it holds for them. All times are in
+seconds, all sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+from urllib.parse import urlsplit
+
+Policy: TypeAlias = Literal["auto", "colocate", "split"]
+POLICIES: Final = get_args(Policy)
+_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s\[\]:/]*)):([0-9]{1,5})")
+
+
+class SettingsError(ValueError):
+    """An option cannot be used. The message says what was given, what was expected, what to do."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All options. `events`: by an engine's URL, the publisher and the replay address of its KV events."""
+
+    host: str
+    port: int
+    store: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    engines: str = ""
+    events: tuple[tuple[str, str, str], ...] = ()
+    policy: Policy = "auto"
+    split_tokens: int = 512
+    drain_s: float = 60.0
+    retries: int = 2  # of one request, on other decode engines
+    connect_s: float = 2.0
+    first_byte_s: float = 300.0  # an engine's queue may be long
+    idle_s: float = 60.0  # between two pieces of an engine's stream
+    answer_s: float = 1800.0  # an answer that is not streamed
+    tokenize_s: float = 2.0
+    backoff_s: float = 1.0  # without an engine after its first failure; doubled with each that follows
+    check_interval_s: float = 2.0
+    check_timeout_s: float = 2.0
+    user_stall_s: float = 120.0  # a user who does not read
+    max_body_bytes: int = 32 << 20
+    max_answer_bytes: int = 64 << 20
+    max_header_bytes: int = 64 << 10
+    max_in_flight: int = 1024
+    access_log: str = "-"
+
+    def __post_init__(self) -> None:
+        for url in (*self.prefill, *self.decode):
+            check_engine_url(url)
+        known = {*self.prefill, *self.decode}
+        for url, _, _ in self.events:
+            if not self.engines and url not in known:
+                raise SettingsError(
+                    f"--events names {url!r}, which is neither --prefill nor --decode; expected one of them"
+                )
+        if self.engines and known:
+            raise SettingsError("--engines and --prefill or --decode were given; expected one way to name engines")
+        if not self.engines and not known:
+            raise SettingsError("no engines were given; expected --prefill URL and --decode URL, or --engines etcd://…")
+        if self.policy not in POLICIES:
+            raise SettingsError(f"--policy is {self.policy!r}; expected one of {', '.join(POLICIES)}")
+        for name in ("drain_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "check_interval_s", "user_stall_s"):
+            if not 0 < getattr(self, name) < 86_400:
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; expected more than 0 and less than a day")
+        for name in ("split_tokens", "max_in_flight", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; expected 1 or more")
+
+
+def check_engine_url(url: str) -> None:
+    """Raises `SettingsError` if `url` is not http://HOST:PORT, or has a path that does not end the same."""
+    parts = urlsplit(url)
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.query
+        or parts.fragment
+        or url.endswith("/")
+    ):
+        raise SettingsError(f"the engine's address {url!r}: expected http://HOST:PORT without a slash at the end")
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """-> host and port of HOST:PORT. Raises `SettingsError`."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match[3]) >= 1 << 16:
+        raise SettingsError(f"--listen is {text!r}; expected HOST:PORT with a port from 0 to 65535")
+    return match[1] or match[2] or "127.0.0.1", int(match[3])
+
+
+def parse_events(text: str) -> tuple[str, str, str]:
+    """-> URL, publisher and replay address of URL=EVENTS[,REPLAY]. Raises `SettingsError`."""
+    url, separator, rest = text.partition("=")
+    addresses = rest.split(",")
+    if not separator or not addresses[0] or len(addresses) > 2:
+        raise SettingsError(f"--events is {text!r}; expected ENGINE_URL=EVENTS[,REPLAY], as in --kv-events-config")
+    return url, addresses[0], addresses[1] if len(addresses) == 2 else ""

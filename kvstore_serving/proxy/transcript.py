@@ -1,0 +1,170 @@
+"""What a user was sent of an answer, and how the streams of several engines become that one answer.
+
+Pure. The answer's beginning may come from the prefill engine, its rest from a decode engine, and after a failure from
+another one. A `Follower` passes on the chunks of one engine:
+
+* of a stream that begins at the answer's beginning, it leaves out what the user has, token by token and character by
+  character, and raises `Diverged` before anything else is sent if that is not the same;
+* of a stream that continues the answer, it passes on everything, as chunks of the answer.
+
+What must hold: the texts that were sent, joined, are the answer's text. All chunks have the id and the time of the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore_serving.proxy.ask import Ask
+
+
+class Diverged(Exception):
+    """This engine gives another answer than the one that the user has the beginning of. Nothing of it was sent."""
+
+
+@dataclass
+class Transcript:
+    """What was sent. One request, one task at a time."""
+
+    ask: Ask
+    head: dict[str, Any] = field(default_factory=dict)  # id, created and model of all chunks
+    role_sent: bool = False
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] | None = None
+    ids_known: bool = True  # of all that was sent
+    odd: bool = False  # something was sent that is neither text nor role
+    finished: bool = False
+    usage: dict[str, Any] | None = None
+    from_prefill: int = 0  # how many of the tokens came from the prefill engine
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing of the answer was sent: a role is none of it."""
+        return not self.text and not self.ids and not self.odd
+
+    @property
+    def continuable(self) -> bool:
+        """Whether another engine can be told exactly what was sent."""
+        return self.ask.may_continue and self.ids_known and not self.odd and self.prompt_ids is not None
+
+    def stamp(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Give a chunk the id of the answer, and leave out the ids that the user did not ask for."""
+        if not self.head:
+            self.head = {name: chunk[name] for name in ("id", "created", "model") if name in chunk}
+        chunk.update(self.head)
+        if not self.ask.shown_ids:
+            for holder in (chunk, *chunk.get("choices", ())):
+                for name in ("token_ids", "prompt_token_ids"):
+                    if holder.get(name) is not None:
+                        holder[name] = None
+        return chunk
+
+    def ending(self) -> list[dict[str, Any]]:
+        """-> the chunks that end an answer all of whose tokens were sent; those that were not sent yet."""
+        chunk = self._chunk("", None, "length")
+        chunks = [] if self.finished else [chunk]
+        self.finished = True
+        options = self.ask.body.get("stream_options") or {}
+        if options.get("include_usage") and self.usage is None:
+            prompt, said = len(self.prompt_ids or ()), len(self.ids)
+            self.usage = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+            chunks.append({**chunk, "choices": [], "usage": self.usage})
+        return chunks
+
+    def of_continuation(self, chunk: dict[str, Any], said: int) -> dict[str, Any]:
+        """-> a chunk of /v1/completions that continues this answer after `said` tokens, as one of this answer."""
+        usage = chunk.get("usage")
+        if isinstance(usage, dict):
+            usage["prompt_tokens"] = usage.get("prompt_tokens", said) - said
+            usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + said
+        for choice in chunk.get("choices", ()):
+            choice["prompt_token_ids"] = None
+        if not self.ask.chat:
+            return chunk
+        if not chunk.get("choices"):
+            return {**chunk, "object": "chat.completion.chunk"}
+        choice = chunk["choices"][0]
+        made = self._chunk(choice.get("text") or "", choice.get("token_ids"), choice.get("finish_reason"))
+        if choice.get("finish_reason") is not None:
+            made["choices"][0]["stop_reason"] = choice.get("stop_reason")
+        return made
+
+    def _chunk(self, text: str, ids: list[int] | None, finish_reason: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason, "token_ids": ids}
+        choice |= {"delta": {"content": text}} if self.ask.chat else {"text": text, "stop_reason": None}
+        kind = "chat.completion.chunk" if self.ask.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": [choice]}
+
+
+class Follower:
+    """Passes on what one engine streams. `continues`: after how many tokens the stream goes on; None: it begins anew."""
+
+    def __init__(self, transcript: Transcript, continues: int | None = None) -> None:
+        self._transcript = transcript
+        self._continues = continues
+        self._had_text = "" if continues is not None else transcript.text  # what is still to be left out
+        self._had_ids = [] if continues is not None else list(transcript.ids)
+
+    def feed(self, chunk: dict[str, Any], *, prefill: bool = False) -> dict[str, Any] | None:
+        """-> what the user is sent of this chunk; None: nothing. `prefill`: it is the prefill engine's."""
+        transcript = self._transcript
+        if self._continues is not None:
+            chunk = transcript.of_continuation(chunk, self._continues)
+        if isinstance(chunk.get("usage"), dict):
+            transcript.usage = chunk["usage"]
+        choices = chunk.get("choices")
+        if not choices:
+            return transcript.stamp(chunk)
+        choice = choices[0]
+        prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if transcript.prompt_ids is None and isinstance(prompt_ids, list):
+            transcript.prompt_ids = prompt_ids
+        delta = choice.get("delta")
+        text = (delta.get("content") if isinstance(delta, dict) else choice.get("text")) or ""
+        ids = choice.get("token_ids")
+        finish = choice.get("finish_reason")
+        role = isinstance(delta, dict) and "role" in delta
+        odd = isinstance(delta, dict) and any(value for name, value in delta.items() if name not in ("role", "content"))
+        if role and transcript.role_sent and not text and finish is None and not odd:
+            return None
+        text, ids, repeated = self._new(text, ids)
+        if (finish is not None or odd) and (self._had_text or self._had_ids):
+            raise Diverged  # it ends, or says something else, before all that the user has
+        if repeated and not text and not ids and finish is None and not odd:
+            return None
+        if isinstance(delta, dict):
+            if "content" in delta:
+                delta["content"] = text
+        else:
+            choice["text"] = text
+        if ids is not None:
+            choice["token_ids"] = ids
+        transcript.role_sent = transcript.role_sent or role
+        transcript.text += text
+        transcript.odd = transcript.odd or odd
+        transcript.finished = finish is not None
+        if ids is None:
+            transcript.ids_known = transcript.ids_known and not text
+        else:
+            transcript.ids += ids
+            transcript.from_prefill += len(ids) if prefill else 0
+        return transcript.stamp(chunk)
+
+    def _new(self, text: str, ids: list[int] | None) -> tuple[str, list[int] | None, bool]:
+        """-> the part of text and ids that the user does not have, and whether there was another part."""
+        had_text, had_ids = self._had_text, self._had_ids
+        if not had_text and not had_ids:
+            return text, ids, False
+        if ids is not None and had_ids:
+            common = min(len(ids), len(had_ids))
+            if ids[:common] != had_ids[:common]:
+                raise Diverged
+            self._had_ids, ids = had_ids[common:], ids[common:]
+        common = min(len(text), len(had_text))
+        if text[:common] != had_text[:common]:
+            raise Diverged
+        self._had_text = had_text[common:]
+        if ids is None and not self._had_text:
+            self._had_ids = []  # an engine that names no tokens is compared by its text
+        return text[common:], ids, True

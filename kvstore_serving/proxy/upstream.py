@@ -1,0 +1,227 @@
+"""Requests to engines: one pool of connections, streams that are read as they come, and what can go wrong.
+
+One event loop. Two errors come out of here. `EngineFailed`: the engine is to blame, another one may be asked.
+`EngineRefused`: the engine's own answer, which is passed on as it is. Leaving a stream closes its connection, and an
+engine whose connection is closed stops computing. Reading is ahead of what the caller takes by a socket's buffer only, so a
+slow user slows the engine down instead of filling this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from kvstore_serving.proxy import sse
+from kvstore_serving.proxy.pools import Engine
+from kvstore_serving.proxy.settings import Settings
+
+# Worth another engine: this one is broken, or has no room.
+_RETRIED: Final = frozenset({408, 425, 429, *range(500, 600)})
+_KEPT: Final = ("content-type", "retry-after", "www-authenticate")
+_encoder: Final = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An engine's whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class EngineFailed(Exception):
+    """The engine is to blame. `answer`: what it said, if it said anything."""
+
+    def __init__(self, engine: Engine, why: str, answer: Answer | None = None) -> None:
+        super().__init__(f"{engine.url}: {why}")
+        self.engine = engine
+        self.why = why
+        self.answer = answer
+
+
+class EngineRefused(Exception):
+    """The engine does not take this request; nor would another one."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"status {answer.status}")
+        self.answer = answer
+
+
+class Stream:
+    """An engine's events. A context manager; leaving it ends the request at the engine."""
+
+    def __init__(self, engine: Engine, response: aiohttp.ClientResponse, first_s: float, idle_s: float) -> None:
+        self.engine = engine
+        self._response = response
+        self._wait_s = first_s
+        self._idle_s = idle_s
+        self._reader = sse.EventReader()
+        self._events: deque[bytes] = deque()
+
+    async def next(self) -> bytes | None:
+        """-> the next event's data; None after the last one. Raises `EngineFailed`, also if the stream was cut."""
+        while not self._events:
+            try:
+                piece = await asyncio.wait_for(self._response.content.readany(), self._wait_s)
+                self._events.extend(self._reader.feed(piece))
+            except asyncio.TimeoutError:
+                raise EngineFailed(self.engine, f"its stream was silent for {self._wait_s:g} s") from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise EngineFailed(self.engine, f"its stream was cut: {error}") from None
+            except sse.EventError as error:
+                raise EngineFailed(self.engine, str(error)) from None
+            if not piece:
+                raise EngineFailed(self.engine, "its stream ended without [DONE]")
+            self._wait_s = self._idle_s
+        event = self._events.popleft()
+        return None if event == sse.DONE else event
+
+    async def chunk(self) -> dict[str, Any] | None:
+        """-> the next chunk; None after the last one. Raises `EngineFailed`, and `EngineRefused` for an error in the
+        stream that is the request's."""
+        data = await self.next()
+        if data is None:
+            return None
+        try:
+            chunk = sse.decode(data)
+        except sse.EventError as error:
+            raise EngineFailed(self.engine, str(error)) from None
+        if "error" in chunk:
+            said = chunk["error"]
+            code = said.get("code") if isinstance(said, dict) else None
+            if isinstance(code, int) and 400 <= code < 500:
+                raise EngineRefused(Answer(code, {"content-type": "application/json"}, data))
+            raise EngineFailed(self.engine, f"an error in its stream: {data[:200].decode(errors='replace')}")
+        choices = chunk.get("choices", [])
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise EngineFailed(self.engine, "an event whose choices are no list of objects")
+        return chunk
+
+    def close(self) -> None:
+        self._response.close()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Upstream:
+    """The way to all engines."""
+
+    def __init__(self, settings: Settings, api_key: str = "") -> None:
+        """`api_key`: for what the proxy asks on its own."""
+        self._settings = settings
+        self._own_headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # As many connections as there are requests in flight; those are bounded.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s),
+            auto_decompress=False,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def stream(self, engine: Engine, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Stream:
+        """Ask for a stream; returns when the engine has accepted it. Raises `EngineFailed`, `EngineRefused`."""
+        response = await self._open(engine, "POST", path, _encoder.encode(body), headers, self._settings.first_byte_s)
+        try:
+            if response.status == 200:
+                return Stream(engine, response, self._settings.first_byte_s, self._settings.idle_s)
+            raise_for(engine, await self._read(engine, response))
+        except BaseException:
+            response.close()
+            raise
+        raise EngineFailed(engine, f"status {response.status} for a stream; expected 200")
+
+    async def ask(self, engine: Engine, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answer:
+        """-> the whole answer, of status 200. Raises `EngineFailed`, `EngineRefused`."""
+        answer = await self._whole(engine, "POST", path, _encoder.encode(body), headers, self._settings.answer_s)
+        raise_for(engine, answer)
+        return answer
+
+    async def own(self, engine: Engine, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Answer:
+        """-> the answer to a question of the proxy's own, of any status. Raises `EngineFailed`."""
+        method, data = ("GET", b"") if body is None else ("POST", _encoder.encode(body))
+        return await self._whole(engine, method, path, data, self._own_headers, timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def passed(
+        self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[tuple[int, dict[str, str], AsyncIterator[bytes]]]:
+        """An answer that is passed on as it comes: status, headers, pieces. Raises `EngineFailed`."""
+        response = await self._open(engine, method, path, data, headers, self._settings.answer_s)
+        with _closing(response):
+            yield response.status, _kept(response), response.content.iter_any()
+
+    async def _whole(
+        self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> Answer:
+        async def whole() -> Answer:
+            response = await self._open(engine, method, path, data, headers, timeout_s)
+            with _closing(response):
+                return await self._read(engine, response)
+
+        try:
+            return await asyncio.wait_for(whole(), timeout_s)
+        except asyncio.TimeoutError:
+            raise EngineFailed(engine, f"no answer to {path} within {timeout_s:g} s") from None
+
+    async def _open(
+        self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> aiohttp.ClientResponse:
+        sent = {"content-type": "application/json", **headers} if data else dict(headers)
+        request = self._session.request(
+            method, engine.url + path, data=data or None, headers=sent, allow_redirects=False
+        )
+        try:
+            return await asyncio.wait_for(request, timeout_s)
+        except asyncio.TimeoutError:
+            raise EngineFailed(engine, f"no answer to {path} within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineFailed(engine, f"{type(error).__name__}: {error}") from None
+
+    async def _read(self, engine: Engine, response: aiohttp.ClientResponse) -> Answer:
+        pieces = bytearray()
+        try:
+            async for piece in response.content.iter_any():
+                pieces += piece
+                if len(pieces) > self._settings.max_answer_bytes:
+                    raise EngineFailed(engine, f"an answer of more than {self._settings.max_answer_bytes} bytes")
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineFailed(engine, f"its answer was cut: {error}") from None
+        return Answer(response.status, _kept(response), bytes(pieces))
+
+
+def raise_for(engine: Engine, answer: Answer) -> None:
+    """Raises what the status of an answer means; returns for 200."""
+    if answer.status in _RETRIED:
+        raise EngineFailed(engine, f"status {answer.status}", answer)
+    if answer.status != 200:
+        raise EngineRefused(answer)
+
+
+@contextlib.contextmanager
+def _closing(response: aiohttp.ClientResponse) -> Iterator[None]:
+    """An answer that was read in full gives its connection back; any other closes it."""
+    try:
+        yield
+    finally:
+        response.close() if not response.content.is_eof() else response.release()
+
+
+def _kept(response: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: response.headers[name] for name in _KEPT if name in response.headers}

@@ -1,0 +1,97 @@
+"""One user's connection, for one request: the body, the reply as it is made, and whether the user is still there.
+
+An ASGI connection. What must hold: a body is refused as soon as it is too large; a reply that the user does not read
+ends after `stall_s`; what is written waits for the user's socket, so nothing piles up here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+JSON: Final = {"content-type": "application/json"}
+EVENTS: Final = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+class BodyTooLarge(Exception):
+    """The body is larger than the proxy takes."""
+
+
+class UserGone(Exception):
+    """The user has closed the connection, or does not read."""
+
+
+class User:
+    """A request's connection. One task writes."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.began = time.monotonic()
+        self.status = 0  # of the reply, once it has begun
+        self.ended = False  # whether the whole reply was sent
+        self.first_s: float | None = None  # from the beginning to the first piece of the reply's body
+        self._receive = receive
+        self._send = send
+        self._stall_s = stall_s
+
+    async def body(self, most: int) -> bytes:
+        """-> the whole body. Raises `BodyTooLarge`, `UserGone`."""
+        given = self.headers.get("content-length", "0")
+        if given.isdigit() and int(given) > most:
+            raise BodyTooLarge
+        pieces = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise UserGone
+            pieces += message.get("body", b"")
+            if len(pieces) > most:
+                raise BodyTooLarge
+            if not message.get("more_body", False):
+                return bytes(pieces)
+
+    async def gone(self) -> None:
+        """Returns when the user has left. To be called after `body`."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._write({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def write(self, piece: bytes, *, more: bool = True) -> None:
+        """Send a piece of the body; returns when the user's socket has taken what was before it."""
+        if self.first_s is None and piece:
+            self.first_s = time.monotonic() - self.began
+        self.ended = not more
+        await self._write({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def reply(self, status: int, body: bytes, headers: Mapping[str, str] = JSON) -> None:
+        """The whole reply."""
+        await self.start(status, {**headers, "content-length": str(len(body))})
+        await self.write(body, more=False)
+
+    async def refuse(
+        self, status: int, message: str, kind: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """An error in the form of OpenAI's API."""
+        await self.reply(status, error_body(status, message, kind, param), {**JSON, **(headers or {})})
+
+    async def _write(self, message: dict[str, Any]) -> None:
+        try:
+            await asyncio.wait_for(self._send(message), self._stall_s)
+        except asyncio.TimeoutError:
+            raise UserGone from None
+        except OSError:
+            raise UserGone from None
+
+
+def error_body(status: int, message: str, kind: str, param: str | None = None) -> bytes:
+    """-> an error as OpenAI's API and vLLM give it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})

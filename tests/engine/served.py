@@ -1,0 +1,135 @@
+"""`vllm serve` as real processes for the tests of the proxy, and a model with a tokenizer for them.
+
+The tokenizer has the 256 bytes and then words: random weights say both, so texts have characters that span tokens and
+bytes that are no text, which is the hardest case for whoever joins pieces of an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.engine.engines import BLOCK, save_model
+from tests.support.harness import wait_until
+from tests.support.ports import free_ports
+
+START_S = 170.0
+MODEL = "tiny"
+_WORDS = 4096
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_served_model(folder: Path) -> Path:
+    """The model of `save_model`, with a tokenizer and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_model(folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    vocabulary |= {f"Ġw{number}": number for number in range(len(letters), _WORDS - 1)}
+    vocabulary["<end>"] = _WORDS - 1
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=_TEMPLATE)
+    made.save_pretrained(folder)
+    return folder
+
+
+class ServedEngine:
+    """One `vllm serve`, with the connector. Its standard error and output go to the file `log`."""
+
+    def __init__(self, model: Path, log: Path, store: str, *arguments: str, max_model_len: int = 2048) -> None:
+        [self.port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        transfer = {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore_client.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "128MiB", "always_load": True},
+        }
+        # `vllm serve MODEL` is this module with --model.
+        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        self._command += ["--served-model-name", MODEL, "--port", str(self.port), "--host", "127.0.0.1"]
+        self._command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+        self._command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)]
+        self._command += ["--max-model-len", str(max_model_len), "--gpu-memory-utilization", "0.2", *arguments]
+        self.start()
+
+    def start(self) -> None:
+        settings = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(self._command, stdout=file, stderr=file, env=settings)
+
+    def await_health(self) -> None:
+        def healthy() -> bool:
+            if self.process.poll() is not None:
+                pytest.fail(f"the engine ended; its log ends:\n{self.log.read_text(errors='replace')[-4000:]}")
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+            except OSError:
+                return False
+            return True
+
+        wait_until(healthy, START_S, f"{self.url} serves")
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and all processes that it started."""
+        try:
+            family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = [self.process]
+        for each in family:
+            try:
+                each.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(20)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+def post(url: str, path: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+    """-> status and JSON of an answer."""
+    request = urllib.request.Request(
+        f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)

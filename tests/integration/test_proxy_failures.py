@@ -1,0 +1,333 @@
+"""The proxy before engines that misbehave: real processes that fail on demand, see `tests.support.stand_in_engine`.
+
+An engine's answer depends on all tokens before, so a token sent twice or left out makes every later one wrong.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.harness import wait_until
+from tests.support.proxies import ProxyProcess, Reading, StandInEngine, chunks_of, get, post, same_answer, text_of
+from tests.support.stand_in_engine import MODEL, expected
+
+PROMPT = list(range(100, 140))
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def completion(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **more}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 12,
+        "temperature": 0,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StandInEngine]]:
+    """Prefill engine p; decode engines a and b."""
+    folder = tmp_path_factory.mktemp("engines")
+    found = {name: StandInEngine(folder / f"{name}.log") for name in "pab"}
+    yield found
+    for engine in found.values():
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(engines: dict[str, StandInEngine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyProcess]:
+    with ProxyProcess(tmp_path_factory.mktemp("proxy"), *options(engines)) as proxy:
+        yield proxy
+
+
+def options(engines: dict[str, StandInEngine], *more: str) -> list[str]:
+    roles = [f"--prefill={engines['p'].url}", *(f"--decode={engines[name].url}" for name in "ab")]
+    times = ["--check-seconds=0.1", "--backoff-seconds=0.1", "--idle-seconds=1.5", "--first-byte-seconds=3"]
+    return ["--store=127.0.0.1:7070", "--policy=split", *roles, *times, *more]
+
+
+@pytest.fixture
+def proxy(engines: dict[str, StandInEngine], shared_proxy: ProxyProcess) -> ProxyProcess:
+    """With engines that behave, none of which is shunned."""
+    for engine in engines.values():
+        engine.behave()
+
+    def well() -> bool:
+        pools = shared_proxy.status()["pools"]
+        return all(each["healthy"] and not each["shunned"] for pool in pools.values() for each in pool)
+
+    wait_until(well, 30, "all engines take requests")
+    return shared_proxy
+
+
+def decoder_of(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> StandInEngine:
+    """The engine that was chosen for the last request."""
+    return next(engine for engine in engines.values() if engine.seen()["requests"] and engine is not engines["p"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_through_the_proxy_is_the_stream_of_one_engine(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str
+) -> None:
+    body = (completion if path == COMPLETIONS else chat)(stream_options={"include_usage": True})
+    assert same_answer(chunks_of(proxy.url, path, body)) == same_answer(chunks_of(engines["a"].url, path, body))
+    chunks = chunks_of(proxy.url, path, body)
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+
+
+def test_prefill_and_decode_are_asked_together_with_their_flags(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    status, _ = post(proxy.url, COMPLETIONS, completion(kv_transfer_params={"kvstore": {"priority": 3}}))
+    assert status == 200
+    [prefill] = engines["p"].seen()["requests"]
+    [decode] = decoder_of(proxy, engines).seen()["requests"]
+    assert prefill["body"]["max_tokens"] == 1
+    assert prefill["body"]["kv_transfer_params"] == {"kvstore": {"priority": 3}, "do_remote_decode": True}
+    assert decode["body"]["kv_transfer_params"] == {"kvstore": {"priority": 3}, "do_remote_prefill": True}
+    assert decode["body"]["max_tokens"] == 12
+
+
+def test_the_prefill_engines_token_comes_before_the_decode_engine_has_one(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    for name in "ab":
+        engines[name].behave(hang_at=0)
+    with Reading(proxy.url, COMPLETIONS, completion()) as reading:
+        assert text_of([next(iter(reading))]) == expected(PROMPT, 1)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "failure", [{"end_at": 5}, {"hang_at": 5}, {"malformed_at": 5}, {"error_at": 5}, {"cut_at": 5}, {"error_at": 0}]
+)
+def test_a_decode_engine_that_fails_in_a_stream_does_not_change_the_answer(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str, failure: dict[str, Any]
+) -> None:
+    body = (completion if path == COMPLETIONS else chat)(stream_options={"include_usage": True})
+    right = same_answer(chunks_of(engines["a"].url, path, body))
+    for name in "ab":
+        engines[name].behave(only=12, **failure)
+    assert same_answer(chunks_of(proxy.url, path, body)) == right
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0.7, "seed": 5}, {"stop": ["never"]}, {"presence_penalty": 0.5}])
+def test_an_answer_that_cannot_be_continued_is_repeated_and_its_beginning_left_out(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], more: dict[str, Any]
+) -> None:
+    right = same_answer(chunks_of(engines["a"].url, COMPLETIONS, completion(**more)))
+    for name in "ab":
+        engines[name].behave(gap_s=0.05)
+    with Reading(proxy.url, COMPLETIONS, completion(**more)) as reading:
+        chunks = []
+        for chunk in reading:
+            chunks.append(chunk)
+            if len(chunks) == 5:
+                decoder_of(proxy, engines).kill()
+    assert reading.done
+    assert same_answer(chunks) == right
+
+
+def test_an_answer_that_cannot_be_repeated_ends_with_an_error(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    for name in "ab":
+        engines[name].behave(end_at=5)
+    body = completion(temperature=0.7, n=2)
+    with Reading(proxy.url, COMPLETIONS, body) as reading:
+        chunks = list(reading)
+    assert not reading.done
+    assert chunks[-1]["error"]["code"] == 502
+    assert text_of(chunks[:-1]) == expected(PROMPT, 5)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_the_user_saw_stays_true_when_decode_disagrees_with_the_first_token(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], path: str
+) -> None:
+    body = (completion if path == COMPLETIONS else chat)(stream_options={"include_usage": True})
+    right = same_answer(chunks_of(engines["p"].url, path, body))
+    for name in "ab":
+        engines[name].behave(only=12, drift=7, delay_s=0.3)
+    before = proxy.metrics()["kvstore_proxy_first_token_mismatches_total"]
+    assert same_answer(chunks_of(proxy.url, path, body)) == right
+    assert proxy.metrics()["kvstore_proxy_first_token_mismatches_total"] == before + 1
+
+
+def test_an_answer_of_one_real_token_ends_with_the_prefill_engine(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    engines["p"].behave(stop_at=1)
+    for name in "ab":
+        engines[name].behave(hang_at=0)
+    chunks = chunks_of(proxy.url, COMPLETIONS, completion(stream_options={"include_usage": True}))
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]] == ["stop"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 1
+    wait_until(lambda: not decoder_of(proxy, engines).seen()["running"], 5, "decode is given up")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("failure", [{"status": 500}, {"silent": True}, {"cut_at": 0}])
+def test_prefill_that_fails_does_not_change_the_answer(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], failure: dict[str, Any], stream: bool
+) -> None:
+    engines["p"].behave(**failure)
+    if stream:
+        assert text_of(chunks_of(proxy.url, COMPLETIONS, completion())) == expected(PROMPT, 12)
+    else:
+        status, body = post(proxy.url, COMPLETIONS, completion())
+        assert status == 200 and expected(PROMPT, 12).encode() in body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_engine_that_fails_at_once_is_replaced(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], stream: bool
+) -> None:
+    engines["a"].behave(status=500)
+    for _ in range(4):
+        if stream:
+            assert text_of(chunks_of(proxy.url, COMPLETIONS, completion())) == expected(PROMPT, 12)
+        else:
+            status, body = post(proxy.url, COMPLETIONS, completion())
+            assert status == 200 and expected(PROMPT, 12).encode() in body
+    assert len(engines["a"].seen()["requests"]) <= 2  # its circuit opens
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_an_engines_refusal_is_passed_on_as_it_is(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], status: int
+) -> None:
+    for engine in engines.values():
+        engine.behave(status=status)
+    right = post(engines["a"].url, COMPLETIONS, completion())
+    assert post(proxy.url, COMPLETIONS, completion()) == right == post(proxy.url, COMPLETIONS, completion(stream=True))
+    assert sum(len(engines[name].seen()["requests"]) for name in "ab") == 3
+
+
+def test_a_refusal_by_decode_alone_is_passed_on_though_prefill_has_a_token(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    for name in "ab":
+        engines[name].behave(status=400, delay_s=0.3)
+    assert post(proxy.url, COMPLETIONS, completion(stream=True))[0] == 400
+
+
+def test_all_engines_failing_is_an_error_in_openais_form(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+) -> None:
+    for engine in engines.values():
+        engine.behave(status=500)
+    assert post(proxy.url, COMPLETIONS, completion()) == post(engines["a"].url, COMPLETIONS, completion())
+    record = proxy.records(1)[-1]
+    assert (record["outcome"], record["status"], record["retries"]) == ("failed", 500, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_user_who_leaves_ends_the_requests_at_both_engines(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], stream: bool
+) -> None:
+    for engine in engines.values():
+        engine.behave(silent=True) if stream else engine.behave(delay_s=30)
+    with Reading(proxy.url, COMPLETIONS, completion()) if stream else _asked(proxy, completion()):
+        wait_until(lambda: engines["p"].seen()["requests"], 5, "prefill is asked")
+        wait_until(lambda: any(engines[name].seen()["requests"] for name in "ab"), 5, "decode is asked")
+        if stream:
+            wait_until(lambda: engines["p"].seen()["running"], 5, "prefill runs")
+    wait_until(lambda: not proxy.status()["in_flight"], 5, "the proxy has ended it")
+    for engine in engines.values():
+        wait_until(lambda engine=engine: not engine.seen()["running"], 5, "the engine has ended it")
+    assert proxy.records(1)[-1]["outcome"] == "disconnect"
+
+
+def test_a_slow_user_slows_the_engine_down(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
+    """An answer of 200 MB that nobody reads: the proxy takes what fits into sockets."""
+    import psutil
+
+    for engine in engines.values():
+        engine.behave(pad=100_000)
+    process = psutil.Process(proxy.process.pid)
+    before = process.memory_info().rss
+    with Reading(proxy.url, COMPLETIONS, completion(max_tokens=2000, n=1)) as reading:
+        next(iter(reading))
+        taken = [0]
+
+        def settled() -> bool:
+            cpu = process.cpu_times().user
+            taken.append(cpu)
+            return len(taken) > 30 and taken[-1] == taken[-30]
+
+        wait_until(settled, 20, "the proxy waits for the user")
+        assert process.memory_info().rss - before < 64 << 20
+
+
+def test_bodies_and_headers_have_bounds(proxy: ProxyProcess) -> None:
+    status, body = post(proxy.url, COMPLETIONS, b" " * (33 << 20))
+    assert status == 413 and b"33554432" in body
+    with socket.create_connection((proxy.url.split("/")[2].split(":")[0], int(proxy.url.rsplit(":", 1)[1]))) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 200_000 + b"\r\n\r\n")
+        assert b" 400 " in sock.recv(100)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", b"no JSON"),
+        ([1], b"expected a JSON object"),
+        (completion(kv_transfer_params={"do_remote_prefill": True}), b"do_remote_prefill"),
+        (completion(kv_transfer_params={"do_remote_decode": False}), b"do_remote_decode"),
+        (completion(kv_transfer_params=3), b"kv_transfer_params"),
+    ],
+)
+def test_requests_that_no_engine_can_serve_are_refused_here(proxy: ProxyProcess, body: Any, says: bytes) -> None:
+    status, reply = post(proxy.url, COMPLETIONS, body)
+    assert status == 400 and says in reply
+
+
+def test_models_that_nobody_serves_and_paths_that_are_not_passed_are_404(proxy: ProxyProcess) -> None:
+    assert post(proxy.url, COMPLETIONS, completion(model="other"))[0] == 404
+    assert post(proxy.url, "/reset_prefix_cache", {})[0] == 404
+    assert get(proxy.url, COMPLETIONS)[0] == 405
+    assert post(proxy.url, "/tokenize", {"model": MODEL, "prompt": "ab"}) == (200, b'{"tokens":[97,98]}')
+    assert MODEL.encode() in get(proxy.url, "/v1/models")[1]
+
+
+def test_trace_and_request_id_reach_both_engines(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    given = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x-request-id": "mine", "authorization": "Bearer k"}
+    post(proxy.url, COMPLETIONS, completion(), **given)
+    seen = [engines["p"].seen()["requests"][0], decoder_of(proxy, engines).seen()["requests"][0]]
+    spans = set()
+    for each in seen:
+        version, got, span, flags = each["headers"]["traceparent"].split("-")
+        assert (version, got, flags) == ("00", trace, "01")
+        spans.add(span)
+        assert each["headers"]["x-request-id"] == "mine" and each["headers"]["authorization"] == "Bearer k"
+    assert len(spans) == 2 and "b7ad6b7169203331" not in spans
+    assert [proxy.records(1)[-1][name] for name in ("id", "trace", "decision")] == ["mine", trace, "split"]
+
+
+class _asked:
+    """A request whose answer nobody reads."""
+
+    def __init__(self, proxy: ProxyProcess, body: dict[str, Any]) -> None:
+        import http.client
+        import json
+
+        self._connection = http.client.HTTPConnection(proxy.url.split("/")[2])
+        self._connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+
+    def __enter__(self) -> _asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()

@@ -1,0 +1,180 @@
+"""Real processes for the tests of the proxy: `kvstore proxy` itself and stand-in engines; and a user who reads streams."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.support.harness import ROOT, START_S, STOP_S, environment, wait_until
+from tests.support.ports import free_ports
+
+
+class ProxyProcess:
+    """`kvstore proxy`. Its log goes to `folder`/proxy.log, its access log to `folder`/access.jsonl."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log, self.access = folder / "proxy.log", folder / "access.jsonl"
+        command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0"]
+        command += ["--access-log", str(self.access), *arguments]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment()
+            )
+        assert self.process.stdout is not None
+        self.ready_line = self.process.stdout.readline().strip()
+        assert self.ready_line.startswith("kvstore proxy ready http://"), self.log.read_text()[-4000:]
+        self.url = self.ready_line.split()[3]
+
+    def __enter__(self) -> ProxyProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """Send SIGTERM. -> the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads(get(self.url, "/status")[1]))
+
+    def metrics(self) -> dict[str, float]:
+        lines = get(self.url, "/metrics")[1].decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def records(self, count: int) -> list[dict[str, Any]]:
+        """The lines of the access log, once there are so many."""
+
+        def enough() -> list[str]:
+            lines = self.access.read_text().splitlines() if self.access.exists() else []
+            return lines if len(lines) >= count else []
+
+        return [json.loads(line) for line in wait_until(enough, 10, f"{count} lines in the access log")]
+
+
+class StandInEngine:
+    """`tests.support.stand_in_engine`."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        [port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "tests.support.stand_in_engine", "--port", str(port), *arguments]
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, cwd=ROOT, env=environment())
+        wait_until(self._healthy, START_S, f"the stand-in engine serves: {self._log}")
+
+    def _healthy(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text()[-2000:]
+        try:
+            return get(self.url, "/health")[0] == 200
+        except OSError:
+            return False
+
+    def behave(self, **how: Any) -> None:
+        """Behave so from now on, and forget what was seen."""
+        if self.process.poll() is not None:
+            self.start()
+        assert post(self.url, "/behave", how)[0] == 200
+
+    def seen(self) -> dict[str, Any]:
+        return dict(json.loads(get(self.url, "/seen")[1]))
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(STOP_S)
+
+
+def get(url: str, path: str, **headers: str) -> tuple[int, bytes]:
+    """-> status and body."""
+    return _ask(urllib.request.Request(f"{url}{path}", headers=headers))
+
+
+def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, bytes]:
+    """-> status and body of the answer to JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return _ask(urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json", **headers}))
+
+
+def _ask(request: urllib.request.Request) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(urlsplit(request.full_url).netloc, timeout=120)
+    try:
+        connection.request(request.get_method(), request.selector, request.data, dict(request.headers))
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+class Reading:
+    """A streamed answer, read event by event."""
+
+    def __init__(self, url: str, path: str, body: dict[str, Any], **headers: str) -> None:
+        self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+        sent = {"Content-Type": "application/json", **headers}
+        self._connection.request("POST", path, json.dumps({**body, "stream": True}), sent)
+        self._reply = self._connection.getresponse()
+        self.status = self._reply.status
+        self.done = False
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The chunks. `done` afterwards: whether [DONE] was the end."""
+        while line := self._reply.readline():
+            if line.startswith(b"data: [DONE]"):
+                self.done = True
+            elif line.startswith(b"data: "):
+                yield json.loads(line[6:])
+
+    def leave(self) -> None:
+        """Close the connection, whatever is still to come."""
+        self._reply.close()
+        self._connection.close()
+
+
+def chunks_of(url: str, path: str, body: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
+    """-> the chunks of a stream that ends as it should."""
+    with Reading(url, path, body, **headers) as reading:
+        assert reading.status == 200, reading._reply.read()
+        chunks = list(reading)
+        assert reading.done, chunks[-1:]
+        return chunks
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.get("choices", [])]
+    return "".join((each["delta"].get("content") if "delta" in each else each["text"]) or "" for each in choices)
+
+
+def same_answer(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """-> the chunks without what differs between two requests: ids and times."""
+    return [{name: value for name, value in chunk.items() if name not in ("id", "created")} for chunk in chunks]

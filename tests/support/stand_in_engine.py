@@ -1,0 +1,203 @@
+"""A small engine that misbehaves on demand: a real process that speaks as much of vLLM's API as the proxy uses.
+
+    python -m tests.support.stand_in_engine --port N [--root NAME]
+
+It answers a prompt of token ids with the tokens (sum of the prompt + position) % 1000, each as the text "<number> ", so a
+continued prompt gives the same answer only if it ends with exactly the tokens that were said: `expected` below. POST
+/behave sets how it behaves from then on; GET /seen tells what it was asked, and what it gave up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+MODEL = "stand-in"
+
+
+def next_token(prompt: list[int], drift: int = 0) -> int:
+    """The token after these: it depends on all of them, and on their order."""
+    state = drift
+    for token in prompt:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state % 1000
+
+
+def expected(prompt: list[int], count: int) -> str:
+    """The right answer's text."""
+    said: list[int] = []
+    for _ in range(count):
+        said.append(next_token(prompt + said))
+    return "".join(f"{token} " for token in said)
+
+
+class StandIn:
+    """State of one engine."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.behaviour: dict[str, Any] = {}
+        self.seen: list[dict[str, Any]] = []
+        self.running = 0
+        self.given_up = 0
+
+    async def behave(self, request: Request) -> Response:
+        self.behaviour = await request.json()
+        self.seen.clear()
+        self.given_up = 0
+        return JSONResponse({})
+
+    async def what_was_seen(self, request: Request) -> Response:
+        return JSONResponse({"requests": self.seen, "running": self.running, "given_up": self.given_up})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=self.behaviour.get("health", 200))
+
+    async def models(self, request: Request) -> Response:
+        card = {"id": MODEL, "object": "model", "root": self.root, "max_model_len": 100_000}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": "0.0"})
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        return JSONResponse({"tokens": _tokens(body)})
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.json()
+        path = request.url.path
+        self.seen.append({"path": path, "body": body, "headers": dict(request.headers)})
+        count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        # `only`: the behaviour is for requests of so many tokens
+        how = self.behaviour if self.behaviour.get("only", count) == count else {}
+        if "delay_s" in how:
+            await asyncio.sleep(how["delay_s"])
+        if "status" in how:
+            error = {"error": {"message": "as told", "type": "told", "param": None, "code": how["status"]}}
+            return JSONResponse(error, how["status"])
+        prompt = _tokens(body)
+        chat = path.endswith("/chat/completions")
+        if body.get("stream"):
+            return StreamingResponse(self._stream(how, body, prompt, count, chat), media_type="text/event-stream")
+        said = self._say(how, prompt, count)
+        text = "".join(f"{token} " for token in said)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(said), "total_tokens": len(prompt) + len(said)}
+        return JSONResponse(
+            {"id": "x", "object": "o", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
+        )
+
+    def _say(self, how: dict[str, Any], prompt: list[int], count: int) -> list[int]:
+        said: list[int] = []
+        for _ in range(count):
+            drift = how.get("drift", 0) if not said else 0
+            said.append(next_token(prompt + said, drift))
+        return said
+
+    async def _stream(
+        self, how: dict[str, Any], body: dict[str, Any], prompt: list[int], count: int, chat: bool
+    ) -> AsyncIterator[bytes]:
+        base = {"id": f"{os.getpid()}-{len(self.seen)}", "created": int(time.time() * 1000) % 10**9, "model": MODEL}
+        base["object"] = "chat.completion.chunk" if chat else "text_completion"
+        ids = body.get("return_token_ids")
+        self.running += 1
+        done = False
+        try:
+            if how.get("silent"):
+                await asyncio.sleep(3600)
+            if chat:
+                role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                yield _event({**base, "choices": [role], "prompt_token_ids": prompt if ids else None})
+            said = self._say(how, prompt, count)
+            finish_at = how.get("stop_at", count)
+            for number, token in enumerate(said[:finish_at]):
+                if how.get("cut_at") == number:
+                    os._exit(1)
+                if how.get("malformed_at") == number:
+                    yield b"data: {this is no JSON\n\n"
+                if how.get("error_at") == number:
+                    yield _event({"error": {"message": "as told", "type": "told", "code": 500}})
+                    return
+                if how.get("end_at") == number:
+                    return
+                if how.get("hang_at") == number:
+                    await asyncio.sleep(3600)
+                last = number == finish_at - 1
+                finish = ("stop" if "stop_at" in how else "length") if last else None
+                choice: dict[str, Any] = {
+                    "index": 0,
+                    "logprobs": None,
+                    "finish_reason": finish,
+                    "token_ids": [token] if ids else None,
+                }
+                text = f"{token} " + "x" * how.get("pad", 0)
+                choice |= {"delta": {"content": text}} if chat else {"text": text}
+                if not chat:
+                    choice["prompt_token_ids"] = prompt if ids and number == 0 else None
+                if not chat or last:
+                    choice["stop_reason"] = None
+                yield _event({**base, "choices": [choice]})
+                await asyncio.sleep(how.get("gap_s", 0))
+            if (body.get("stream_options") or {}).get("include_usage"):
+                length = min(count, finish_at)
+                usage = {
+                    "prompt_tokens": len(prompt),
+                    "completion_tokens": length,
+                    "total_tokens": len(prompt) + length,
+                }
+                yield _event({**base, "choices": [], "usage": usage})
+            yield b"data: [DONE]\n\n"
+            done = True
+        finally:
+            self.running -= 1
+            self.given_up += not done
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(chunk)}\n\n".encode()
+
+
+def _tokens(body: dict[str, Any]) -> list[int]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        return prompt
+    text = prompt if isinstance(prompt, str) else json.dumps(body.get("messages"))
+    return list(text.encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--root", default="/models/stand-in")
+    options = parser.parse_args()
+    engine = StandIn(options.root)
+    app = Starlette(
+        routes=[
+            Route("/behave", engine.behave, methods=["POST"]),
+            Route("/seen", engine.what_was_seen),
+            Route("/health", engine.health),
+            Route("/v1/models", engine.models),
+            Route("/version", engine.version),
+            Route("/tokenize", engine.tokenize, methods=["POST"]),
+            Route("/v1/completions", engine.complete, methods=["POST"]),
+            Route("/v1/chat/completions", engine.complete, methods=["POST"]),
+        ]
+    )
+    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
