@@ -2,6 +2,7 @@
 
     /kvstore/NAME/nodes/ID     a `Member`, as JSON; gone when its node withdraws, or stops keeping its lease alive
     /kvstore/NAME/drains/ID    a `Drain`, as JSON: requested by an operator; the node writes its progress to it
+    /kvstore/NAME/engines/ID   an engine, see `kvstore_client.engine.directory`
 
 The server talks to etcd's HTTP gateway (JSON over HTTP, so gRPC need not be built). A watch only wakes its caller; then
 all members are read anew.
@@ -77,7 +78,8 @@ class EtcdDirectory:
     `timeout_s`: how long one endpoint may take to connect, and again to answer.
     """
 
-    def __init__(self, url: EtcdURL, timeout_s: float) -> None:
+    def __init__(self, url: EtcdURL, timeout_s: float, folder: str = "nodes") -> None:
+        """`folder`: where the records are; another one than ``nodes`` has records that are not members."""
         try:
             import requests
         except ImportError as error:
@@ -93,7 +95,7 @@ class EtcdDirectory:
             session.trust_env = False  # no proxy: it could delay the renewal of a lease
             self._endpoints.append(_Endpoint(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", session))
         self._at = random.randrange(len(self._endpoints))  # so that not all clients use the first endpoint
-        self._nodes = f"{_ROOT}/{url.name}/nodes/"
+        self._nodes = f"{_ROOT}/{url.name}/{folder}/"
         self._drains = f"{_ROOT}/{url.name}/drains/"
         self._lock = threading.Lock()
         self._closed = False
@@ -149,6 +151,25 @@ class EtcdDirectory:
             return None
 
         return self._understand(read)
+
+    def records(self) -> tuple[int, dict[str, bytes]]:
+        """-> the epoch, and all records as they are, by their names."""
+        answer = self._post("/kv/range", **_prefix(self._nodes), limit=MAX_MEMBERS)
+
+        def read() -> tuple[int, dict[str, bytes]]:
+            found = {
+                _decode(record["key"]).decode(errors="replace").removeprefix(self._nodes): _decode(
+                    record.get("value", "")
+                )
+                for record in answer.get("kvs", [])
+            }
+            return int(answer["header"]["revision"]), found
+
+        return self._understand(read)
+
+    def put_record(self, name: str, value: bytes, lease: int) -> None:
+        """Write a record under a lease, whoever had it before."""
+        self._post("/kv/put", key=_encode(self._nodes + name), value=_encode(value), lease=lease)
 
     # ---- a node's own record ---------------------------------------------------------------------------------------
 

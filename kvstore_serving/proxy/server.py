@@ -13,13 +13,14 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 
 from kvstore_serving.proxy.app import Proxy
 from kvstore_serving.proxy.checks import Checks
 from kvstore_serving.proxy.decision import Decider
+from kvstore_serving.proxy.following import Following
 from kvstore_serving.proxy.metrics import Metrics
 from kvstore_serving.proxy.pools import Pools, Role
 from kvstore_serving.proxy.prefixes import Prefixes
@@ -30,7 +31,8 @@ from kvstore_serving.proxy.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-_CANCELLED_S = 5.0  # for what was ended to end
+_CANCELLED_S: Final = 5.0  # for what was ended to end
+_LIST_S: Final = 5.0  # for the first list of engines to come
 
 
 def run(settings: Settings) -> None:
@@ -66,7 +68,12 @@ async def _run(settings: Settings) -> None:
     proxy = Proxy(Serving(settings, pools, upstream, Metrics(pools), decider), access_log, dict)
     stop = asyncio.Event()
     _on_signals(stop)
+    following: Following | None = None
     try:
+        if settings.engines:
+            following = Following(settings.engines, pools, checks)
+            with contextlib.suppress(asyncio.TimeoutError):  # etcd may be away: engines come later
+                await asyncio.wait_for(following.first.wait(), _LIST_S)
         await checks.first()
         checks.follow()
         server = _Server(_config(settings, proxy))
@@ -84,6 +91,8 @@ async def _run(settings: Settings) -> None:
         server.should_exit = True
         await serving
     finally:
+        if following is not None:
+            await following.close()
         await checks.close()
         await upstream.close()
         access_log.close()

@@ -64,21 +64,27 @@ class Stream:
         self._response = response
         self._wait_s = first_s
         self._idle_s = idle_s
+        self._expired = False
         self._reader = sse.EventReader()
         self._events: deque[bytes] = deque()
 
     async def next(self) -> bytes | None:
         """-> the next event's data; None after the last one. Raises `EngineFailed`, also if the stream was cut."""
         while not self._events:
+            # Not `wait_for`: it may swallow a cancellation that comes with the bytes.
+            expiry = asyncio.get_running_loop().call_later(self._wait_s, self._expire)
             try:
-                piece = await asyncio.wait_for(self._response.content.readany(), self._wait_s)
+                piece = await self._response.content.readany()
                 self._events.extend(self._reader.feed(piece))
-            except asyncio.TimeoutError:
-                raise EngineFailed(self.engine, f"its stream was silent for {self._wait_s:g} s") from None
-            except (aiohttp.ClientError, OSError) as error:
-                raise EngineFailed(self.engine, f"its stream was cut: {error}") from None
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                why = (
+                    f"its stream was silent for {self._wait_s:g} s" if self._expired else f"its stream was cut: {error}"
+                )
+                raise EngineFailed(self.engine, why) from None
             except sse.EventError as error:
                 raise EngineFailed(self.engine, str(error)) from None
+            finally:
+                expiry.cancel()
             if not piece:
                 raise EngineFailed(self.engine, "its stream ended without [DONE]")
             self._wait_s = self._idle_s
@@ -106,6 +112,10 @@ class Stream:
             raise EngineFailed(self.engine, "an event whose choices are no list of objects")
         return chunk
 
+    def _expire(self) -> None:
+        self._expired = True
+        self._response.close()
+
     def close(self) -> None:
         self._response.close()
 
@@ -128,7 +138,6 @@ class Upstream:
         # As many connections as there are requests in flight; those are bounded.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s),
             auto_decompress=False,
         )
 
@@ -170,25 +179,29 @@ class Upstream:
     async def _whole(
         self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
     ) -> Answer:
-        async def whole() -> Answer:
-            response = await self._open(engine, method, path, data, headers, timeout_s)
-            with _closing(response):
-                return await self._read(engine, response)
-
-        try:
-            return await asyncio.wait_for(whole(), timeout_s)
-        except asyncio.TimeoutError:
-            raise EngineFailed(engine, f"no answer to {path} within {timeout_s:g} s") from None
+        response = await self._open(engine, method, path, data, headers, timeout_s, whole=True)
+        with _closing(response):
+            return await self._read(engine, response)
 
     async def _open(
-        self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        data: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        whole: bool = False,
     ) -> aiohttp.ClientResponse:
+        """`timeout_s`: for the beginning of the answer, and between its pieces; `whole`: for all of it."""
+        limits = {"total": timeout_s} if whole else {"total": None, "sock_read": timeout_s}
+        timeout = aiohttp.ClientTimeout(sock_connect=self._settings.connect_s, **limits)
         sent = {"content-type": "application/json", **headers} if data else dict(headers)
         request = self._session.request(
-            method, engine.url + path, data=data or None, headers=sent, allow_redirects=False
+            method, engine.url + path, data=data or None, headers=sent, allow_redirects=False, timeout=timeout
         )
         try:
-            return await asyncio.wait_for(request, timeout_s)
+            return await request
         except asyncio.TimeoutError:
             raise EngineFailed(engine, f"no answer to {path} within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -201,8 +214,8 @@ class Upstream:
                 pieces += piece
                 if len(pieces) > self._settings.max_answer_bytes:
                     raise EngineFailed(engine, f"an answer of more than {self._settings.max_answer_bytes} bytes")
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineFailed(engine, f"its answer was cut: {error}") from None
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise EngineFailed(engine, f"its answer was cut: {type(error).__name__} {error}") from None
         return Answer(response.status, _kept(response), bytes(pieces))
 
 

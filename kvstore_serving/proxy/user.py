@@ -38,6 +38,8 @@ class User:
         self._receive = receive
         self._send = send
         self._stall_s = stall_s
+        self._writing_since: float | None = None
+        self._left = False
 
     async def body(self, most: int) -> bytes:
         """-> the whole body. Raises `BodyTooLarge`, `UserGone`."""
@@ -56,9 +58,22 @@ class User:
                 return bytes(pieces)
 
     async def gone(self) -> None:
-        """Returns when the user has left. To be called after `body`."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        """Returns when the user has left, or has not read for too long. To be called after `body`."""
+        receiving = asyncio.ensure_future(self._receive())
+        try:
+            while True:
+                done, _ = await asyncio.wait({receiving}, timeout=self._stall_s / 4)
+                since = self._writing_since
+                if (done and receiving.result()["type"] == "http.disconnect") or (
+                    since is not None and time.monotonic() - since > self._stall_s
+                ):
+                    self._left = True
+                    return
+                if done:
+                    receiving = asyncio.ensure_future(self._receive())
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
@@ -84,12 +99,18 @@ class User:
         await self.reply(status, error_body(status, message, kind, param), {**JSON, **(headers or {})})
 
     async def _write(self, message: dict[str, Any]) -> None:
+        # Checked before and after: a server takes what is sent to a user who has gone, and says nothing.
+        if self._left:
+            raise UserGone
+        self._writing_since = time.monotonic()
         try:
-            await asyncio.wait_for(self._send(message), self._stall_s)
-        except asyncio.TimeoutError:
-            raise UserGone from None
+            await self._send(message)
         except OSError:
             raise UserGone from None
+        finally:
+            self._writing_since = None
+        if self._left and not self.ended:
+            raise UserGone
 
 
 def error_body(status: int, message: str, kind: str, param: str | None = None) -> bytes:

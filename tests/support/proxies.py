@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from typing_extensions import Self
+
 from tests.support.harness import ROOT, START_S, STOP_S, environment, wait_until
 from tests.support.ports import free_ports
 
@@ -62,14 +64,14 @@ class ProxyProcess:
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
-    def records(self, count: int) -> list[dict[str, Any]]:
-        """The lines of the access log, once there are so many."""
+    def record(self, id: str) -> dict[str, Any]:
+        """The line of the access log for a request with this x-request-id, once it is there."""
 
-        def enough() -> list[str]:
-            lines = self.access.read_text().splitlines() if self.access.exists() else []
-            return lines if len(lines) >= count else []
+        def line() -> dict[str, Any] | None:
+            records = map(json.loads, self.access.read_text().splitlines())
+            return next((record for record in records if record["id"] == id), None)
 
-        return [json.loads(line) for line in wait_until(enough, 10, f"{count} lines in the access log")]
+        return dict(wait_until(line, 10, f"{id} in the access log"))
 
 
 class StandInEngine:
@@ -96,9 +98,12 @@ class StandInEngine:
 
     def behave(self, **how: Any) -> None:
         """Behave so from now on, and forget what was seen."""
-        if self.process.poll() is not None:
+        try:
+            assert post(self.url, "/behave", how)[0] == 200
+        except OSError:  # it was told to die
+            self.process.wait(STOP_S)
             self.start()
-        assert post(self.url, "/behave", how)[0] == 200
+            assert post(self.url, "/behave", how)[0] == 200
 
     def seen(self) -> dict[str, Any]:
         return dict(json.loads(get(self.url, "/seen")[1]))
@@ -130,22 +135,32 @@ def _ask(request: urllib.request.Request) -> tuple[int, bytes]:
         connection.close()
 
 
-class Reading:
-    """A streamed answer, read event by event."""
+class Asking:
+    """A request whose answer nobody reads."""
 
     def __init__(self, url: str, path: str, body: dict[str, Any], **headers: str) -> None:
-        self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
-        sent = {"Content-Type": "application/json", **headers}
-        self._connection.request("POST", path, json.dumps({**body, "stream": True}), sent)
-        self._reply = self._connection.getresponse()
-        self.status = self._reply.status
-        self.done = False
+        self.connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+    def leave(self) -> None:
+        """Close the connection, whatever is still to come."""
+        self.connection.close()
+
+
+class Reading(Asking):
+    """A streamed answer, read event by event."""
+
+    def __init__(self, url: str, path: str, body: dict[str, Any], **headers: str) -> None:
+        super().__init__(url, path, {**body, "stream": True}, **headers)
+        self._reply = self.connection.getresponse()
+        self.status = self._reply.status
+        self.done = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The chunks. `done` afterwards: whether [DONE] was the end."""
@@ -156,9 +171,8 @@ class Reading:
                 yield json.loads(line[6:])
 
     def leave(self) -> None:
-        """Close the connection, whatever is still to come."""
         self._reply.close()
-        self._connection.close()
+        super().leave()
 
 
 def chunks_of(url: str, path: str, body: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
@@ -173,6 +187,28 @@ def chunks_of(url: str, path: str, body: dict[str, Any], **headers: str) -> list
 def text_of(chunks: list[dict[str, Any]]) -> str:
     choices = [choice for chunk in chunks for choice in chunk.get("choices", [])]
     return "".join((each["delta"].get("content") if "delta" in each else each["text"]) or "" for each in choices)
+
+
+def answer_of(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """-> what an answer says, however it was cut into chunks."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    ids = [token for choice in choices for token in choice.get("token_ids") or []]
+    prompts = [each["prompt_token_ids"] for each in (*chunks, *choices) if each.get("prompt_token_ids")]
+    ends = [(choice["finish_reason"], choice.get("stop_reason")) for choice in choices if choice["finish_reason"]]
+    usage = {
+        name: value for chunk in chunks for name, value in (chunk.get("usage") or {}).items() if "details" not in name
+    }
+    roles = [choice["delta"]["role"] for choice in choices if "role" in choice.get("delta", {})]
+    models = {chunk["model"] for chunk in chunks}
+    return {
+        "text": text_of(chunks),
+        "ids": ids,
+        "prompts": prompts,
+        "ends": ends,
+        "usage": usage,
+        "roles": roles,
+        "models": models,
+    }
 
 
 def same_answer(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
