@@ -2,10 +2,10 @@
 
     /kvstore/NAME/engines/ID   an `EngineRecord`, as JSON; gone when its engine leaves, or stops keeping its lease alive
 
-`Registered` is an engine's own entry, kept by a thread; `EngineList` follows all of them, with a thread that calls back.
-Neither raises after its start, and etcd's failures never reach an engine's requests: an entry is written again as soon as
-etcd answers, and a follower keeps the last list while it does not. Records are not trusted: one that cannot be read, or
-names no usable address, is left out and logged once.
+`Registered` is an engine's own entry, kept by a thread; `EngineList` follows all of them, with a thread that calls
+back. Neither raises after its start, and etcd's failures never reach an engine's requests: an entry is written again as
+soon as etcd answers, and a follower keeps the last list while it does not. Records are not trusted: one that cannot be
+read, or names no usable address, is left out and logged once.
 
 Needs requests: the extra ``llm-kvstore[cluster]``.
 """
@@ -34,7 +34,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class EngineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """An engine. `weights`: a version of the weights, empty if there is none; engines are paired only if it is the same.
+    """An engine. `weights`: their version, empty if there is none; engines are paired only if it is the same.
     `events`, `replay`: the addresses of its KV events as a proxy reaches them, empty if it publishes none."""
 
     url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/?#]+$", max_length=1024)]
@@ -106,8 +106,8 @@ class Registered:
 
 
 class EngineList:
-    """Follows the engines. `changed` is called in a thread of this object with all of them, by name: at first, and after
-    each change. It must not block for long."""
+    """Follows the engines. `changed` is called in a thread of this object with all of them, by name: at first, and
+    after each change. It must not block for long."""
 
     def __init__(self, url: str, changed: Callable[[dict[str, EngineRecord]], None]) -> None:
         """Raises `ValueError` for a URL that cannot be used, `DirectoryError` if requests is not installed."""

@@ -1,13 +1,13 @@
 """What a user asks for, and what is sent to engines for it.
 
-Pure. An `Ask` is a request's JSON with what the proxy must know about it: may the first token of another engine be shown,
-may an answer be continued, or repeated, on another engine. These are statements about the engine's sampling, so each of
-them errs to "no":
+Pure. An `Ask` is a request's JSON with what the proxy must know about it: may the first token of another engine be
+shown, may an answer be continued, or repeated, on another engine. These are statements about the engine's sampling, so
+each of them errs to "no":
 
 * plain: one answer to one prompt, made of text only, so that what was sent is known by its text and its tokens.
 * steady: the same request gives the same answer, float noise aside: temperature 0, or a seed.
-* may_continue: an answer may go on in a request whose prompt ends with what was sent. Whatever looks back at the answer's
-  own tokens (penalties, grammars) would then see them as the prompt, so it says no.
+* may_continue: an answer may go on in a request whose prompt ends with what was sent. Whatever looks back at the
+  answer's own tokens (penalties, grammars) would then see them as the prompt, so it says no.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Ask:
 
     @property
     def splittable(self) -> bool:
-        """Whether a prefill elsewhere helps: an engine that must give the prompt's logits computes the prompt anyway."""
+        """Whether a prefill elsewhere helps: an engine that must give the prompt's logits computes it anyway."""
         body = self.body
         return not any(body.get(name) for name in ("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"))
 
@@ -205,7 +205,7 @@ def understand(path: str, body: object) -> Ask:
     for flag in _OURS:
         if given and flag in given:
             raise AskError(
-                f"kv_transfer_params.{flag} was given; the proxy sets it. Leave it out: only the object `kvstore` is yours",
+                f"kv_transfer_params.{flag} was given; the proxy sets it. Leave it out: the object `kvstore` is yours",
                 "kv_transfer_params",
             )
     return Ask(path, body, bool(body.get("return_token_ids")))

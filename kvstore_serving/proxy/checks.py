@@ -1,7 +1,7 @@
 """Whether engines work, and what they serve: each is asked in turns of its own.
 
-/health every interval; /v1/models and /version when an engine comes up, and now and then later. An engine that is up but
-does not say what it serves takes no requests. Adapters may come and go, so the list is asked for again.
+/health every interval; /v1/models and /version when an engine comes up, and now and then later. An engine that is up
+but does not say what it serves takes no requests. Adapters may come and go, so the list is asked for again.
 """
 
 from __future__ import annotations
@@ -97,9 +97,11 @@ class Checks:
         if unpaired != self._unpaired:
             for each in unpaired:
                 log.warning(
-                    "model %s: decode engine %s has no prefill engine of the same weights (it: %s; they: %s). It works alone",
-                    each["model"], each["decode"]["url"], each["decode"], each["prefill"],
-                )  # fmt: skip
+                    "model %s: no prefill engine has the weights of the decode engine %s, which works alone: %s",
+                    each["model"],
+                    each["decode"],
+                    each["prefill"],
+                )
         self._unpaired = unpaired
 
 

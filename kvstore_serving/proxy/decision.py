@@ -1,8 +1,8 @@
 """Which engines serve a request, and why: one decode engine alone, or a prefill engine and a decode engine together.
 
-A split pays when there is much to compute, so what counts is the prompt's uncached tokens. The prompt's tokens come with
-the request or from an engine's /tokenize; short texts are not asked about, since a token is at least a byte. When tokens
-cannot be had, their number is guessed from the text's length, and nothing is known to be cached.
+A split pays when there is much to compute, so what counts is the prompt's uncached tokens. The prompt's tokens come
+with the request or from an engine's /tokenize; short texts are not asked about, since a token is at least a byte. When
+tokens cannot be had, their number is guessed from the text's length, and nothing is known to be cached.
 
 A request for a single token is prefill and nothing else, so a prefill engine answers it.
 """

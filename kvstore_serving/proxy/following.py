@@ -1,8 +1,8 @@
 """The engines that register themselves: the directory's list becomes the pools'.
 
 The directory has a thread of its own; what it finds is taken over by the event loop, which alone touches the pools. An
-engine that leaves the list gets no new requests; what it is answering goes on. One URL may have several records, then it
-has all their roles.
+engine that leaves the list gets no new requests; what it is answering goes on. One URL may have several records, then
+it has all their roles.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ stream leaves that out. After a failure, or when D disagrees with the token that
 * one that is steady otherwise (a seed, stop strings, penalties) is asked for again, and its beginning is left out;
 * any other ends with an error event, because another engine would tell another story.
 
-P's chunks are shown only after some D has accepted the request: D may still refuse what P takes, such as too many tokens.
+P's chunks are shown only after some D has accepted the request: D may still refuse what P takes, such as too many
+tokens.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Metrics:
         )  # fmt: skip
         self.phases = Histogram(
             "kvstore_proxy_phase_seconds",
-            "decide: until an engine is chosen. prefill: until the prefill engine's first token. handover: from there to "
-            "the decode engine's first token. decode: from there to the end.",
+            "decide: until an engine is chosen. prefill: until the prefill engine's first token. handover: from there "
+            "to the decode engine's first token. decode: from there to the end.",
             ["phase"], buckets=_TTFT_S, registry=self.registry,
         )  # fmt: skip
         self.retries = Counter(
@@ -47,7 +47,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.mismatches = Counter(
-            "kvstore_proxy_first_token_mismatches", "First tokens that the decode engine would have chosen differently.",
+            "kvstore_proxy_first_token_mismatches", "First tokens that the decode engine disagreed with.",
             registry=self.registry,
         )  # fmt: skip
         self.prefills = Counter(

@@ -4,8 +4,8 @@ Kept by one event loop, used by its tasks only. An engine is a candidate if its 
 is closed: failures of requests open it, for a time that doubles with each failure and ends with the next success. If
 every healthy engine's circuit is open they are candidates all the same: a suspect is better than nobody.
 
-P and D are paired only if they run the same weights: the same root of the model, and the same weights version where it is
-known. Load is what this proxy has in flight, so it is exact for one proxy and a fair guess for several.
+P and D are paired only if they run the same weights: the same root of the model, and the same weights version where it
+is known. Load is what this proxy has in flight, so it is exact for one proxy and a fair guess for several.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of a prompt which engine has, and the store: a guess that steers requests, never what they are answered with.
+"""How much of a prompt which engine has, and the store: a guess that steers requests, and never changes answers.
 
 Two sources. What this proxy has sent where: prompts are cut into pieces of `PIECE` tokens, each named by a digest of
 itself and all before it; whatever an engine was sent it has, and so has the store. And, for engines whose KV events are

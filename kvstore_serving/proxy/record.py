@@ -1,7 +1,7 @@
 """What is known of one request while it is served, and the line that says so at its end.
 
-The access log is one JSON object a line, on standard output or appended to a file. Each line is one write, so a file may be
-moved away at any time; the proxy then writes to the moved file until it is restarted.
+The access log is one JSON object a line, on standard output or appended to a file. Each line is one write, so a file
+may be moved away at any time; the proxy then writes to the moved file until it is restarted.
 """
 
 from __future__ import annotations

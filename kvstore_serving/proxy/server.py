@@ -1,7 +1,7 @@
 """The proxy's process: from its settings to its ready line, and from SIGTERM to exit status 0.
 
-SIGTERM drains: the port stays open and new requests are refused, so that a load balancer hears it from /readyz; what runs
-may finish for `drain_s`, and is then ended with an error event. A second signal does not wait.
+SIGTERM drains: the port stays open and new requests are refused, so that a load balancer hears it from /readyz; what
+runs may finish for `drain_s`, and is then ended with an error event. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import uvicorn
 
+from kvstore.cluster.members import DirectoryError
+from kvstore_client.engine.routing import Routes
 from kvstore_serving.proxy.app import Proxy
 from kvstore_serving.proxy.checks import Checks
 from kvstore_serving.proxy.decision import Decider
@@ -64,14 +66,18 @@ async def _run(settings: Settings) -> None:
         pools.set(url, roles)
     upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))
     checks = Checks(pools, upstream, settings.check_interval_s, settings.check_timeout_s)
-    decider = Decider(settings, pools, upstream, Prefixes())
+    routes = _routes(settings)
+    decider = Decider(settings, pools, upstream, Prefixes(routes))
     proxy = Proxy(Serving(settings, pools, upstream, Metrics(pools), decider), access_log, dict)
     stop = asyncio.Event()
     _on_signals(stop)
     following: Following | None = None
     try:
         if settings.engines:
-            following = Following(settings.engines, pools, checks)
+            try:
+                following = Following(settings.engines, pools, checks)
+            except DirectoryError as error:
+                raise SettingsError(str(error)) from None
             with contextlib.suppress(asyncio.TimeoutError):  # etcd may be away: engines come later
                 await asyncio.wait_for(following.first.wait(), _LIST_S)
         await checks.first()
@@ -96,7 +102,22 @@ async def _run(settings: Settings) -> None:
         await checks.close()
         await upstream.close()
         access_log.close()
+        if routes is not None:
+            await asyncio.to_thread(routes.close)
         sock.close()
+
+
+def _routes(settings: Settings) -> Routes | None:
+    """-> what hears the events of engines; None: no engine's are known."""
+    if not settings.events:
+        return None
+    try:
+        routes = Routes()
+    except ImportError as error:
+        raise SettingsError(f'--events needs pyzmq ({error}): pip install "llm-kvstore[routing]"') from None
+    for url, events, replay in settings.events:
+        routes.add(url, events, replay)
+    return routes
 
 
 def _on_signals(stop: asyncio.Event) -> None:

@@ -1,6 +1,7 @@
 """What serving a request needs, and what every answer has in common: choosing again after a failure, and its end.
 
-One event loop. An answer is one of two: `plain.serve` for a whole JSON document, `handover.StreamedAnswer` for a stream.
+One event loop. An answer is one of two: `plain.serve` for a whole JSON document, `handover.StreamedAnswer` for a
+stream.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Server-sent events: bytes from an engine to the data of events, and back.
 
-Pure: no sockets, no clocks. What an engine sends is not trusted: an event that grows beyond `MAX_EVENT_BYTES` is an error
-before it is held. Only ``data:`` lines matter to OpenAI's API; comments (keep-alives) and other fields are skipped.
-A stream is whole only if it ends with ``[DONE]``: without it, the engine died.
+Pure: no sockets, no clocks. What an engine sends is not trusted: an event that grows beyond `MAX_EVENT_BYTES` is an
+error before it is held. Only ``data:`` lines matter to OpenAI's API; comments (keep-alives) and other fields are
+skipped. A stream is whole only if it ends with ``[DONE]``: without it, the engine died.
 """
 
 from __future__ import annotations

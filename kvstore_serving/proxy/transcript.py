@@ -7,7 +7,8 @@ another one. A `Follower` passes on the chunks of one engine:
   character, and raises `Diverged` before anything else is sent if that is not the same;
 * of a stream that continues the answer, it passes on everything, as chunks of the answer.
 
-What must hold: the texts that were sent, joined, are the answer's text. All chunks have the id and the time of the first.
+What must hold: the texts that were sent, joined, are the answer's text. All chunks have the id and the time of the
+first.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Transcript:
 
 
 class Follower:
-    """Passes on what one engine streams. `continues`: after how many tokens the stream goes on; None: it begins anew."""
+    """Passes on what one engine streams. `continues`: after how many tokens it goes on; None: it begins anew."""
 
     def __init__(self, transcript: Transcript, continues: int | None = None) -> None:
         self._transcript = transcript

@@ -2,8 +2,8 @@
 
 One event loop. Two errors come out of here. `EngineFailed`: the engine is to blame, another one may be asked.
 `EngineRefused`: the engine's own answer, which is passed on as it is. Leaving a stream closes its connection, and an
-engine whose connection is closed stops computing. Reading is ahead of what the caller takes by a socket's buffer only, so a
-slow user slows the engine down instead of filling this process.
+engine whose connection is closed stops computing. Reading is ahead of what the caller takes by a socket's buffer only,
+so a slow user slows the engine down instead of filling this process.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     found.stop()
 
 
-def ask(path: str, seed: int, **more: Any) -> dict[str, Any]:
-    """A request that nobody has made before, unless with the same seed."""
-    chooser = random.Random(seed)
+def ask(path: str, number: int, **more: Any) -> dict[str, Any]:
+    """A request that nobody has made before, unless with the same number."""
+    chooser = random.Random(number)
     words = [chooser.randrange(300, 4000) for _ in range(200)]
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 32, **more}
     if path == CHAT:

@@ -1,4 +1,4 @@
-"""Real processes for the tests of the proxy: `kvstore proxy` itself and stand-in engines; and a user who reads streams."""
+"""Real processes for the tests of the proxy: `kvstore proxy` itself and stand-in engines; and a user of streams."""
 
 from __future__ import annotations
 

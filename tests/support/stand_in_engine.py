@@ -2,9 +2,9 @@
 
     python -m tests.support.stand_in_engine --port N [--root NAME]
 
-It answers a prompt of token ids with the tokens (sum of the prompt + position) % 1000, each as the text "<number> ", so a
-continued prompt gives the same answer only if it ends with exactly the tokens that were said: `expected` below. POST
-/behave sets how it behaves from then on; GET /seen tells what it was asked, and what it gave up.
+It answers a prompt of token ids with tokens that follow from all before (`next_token`), each as the text "<number> ",
+so a continued prompt gives the same answer only if it ends with exactly the tokens that were said: `expected` below.
+POST /behave sets how it behaves from then on; GET /seen tells what it was asked, and what it gave up.
 """
 
 from __future__ import annotations
