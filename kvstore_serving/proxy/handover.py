@@ -74,7 +74,7 @@ class StreamedAnswer:
             path, body = self._ask.path, self._ask.for_decode(split=request.decision.prefill is not None)
             if continues is not None:
                 engine_longest = request.engine.max_model_len(self._ask.model)
-                going_on = self._ask.continued(transcript.prompt_ids or [], transcript.ids, engine_longest)
+                going_on = self._ask.continued(transcript.prompt_ids or [], transcript.ids[:continues], engine_longest)
                 if going_on is None:
                     await self._end()
                     return
@@ -97,7 +97,7 @@ class StreamedAnswer:
                 record.mismatch = True
                 if transcript.from_prefill == len(transcript.ids):
                     serving.metrics.mismatches.inc()
-                continues = self._after_divergence()
+                continues = self._after_divergence() if continues is None else None
                 if continues is None:
                     await self._break_off("the engines do not agree on the beginning of the answer that was sent")
                     return
@@ -119,7 +119,7 @@ class StreamedAnswer:
                     else:
                         await request.fail(error)
                     return
-                continues = len(transcript.ids) if begun and self._may_continue() else None
+                continues = transcript.safe_ids or None if begun and self._may_continue() else None
 
     def _may_continue(self) -> bool:
         """Whether what was sent is all that another engine must know. With stop strings, an engine holds text back."""
@@ -136,7 +136,7 @@ class StreamedAnswer:
         transcript = self._transcript
         only_prefill = transcript.from_prefill == len(transcript.ids)
         if self._continuable() and (only_prefill or self._may_continue()):
-            return len(transcript.ids)
+            return transcript.safe_ids or None
         return None
 
     # ---- one engine's stream ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ another one. A `Follower` passes on the chunks of one engine:
 
 * of a stream that begins at the answer's beginning, it leaves out what the user has, token by token and character by
   character, and raises `Diverged` before anything else is sent if that is not the same;
-* of a stream that continues the answer, it passes on everything, as chunks of the answer.
+* of a stream that continues the answer after its `safe_ids`, the same, and it makes chunks of the answer of them.
 
 What must hold: the texts that were sent, joined, are the answer's text. All chunks have the id and the time of the
 first.
@@ -37,6 +37,10 @@ class Transcript:
     odd: bool = False  # something was sent that is neither text nor role
     finished: bool = False
     usage: dict[str, Any] | None = None
+    # Up to here all tokens have shown their text. After a part of a character an engine that goes on would show another
+    # text, so it goes on here, and what the user has beyond is left out.
+    safe_ids: int = 0
+    safe_text: int = 0  # characters
     from_prefill: int = 0  # how many of the tokens came from the prefill engine
 
     @property
@@ -99,13 +103,15 @@ class Transcript:
 
 
 class Follower:
-    """Passes on what one engine streams. `continues`: after how many tokens it goes on; None: it begins anew."""
+    """Passes on what one engine streams. `continues`: after how many tokens, the safe ones, it goes on; None:
+    it begins anew."""
 
     def __init__(self, transcript: Transcript, continues: int | None = None) -> None:
         self._transcript = transcript
         self._continues = continues
-        self._had_text = "" if continues is not None else transcript.text  # what is still to be left out
-        self._had_ids = [] if continues is not None else list(transcript.ids)
+        # What is still to be left out.
+        self._had_text = transcript.text[transcript.safe_text if continues else 0 :]
+        self._had_ids = transcript.ids[continues or 0 :]
 
     def feed(self, chunk: dict[str, Any], *, prefill: bool = False) -> dict[str, Any] | None:
         """-> what the user is sent of this chunk; None: nothing. `prefill`: it is the prefill engine's."""
@@ -149,6 +155,8 @@ class Follower:
             transcript.ids_known = transcript.ids_known and not text
         else:
             transcript.ids += ids
+            if text and len(ids) == 1 and not repeated:
+                transcript.safe_ids, transcript.safe_text = len(transcript.ids), len(transcript.text)
             transcript.from_prefill += len(ids) if prefill else 0
         return transcript.stamp(chunk)
 
