@@ -23,6 +23,7 @@ from kvstore_serving.proxy.ask import Ask
 from kvstore_serving.proxy.pools import Engine, Pools
 from kvstore_serving.proxy.prefixes import Have, Prefixes
 from kvstore_serving.proxy.settings import Settings
+from kvstore_serving.proxy.store import StoreWatch
 from kvstore_serving.proxy.upstream import EngineFailed, Upstream
 
 log = logging.getLogger(__name__)
@@ -52,11 +53,14 @@ class Decision:
 class Decider:
     """One event loop."""
 
-    def __init__(self, settings: Settings, pools: Pools, upstream: Upstream, prefixes: Prefixes) -> None:
+    def __init__(
+        self, settings: Settings, pools: Pools, upstream: Upstream, prefixes: Prefixes, store: StoreWatch
+    ) -> None:
         self._settings = settings
         self._pools = pools
         self._upstream = upstream
         self._prefixes = prefixes
+        self._store = store
         self._tokenized: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._kept = 0
 
@@ -97,6 +101,8 @@ class Decider:
             return "no decode engine"
         if prefill is None:
             return "no prefill engine"
+        if not self._store.works:
+            return "the store does not answer"
         if not ask.splittable:
             return "needs the prompt's logits"
         if settings.policy == "auto" and uncached < settings.split_tokens:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvstore_serving.proxy.pools import ROLES, Pools
 from kvstore_serving.proxy.record import Record
+from kvstore_serving.proxy.store import StoreWatch
 
 _TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100)
 _ITL_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
@@ -18,7 +19,7 @@ _ITL_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 class Metrics:
     """Used by the event loop only."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, store: StoreWatch) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvstore_proxy_requests", "Requests, by path through the engines and outcome.",
@@ -68,6 +69,10 @@ class Metrics:
         )
         self.in_flight = Gauge("kvstore_proxy_in_flight", "Requests that are being served.", registry=self.registry)
         self.draining = Gauge("kvstore_proxy_draining", "1 while no new requests are taken.", registry=self.registry)
+        up = Gauge(
+            "kvstore_proxy_store_up", "1: the store answers; else nothing is handed over.", registry=self.registry
+        )
+        up.set_function(lambda: float(store.works))
         self.registry.register(_Engines(pools))
 
     def ended(self, record: Record) -> None:

@@ -29,6 +29,7 @@ from kvstore_serving.proxy.prefixes import Prefixes
 from kvstore_serving.proxy.record import AccessLog
 from kvstore_serving.proxy.serving import Serving
 from kvstore_serving.proxy.settings import Settings, SettingsError
+from kvstore_serving.proxy.store import StoreWatch
 from kvstore_serving.proxy.upstream import Upstream
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,14 @@ async def _run(settings: Settings) -> None:
         pools.set(url, roles)
     upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))
     checks = Checks(pools, upstream, settings.check_interval_s, settings.check_timeout_s)
+    try:
+        store = StoreWatch(settings.store, settings.check_interval_s, settings.check_timeout_s)
+    except ValueError as error:
+        raise SettingsError(f"--store: {error}") from None
     routes = _routes(settings)
-    decider = Decider(settings, pools, upstream, Prefixes(routes))
-    proxy = Proxy(Serving(settings, pools, upstream, Metrics(pools), decider), access_log, dict)
+    decider = Decider(settings, pools, upstream, Prefixes(routes), store)
+    serves = Serving(settings, pools, upstream, Metrics(pools, store), decider)
+    proxy = Proxy(serves, access_log, lambda: {"store": {"endpoint": list(store.endpoint), "answers": store.works}})
     stop = asyncio.Event()
     _on_signals(stop)
     following: Following | None = None
@@ -80,8 +86,9 @@ async def _run(settings: Settings) -> None:
                 raise SettingsError(str(error)) from None
             with contextlib.suppress(asyncio.TimeoutError):  # etcd may be away: engines come later
                 await asyncio.wait_for(following.first.wait(), _LIST_S)
-        await checks.first()
+        await asyncio.gather(checks.first(), store.check())
         checks.follow()
+        store.follow()
         server = _Server(_config(settings, proxy))
         serving = asyncio.create_task(server.serve([sock]))
         while not server.started and not serving.done():
@@ -100,6 +107,7 @@ async def _run(settings: Settings) -> None:
         if following is not None:
             await following.close()
         await checks.close()
+        await store.close()
         await upstream.close()
         access_log.close()
         if routes is not None:

@@ -8,17 +8,17 @@ import pytest
 
 from kvstore_client.engine.directory import EngineRecord, Registered
 from tests.support.etcd import Etcd
-from tests.support.harness import wait_until
+from tests.support.harness import Server, wait_until
 from tests.support.proxies import ProxyProcess, StandInEngine, post
 from tests.support.stand_in_engine import MODEL
 
 ASK = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
 
 
-def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(tmp_path: Path) -> None:
+def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(server: Server, tmp_path: Path) -> None:
     with Etcd(tmp_path / "etcd") as etcd:
         url = etcd.url("fleet")
-        arguments = ("--store=127.0.0.1:7070", f"--engines={url}", "--policy=split", "--check-seconds=0.1")
+        arguments = (f"--store={server.endpoint}", f"--engines={url}", "--policy=split", "--check-seconds=0.1")
         engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
         try:
             with ProxyProcess(tmp_path / "proxy", *arguments) as proxy:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.harness import wait_until
+from tests.support.harness import Server, StartServer, wait_until
 from tests.support.proxies import (
     Asking,
     ProxyProcess,
@@ -54,15 +55,17 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stan
 
 
 @pytest.fixture(scope="module")
-def shared_proxy(engines: dict[str, StandInEngine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyProcess]:
-    with ProxyProcess(tmp_path_factory.mktemp("proxy"), *options(engines)) as proxy:
+def shared_proxy(
+    engines: dict[str, StandInEngine], shared_server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProxyProcess]:
+    with ProxyProcess(tmp_path_factory.mktemp("proxy"), *options(shared_server, engines)) as proxy:
         yield proxy
 
 
-def options(engines: dict[str, StandInEngine], *more: str) -> list[str]:
+def options(store: Server, engines: dict[str, StandInEngine], *more: str) -> list[str]:
     roles = [f"--prefill={engines['p'].url}", *(f"--decode={engines[name].url}" for name in "ab")]
     times = ["--check-seconds=0.1", "--backoff-seconds=0.1", "--idle-seconds=1.5", "--first-byte-seconds=3"]
-    return ["--store=127.0.0.1:7070", "--policy=split", *roles, *times, *more]
+    return [f"--store={store.endpoint}", "--policy=split", *roles, *times, *more]
 
 
 @pytest.fixture
@@ -334,3 +337,25 @@ def test_trace_and_request_id_reach_both_engines(proxy: ProxyProcess, engines: d
         assert each["headers"]["x-request-id"] == "mine" and each["headers"]["authorization"] == "Bearer k"
     assert len(spans) == 2 and "b7ad6b7169203331" not in spans
     assert [proxy.record("mine")[name] for name in ("id", "trace", "decision")] == ["mine", trace, "split"]
+
+
+def test_without_the_store_nothing_is_handed_over(
+    engines: dict[str, StandInEngine], start_server: StartServer, tmp_path: Path
+) -> None:
+    store = start_server()
+    for engine in engines.values():
+        engine.behave()
+    with ProxyProcess(tmp_path, *options(store, engines)) as proxy:
+
+        def decision() -> str:
+            name = f"request-{len(proxy.access.read_text().splitlines())}"
+            assert post(proxy.url, COMPLETIONS, completion(), **{"x-request-id": name})[0] == 200
+            return str(proxy.record(name)["decision"])
+
+        assert decision() == "split" and proxy.metrics()["kvstore_proxy_store_up"] == 1
+        store.kill()
+        wait_until(lambda: not proxy.status()["store"]["answers"], 10, "it is noticed")
+        assert decision() == "colocate" and proxy.metrics()["kvstore_proxy_store_up"] == 0
+        store.restart()
+        wait_until(lambda: proxy.status()["store"]["answers"], 20, "it is noticed")
+        assert decision() == "split"
