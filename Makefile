@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak torture chaos attack sanitize lint format docs demo bench build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak torture chaos attack sanitize lint format docs demo disagg bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -57,6 +57,9 @@ docs: ## this documentation with the API reference as a site in build/site; warn
 
 demo: ## two engines share their prefixes through a server: examples/demo.py
 	@exec scripts/run.sh full python examples/demo.py $(ARGS)
+
+disagg: ## a store, a prefill engine, a decode engine and the proxy: where a request's time goes (examples/disaggregated.py)
+	@exec scripts/run.sh full python examples/disaggregated.py $(ARGS)
 
 bench: ## every benchmark; says first how long it takes: ARGS="--resume" goes on, ARGS="--plan" only says
 	@exec scripts/run.sh full python -m benchmarks.run_all $(ARGS)

@@ -46,7 +46,9 @@ def free_port() -> int:
 class EngineServer:
     """`vllm serve` with the connector."""
 
-    def __init__(self, name: str, model: Path, store: str, max_model_len: int, log: Path) -> None:
+    def __init__(
+        self, name: str, model: Path, store: str, max_model_len: int, log: Path, dtype: str = "bfloat16"
+    ) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.log = log
@@ -70,7 +72,7 @@ class EngineServer:
         command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
         command += ["--kv-events-config", json.dumps(events)]
         # Options that the CPU and a model without a tokenizer need.
-        command += ["--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager"]
+        command += ["--skip-tokenizer-init", "--dtype", dtype, "--enforce-eager"]
         command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(max_model_len)]
         command += ["--gpu-memory-utilization", "0.3"]
         settings = {

@@ -46,6 +46,9 @@ class EngineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     replay: _Text = ""
 
 
+_read_record: Final = msgspec.json.Decoder(EngineRecord).decode
+
+
 def parse_engines_url(url: str) -> EtcdURL:
     """-> etcd://HOST:PORT[,HOST:PORT...]/NAME. Raises `ValueError`."""
     parsed = parse_cluster_url(url)
@@ -63,7 +66,8 @@ class Registered:
         if not is_name(name):
             raise ValueError(f"the engine's name is {name!r}; expected 1 to 64 letters, digits, '.', '_' and '-'")
         # What was given is checked as a reader will check it.
-        self._value = msgspec.json.encode(msgspec.convert(msgspec.to_builtins(record), EngineRecord))
+        self._value = msgspec.json.encode(record)
+        _read_record(self._value)
         self._directory = EtcdDirectory(parse_engines_url(url), _TIMEOUT_S, _FOLDER)
         self._name = name
         self._ttl_s = ttl_s
@@ -146,7 +150,7 @@ class EngineList:
         engines = {}
         for name, value in records.items():
             try:
-                engines[name] = msgspec.json.decode(value, type=EngineRecord)
+                engines[name] = _read_record(value)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if self._complained.get(name) != value:
                     log.warning("kvstore: the record of engine %r is left out: %s", name, error)

@@ -33,6 +33,8 @@ RENEW_S: Final = 10.0
 # How often the store is asked whether expected blocks were promised: at first, and at most. The time doubles.
 FIRST_LOOK_S: Final = 0.002
 LAST_LOOK_S: Final = 0.05
+# How long the end of a prompt may be promised later than all before it.
+ENOUGH_S: Final = 0.01
 # Most flights under way. With more, the engine has more requests than it could wait for.
 MOST_FLIGHTS: Final = 1024
 THREADS: Final = 2
@@ -48,6 +50,7 @@ class Flight:
     ended: bool = False
     promises: list[Promise] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the promises and `ended`
+    enough: int = 0  # of an expected one: leading blocks that need not be followed by the others
     next_look: float = 0.0
     look_s: float = FIRST_LOOK_S
 
@@ -84,9 +87,10 @@ class Flights:
             self._asked.put(flight)
         return flight
 
-    def expect(self, keys: Sequence[bytes], within_s: float) -> Flight:
-        """Wait until all keys are there or promised, for `within_s` at most; `poll` tells when."""
-        flight = Flight(keys, time.monotonic() + within_s)
+    def expect(self, keys: Sequence[bytes], enough: int, within_s: float) -> Flight:
+        """Wait until all keys are there or promised, for `within_s` at most; `poll` tells when. enough: once so many
+        leading ones are, the others are not waited for: they are promised with them, or never."""
+        flight = Flight(keys, time.monotonic() + within_s, enough=enough)
         if self._begin(flight):
             with self._lock:
                 self._expected[flight] = None
@@ -192,8 +196,10 @@ class Flights:
             found = guard.call(lambda store: lookup_in_remote(store, flight.keys, self._timeout_s), None)
             coming = min(coming, found.promised if found is not None else 0)
         now = time.monotonic()
+        if flight.enough <= coming < len(flight.keys):  # it was looked at while the rest was on its way to other shards
+            flight.deadline, flight.enough = min(flight.deadline, now + ENOUGH_S), len(flight.keys)
         if coming == len(flight.keys) or now >= flight.deadline:
-            if coming < len(flight.keys):
+            if not coming:
                 self._counters.add("unpromised_requests")
             flight.coming = coming
             with self._lock:

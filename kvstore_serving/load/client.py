@@ -72,6 +72,7 @@ class _Event(msgspec.Struct):
 
 
 _decode: Final = msgspec.json.Decoder(_Event).decode
+_decode_object: Final = msgspec.json.Decoder(dict[str, object]).decode
 
 
 class BadBody(ValueError):
@@ -92,7 +93,7 @@ class Bodies:
             self._fields["ignore_eos"] = True
         self._fields |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            more = msgspec.json.decode(extra, type=dict[str, object])
+            more = _decode_object(extra)
         except msgspec.DecodeError as error:
             raise BadBody(f"{extra!r}: {error}; expected a JSON object, such as '{{\"top_k\": 1}}'") from error
         own = sorted({"model", "prompt", "messages", "max_tokens", "stream"} & more.keys())

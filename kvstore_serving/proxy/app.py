@@ -284,13 +284,16 @@ async def _while_there(user: User, work: Awaitable[None]) -> None:
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_named: Final = msgspec.json.Decoder(_Named).decode
+
+
 def _model_of(body: bytes) -> str | None:
     """-> the model that a body names, if it is JSON and names one."""
-
-    class _Named(msgspec.Struct):
-        model: str | None = None
-
     try:
-        return msgspec.json.decode(body, type=_Named).model
+        return _decode_named(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

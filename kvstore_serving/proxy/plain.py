@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +25,9 @@ class _Usage(msgspec.Struct):
 
 class _Document(msgspec.Struct):
     usage: _Usage | None = None
+
+
+_decode: Final = msgspec.json.Decoder(_Document).decode
 
 
 async def serve(request: Request) -> None:
@@ -65,7 +68,7 @@ async def _serve(request: Request) -> None:
 
 def _note_usage(request: Request, answer: Answer) -> None:
     try:
-        usage = msgspec.json.decode(answer.body, type=_Document).usage
+        usage = _decode(answer.body).usage
     except msgspec.DecodeError:
         return  # the user will see what it is
     if usage is not None:

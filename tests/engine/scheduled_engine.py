@@ -98,7 +98,7 @@ class FakeFlights:
         self.open.add(flight)
         return flight
 
-    def expect(self, keys: Sequence[bytes], _within_s: float) -> Flight:
+    def expect(self, keys: Sequence[bytes], _enough: int, _within_s: float) -> Flight:
         return self.promise(keys)
 
     def poll(self, flight: Flight) -> int | None:

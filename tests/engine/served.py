@@ -1,4 +1,4 @@
-"""`vllm serve` as real processes for the tests of the proxy, and a model with a tokenizer for them.
+"""`vllm serve` as real processes for the tests of the proxy and of `kvstore load`; a model with a tokenizer.
 
 The tokenizer has the 256 bytes and then words: random weights say both, so texts have characters that span tokens and
 bytes that are no text, which is the hardest case for whoever joins pieces of an answer.
@@ -50,13 +50,14 @@ def save_served_model(folder: Path) -> Path:
 
 
 class ServedEngine:
-    """One `vllm serve`, with the connector. Its standard error and output go to the file `log`."""
+    """One `vllm serve`. Its standard error and output go to the file `log`."""
 
-    def __init__(self, model: Path, log: Path, store: str, *arguments: str, max_model_len: int = 2048) -> None:
+    def __init__(self, model: Path, log: Path, store: str | None, *arguments: str, max_model_len: int = 2048) -> None:
+        """store: its address, for the connector; None: without the connector."""
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        transfer = {
+        transfer: dict[str, Any] = {
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": "kv_both",
@@ -66,8 +67,16 @@ class ServedEngine:
         # `vllm serve MODEL` is this module with --model.
         self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         self._command += ["--served-model-name", MODEL, "--port", str(self.port), "--host", "127.0.0.1"]
-        self._command += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
-        self._command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)]
+        if store is not None:
+            self._command += ["--kv-transfer-config", json.dumps(transfer)]
+        self._command += [
+            "--enable-prompt-tokens-details",
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--block-size",
+            str(BLOCK),
+        ]
         self._command += ["--max-model-len", str(max_model_len), "--gpu-memory-utilization", "0.2", *arguments]
         self.start()
 
@@ -115,6 +124,17 @@ class ServedEngine:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.kill()
+
+    def __enter__(self) -> ServedEngine:
+        try:
+            self.await_health()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""

@@ -65,9 +65,10 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     report = worker.take_report()
     assert report is not None and report.broken == {0} and report.copied == {0: 1, 1: 1}
     assert counters.take()["defects"] == 1
-    worker.close()
+    assert worker._out.drain(10)
     present = guard.call(lambda client: client.contains(keys).tolist(), None)
     assert present == [False, True], "only what was copied is saved"
+    worker.close()
 
 
 class Locks:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.serve import VllmServer
+from tests.engine.served import MODEL, ServedEngine
 from tests.support.harness import environment
 
 REQUESTS = 24
@@ -32,9 +32,9 @@ main(parser.parse_args())
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with VllmServer(model, log, "--max-model-len", "4096", "--enable-prompt-tokens-details") as server:
+    with ServedEngine(model, log, None, "--skip-tokenizer-init", max_model_len=4096) as server:
         yield server
 
 
@@ -44,17 +44,17 @@ def write_trace(file: Path, rows: list[tuple[int, int, int, list[int]]]) -> Path
     return file
 
 
-def load(server: VllmServer, folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def load(server: ServedEngine, folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """-> the report, and the lines of all requests."""
     output = folder / "requests.jsonl"
-    command = [sys.executable, "-m", "kvstore_cli", "load", "--url", server.url, "--model", "demo"]
+    command = [sys.executable, "-m", "kvstore_cli", "load", "--url", server.url, "--model", MODEL]
     command += ["--slo-ttft", "30", "--slo-tpot", "10", "--json", "--output", str(output), *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout), [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def vllm_benchmark(server: VllmServer, folder: Path, trace: Path, requests: int) -> dict[str, Any]:
+def vllm_benchmark(server: ServedEngine, folder: Path, trace: Path, requests: int) -> dict[str, Any]:
     """-> the result file of vLLM's benchmark for the same trace."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -66,7 +66,7 @@ def vllm_benchmark(server: VllmServer, folder: Path, trace: Path, requests: int)
     options = {
         "backend": "vllm",
         "base-url": server.url,
-        "model": "demo",
+        "model": MODEL,
         "tokenizer": str(folder / "tokenizer"),
         "dataset-name": "timed_trace",
         "dataset-path": str(trace),
@@ -89,7 +89,7 @@ def vllm_benchmark(server: VllmServer, folder: Path, trace: Path, requests: int)
 
 
 @pytest.mark.timeout(400)
-def test_times_agree_with_vllms_own_benchmark(engine: VllmServer, tmp_path: Path) -> None:
+def test_times_agree_with_vllms_own_benchmark(engine: ServedEngine, tmp_path: Path) -> None:
     chooser = random.Random(1)
     rows = []
     for number in range(REQUESTS):
@@ -115,7 +115,7 @@ def test_times_agree_with_vllms_own_benchmark(engine: VllmServer, tmp_path: Path
 
 
 @pytest.mark.timeout(300)
-def test_prompts_share_exactly_the_prefixes_of_the_trace(engine: VllmServer, tmp_path: Path) -> None:
+def test_prompts_share_exactly_the_prefixes_of_the_trace(engine: ServedEngine, tmp_path: Path) -> None:
     first = write_trace(tmp_path / "first.jsonl", [(0, 1024, 2, [1, 2])])
     _, (line,) = load(engine, tmp_path, "--trace", str(first), "--seed", "5")
     assert line["cached_tokens"] == 0
@@ -128,7 +128,7 @@ def test_prompts_share_exactly_the_prefixes_of_the_trace(engine: VllmServer, tmp
 
 
 @pytest.mark.timeout(300)
-def test_what_does_not_fit_the_model_fails_and_is_clipped_if_asked(engine: VllmServer, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_model_fails_and_is_clipped_if_asked(engine: ServedEngine, tmp_path: Path) -> None:
     """vLLM refuses a prompt that is too long, and cuts an answer for which there is no room."""
     rows = [(0, 4600, 8, list(range(9))), (10, 4090, 8, list(range(20, 28))), (20, 100, 3, [9])]
     trace = write_trace(tmp_path / "long.jsonl", rows)

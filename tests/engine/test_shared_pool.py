@@ -48,12 +48,13 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
         )
     )
     worker.order_copies()
-    worker.close()
+    worker.take_report()
+    assert worker._out.drain(10)
     blocks = guard.call(lambda client: client.get(keys).blocks, None)
     assert blocks is not None and b"".join(map(bytes, blocks)) == swapped_out(layout, 0, 1, 2, 3).tobytes()
     staging = guard.call(lambda client: client._core.links[0].staging, None)
     assert staging is not None and staging.ring is None and len(staging.shared) == 1
-    guard.close()
+    worker.close()
 
 
 @pytest.mark.parametrize(

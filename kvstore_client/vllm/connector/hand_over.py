@@ -129,12 +129,14 @@ class HandOvers:
         now = time.monotonic()
         promised: list[bytes] = []
         tail = None if side is Side.BOTH or self._groups.windows else tail_key(request, keys, self._block_tokens)
+        if side is Side.PREFILL and request.max_tokens != 1:
+            tail = None  # the engine would go on to fill that block while it is copied
         prompt = [*keys, tail] if tail is not None else keys
         if side is Side.DECODE:
             if not usable:
                 return
             wait_s = PROMISE_S if wait_s is None else wait_s
-            flight = self._flights.expect(prompt, min(UNPROMISED_S, wait_s))
+            flight = self._flights.expect(prompt, len(keys), min(UNPROMISED_S, wait_s))
         elif keys and may_save and (side is Side.PREFILL or self._single_flight_s):
             wait_s = self._single_flight_s if usable else 0.0
             if self._single_flight_s:

@@ -17,10 +17,12 @@ Over 400 lines because vLLM wants one class for both halves.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,8 +34,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore.cluster.members import DirectoryError
 from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.directory import EngineRecord, Registered
 from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
@@ -98,7 +102,26 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counters = Counters()
         self._traffic = TrafficLog(time.monotonic())
         self._waiting_told = 0
+        self._registered = self._register() if role == KVConnectorRole.SCHEDULER and self._options.engines else None
         recompute_failed_loads(transfer, get_current_vllm_config_or_none())
+
+    def _register(self) -> Registered:
+        """Tell proxies of this engine, for as long as it runs. They find out themselves when it serves."""
+        transfer, url = self._kv_transfer_config, self._options.engine_url
+        prefill: tuple[Literal["prefill"], ...] = ("prefill",) if transfer.is_kv_producer else ()
+        decode: tuple[Literal["decode"], ...] = ("decode",) if transfer.is_kv_consumer else ()
+        record = EngineRecord(
+            url,
+            (*prefill, *decode),
+            self._vllm_config.model_config.model,
+            self._options.weights_version,
+            self._vllm_config.parallel_config.tensor_parallel_size,
+        )
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.partition("://")[2])[:64]
+        try:
+            return Registered(self._options.engines, name, record)
+        except (DirectoryError, msgspec.ValidationError) as error:
+            raise ValueError(f"kvstore: the engine cannot be registered at {self._options.engines}: {error}") from None
 
     @property
     def _scheduler(self) -> SchedulerHalf | None:
@@ -392,6 +415,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Sends the blocks that wait, for at most ``timeout_s``, then disconnects."""
+        if self._registered is not None:
+            self._never_raise(self._registered.close, None)
         self._never_raise(self._start.close, None)
         if self._worker is not None:
             self._never_raise(self._worker.close, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore._cext import BlockIndex
+from kvstore_client.engine.directory import parse_engines_url
 from kvstore_client.engine.parts import MAX_PARTS
 from kvstore_client.vllm.connector.request_options import MAX_WAIT_S
 from kvstore_client.vllm.shared.store_options import Size, StoreOptions
@@ -25,6 +26,8 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
         of ranks, shared with engines of the same size only.
     single_flight_s: of engines that get the same prompt at once, the first computes it; the others wait for its blocks
         for so many seconds at most, and then compute what has not come. Set it in all of them. 0: each computes.
+    engines: the directory in which this engine registers itself for `kvstore proxy`: etcd://HOST:PORT/NAME.
+    engine_url: with `engines`: where a proxy reaches this engine's API, such as http://gpu-7:8000.
     save_decode: also save the blocks that generated tokens fill. They are part of the next turn's prompt.
     """
 
@@ -36,6 +39,8 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     head_shards: int = 0
     single_flight_s: float = 0.0
     save_decode: bool = True
+    engines: str = ""
+    engine_url: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,5 +60,12 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
             raise ValueError(
                 f"single_flight_s is {self.single_flight_s}; expected seconds, at most {MAX_WAIT_S}, or 0: do not wait"
             )
+        if bool(self.engines) != bool(self.engine_url):
+            raise ValueError(
+                f"engines is {self.engines!r} and engine_url is {self.engine_url!r}; expected both or none: the "
+                "directory in which the engine registers, and where a proxy reaches it"
+            )
+        if self.engines:
+            parse_engines_url(self.engines)
         if self.min_hit_tokens < 0:
             raise ValueError(f"min_hit_tokens is {self.min_hit_tokens}; expected 0 or more tokens")
