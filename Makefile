@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak torture chaos attack sanitize lint format docs demo disagg bench build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak torture chaos faults attack sanitize lint format docs demo disagg bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -39,6 +39,9 @@ torture: ## kill -9 and damaged bytes: KVSTORE_TORTURE_ROUNDS=100, KVSTORE_FLIP_
 chaos: ## clusters while things go wrong (needs root): every scenario, then KVSTORE_CHAOS_ROUNDS=200 of KVSTORE_CHAOS_SEED=
 	@KVSTORE_CHAOS=full KVSTORE_CHAOS_ROUNDS=$${KVSTORE_CHAOS_ROUNDS:-200} scripts/run.sh full python -m pytest -s \
 		tests/chaos/test_cluster.py tests/chaos/test_cluster_links.py tests/chaos/test_fault_rounds.py
+
+faults: ## hand-overs while engines, store or links fail: KVSTORE_FAULTS=500 of them, of KVSTORE_FAULTS_SEED=
+	@KVSTORE_FAULTS=$${KVSTORE_FAULTS:-500} scripts/run.sh full python -m pytest -s tests/engine/test_hand_over_faults.py
 
 attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
 	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack

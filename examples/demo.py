@@ -225,21 +225,30 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=int, default=8192)
-    parser.add_argument("--model-size", choices=sorted(MODELS), default="mid")
+def parse_options(
+    parser: argparse.ArgumentParser, prompt_tokens: int = 2048, model_size: str = "tiny"
+) -> argparse.Namespace:
+    """The options that these examples share, with their defaults, beside those that `parser` has. Ends the program if
+    one cannot be used."""
+    parser.add_argument("--prompt-tokens", type=int, default=prompt_tokens)
+    parser.add_argument("--model-size", choices=sorted(MODELS), default=model_size)
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout, nothing else there")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine:
-        engine_main(json.loads(options.engine))
-        return 0
     if options.prompt_tokens <= BLOCK_TOKENS:
         parser.error(
             f"--prompt-tokens is {options.prompt_tokens}: a prompt must be longer than one block, {BLOCK_TOKENS}"
         )
     require_engine()
+    return options
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parse_options(parser, prompt_tokens=8192, model_size="mid")
+    if options.engine:
+        engine_main(json.loads(options.engine))
+        return 0
     result = run_demo(options.prompt_tokens, options.model_size)
     if options.json:
         print(json.dumps(result))

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from demo import BLOCK_TOKENS, MODELS, VOCABULARY, environment, make_model, progress, require_engine, start_server
+from demo import VOCABULARY, environment, make_model, parse_options, progress, start_server
 from rich.console import Console
 from rich.table import Table
 from two_engines import ANSWER_TOKENS, EngineServer, complete
@@ -143,15 +143,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--model-size", choices=sorted(MODELS), default="tiny")
-    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout, nothing else there")
-    options = parser.parse_args()
-    if options.prompt_tokens <= BLOCK_TOKENS:
-        parser.error(
-            f"--prompt-tokens is {options.prompt_tokens}: a prompt must be longer than one block, {BLOCK_TOKENS}"
-        )
-    require_engine()
+    options = parse_options(parser)
     result = run(options.prompt_tokens, options.model_size)
     if options.json:
         print(json.dumps(result))

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -150,6 +150,16 @@ class Engine:
         """Resident memory of the engine and the processes it started."""
         process = psutil.Process(self._process.pid)
         return sum(rss_bytes(each.pid) for each in [process, *process.children(recursive=True)])
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Its process is stopped (SIGSTOP) while the body runs."""
+        process = psutil.Process(self._process.pid)
+        process.suspend()
+        try:
+            yield
+        finally:
+            process.resume()
 
     def kill(self) -> None:
         """End the engine as a crash would."""

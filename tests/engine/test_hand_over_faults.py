@@ -1,0 +1,152 @@
+"""Hand-overs while an engine, the store or a link fails, at any instant: right tokens, a bounded wait, nothing left.
+
+Each round hands one new prompt from one engine to another, and one of them, the store, or the link of one fails on the
+way: it is killed, frozen, cut off, slowed down, or the prefill is aborted. What the store says just before tells the
+phase. `make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+
+from kvstore_client.vllm.connector.hand_over import UNPROMISED_S
+from tests.engine.driver import Ask
+from tests.engine.engines import BLOCK_BYTES, Engine, Expected, StartEngine, namespaces, prompt
+from tests.engine.test_hand_over import CHUNKS, DECODE, PREFILL, nothing_left
+from tests.support.harness import Server, StartServer
+from tests.support.slow_link import SlowLink
+
+FAULTS: Final = int(os.environ.get("KVSTORE_FAULTS", "11"))
+ROUND_S: Final = 30.0  # at most, on a busy machine
+WAIT_S: Final = 4.0  # asked of the decode side
+# What an answer takes beside all waits: the prompt computed again, on a busy machine.
+COMPUTE_S: Final = 6.0
+TOKENS: Final = 8
+STORE_FAULTS: Final = ("store killed", "store frozen")
+LINK_FAULTS: Final = ("prefill cut off", "decode cut off", "prefill slowed", "decode slowed")
+ENGINE_FAULTS: Final = ("prefill aborted", "prefill frozen", "decode frozen", "prefill killed", "decode killed")
+PHASES: Final = ("before", "computing", "arriving", "there")  # of the prompt's blocks
+KINDS: Final = (*STORE_FAULTS, *LINK_FAULTS, *ENGINE_FAULTS)
+
+
+class Pair:
+    """A store, and an engine for each side behind a link of its own. Engines that were killed are started again."""
+
+    def __init__(self, server: Server, start_engine: StartEngine, links: dict[str, SlowLink]) -> None:
+        self.server = server
+        self.links = links
+        self._start_engine = start_engine
+        self.engines: dict[str, Engine] = {}
+        for side in links:
+            self.start(side)
+
+    def start(self, side: str) -> None:
+        options = {"timeout_s": 1, "lookup_timeout_s": 0.5, "cpu_bytes": "16MiB"}
+        engine = self._start_engine(self.links[side].endpoint, options=options, **CHUNKS)
+        engine.generate(prompt(99, 40))
+        self.engines[side] = engine
+
+    def created(self) -> int:
+        """Blocks that the store got since it started."""
+        return sum(each.created for each in namespaces(self.server))
+
+    def phase(self, created: int) -> str:
+        """How far the hand-over is, as the store sees it. created: before it began."""
+        promised = any(each.promised for each in namespaces(self.server))
+        if self.created() == created:
+            return "computing" if promised else "before"
+        return "arriving" if promised else "there"
+
+    def fail(self, kind: str, choose: random.Random) -> set[str]:
+        """Let it happen, and end it after a while if it can end -> the sides that are dead now."""
+        who, _, what = kind.partition(" ")
+        wait_s = choose.uniform(0.05, 1.5)
+        if what == "killed" and who == "store":
+            self.server.kill()
+            time.sleep(wait_s / 3)
+            self.server.restart()
+        elif what == "killed":
+            self.engines[who].kill()
+            return {who}
+        elif what == "frozen":
+            with self.server.stopped() if who == "store" else self.engines[who].stopped():
+                time.sleep(wait_s)
+        elif what == "cut off":
+            self.links[who].hold(choose.choice((0, 3 * BLOCK_BYTES)))
+            time.sleep(wait_s)
+            self.links[who].release()
+        elif what == "slowed":
+            self.links[who].bytes_per_s = 2e6
+            time.sleep(wait_s)
+            self.links[who].bytes_per_s = None
+        return set()
+
+
+@pytest.fixture
+def pair(start_server: StartServer, start_engine: StartEngine) -> Iterator[Pair]:
+    server = start_server(memory="256MiB")
+    with SlowLink(server.port) as before, SlowLink(server.port) as behind:
+        yield Pair(server, start_engine, {"prefill": before, "decode": behind})
+
+
+def kinds(choose: random.Random) -> Iterator[str]:
+    """All of them, in a new order each time."""
+    while True:
+        yield from choose.sample(KINDS, len(KINDS))
+
+
+@pytest.mark.timeout(400 + FAULTS * ROUND_S)
+def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(pair: Pair, expected: Expected) -> None:
+    seed = int(os.environ.get("KVSTORE_FAULTS_SEED", random.randrange(1 << 32)))
+    print(f"KVSTORE_FAULTS_SEED={seed}")
+    choose = random.Random(seed)
+    met: Counter[tuple[str, str]] = Counter()
+    longest_s = 0.0
+    for number, kind in zip(range(FAULTS), kinds(choose), strict=False):
+        question = prompt(choose.randrange(1 << 40), choose.randrange(200, 1900))
+        [right] = expected(question, max_tokens=TOKENS)
+        abort = choose.uniform(0, 0.8) if kind == "prefill aborted" else None
+        asks = {
+            "prefill": Ask(question, 1, side=PREFILL, abort=abort),
+            "decode": Ask(question, TOKENS, side=DECODE, options={"wait_s": WAIT_S}),
+        }
+        created = pair.created()
+        for side in choose.sample(sorted(asks), 2):  # either may come first
+            pair.engines[side].order_play(asks[side])
+        time.sleep(choose.uniform(0, 1.2))
+        phase = pair.phase(created)
+        began = time.monotonic()
+        dead = pair.fail(kind, choose)
+        fault_s = time.monotonic() - began
+        answers = {side: engine.result()[0] for side, engine in pair.engines.items() if side not in dead}
+        for side in dead:
+            pair.start(side)
+        if "decode" in dead:  # the user's request is tried again
+            [answers["decode"]] = pair.engines["decode"].play(asks["decode"])
+        told = f"round {number} of KVSTORE_FAULTS_SEED={seed}, {kind} while {phase}"
+        assert answers["decode"].token_ids == right, told
+        if "prefill" in answers and not answers["prefill"].aborted:
+            assert answers["prefill"].token_ids == right[:1], told
+        waited_s = answers["decode"].seconds - fault_s
+        longest_s = max(longest_s, waited_s)
+        assert waited_s <= UNPROMISED_S + WAIT_S + 0.5 + COMPUTE_S, told
+        for engine in pair.engines.values():
+            engine.settle()
+        nothing_left(pair.server)
+        assert not sum(each.writing for each in namespaces(pair.server)), told
+        met[kind, phase] += 1
+        print(f"{number + 1} {kind} while {phase}: {waited_s:.2f} s")
+    for side, engine in pair.engines.items():
+        assert engine.metrics()["defects"] == 0, side
+    print(f"{met.total()} faults, the longest answer {longest_s:.2f} s beside the fault itself")
+    for kind in KINDS:
+        print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))
+    if 20 * len(KINDS) <= FAULTS:
+        assert all(met[kind, phase] for kind in KINDS for phase in PHASES), "a fault did not meet every phase"
