@@ -112,6 +112,33 @@ def test_a_prefill_that_is_aborted_or_killed_is_computed_by_the_decode_side(
     decoder.settle()
 
 
+def test_one_prefill_engine_serves_three_decode_engines_whose_turns_change(
+    server: Server, prefiller: Engine, start_engine: StartEngine, expected: Expected
+) -> None:
+    """Nothing is paired: each prompt goes to another one, also when the one that waits is killed half-way through."""
+    decoders = [start_engine(server.endpoint, **CHUNKS) for _ in range(3)]
+    for engine in (prefiller, *decoders):
+        engine.generate(prompt(99, 40))
+    questions = [prompt(50 + number, 400 + 300 * number) for number in range(4)]
+    for turn in range(3):
+        for number, question in enumerate(questions[:3]):
+            decoders[(turn + number) % 3].order_play(Ask(question, 12, side=DECODE))
+        prefiller.play(*[Ask(question, 1, side=PREFILL) for question in questions[:3]])
+        for number, question in enumerate(questions[:3]):
+            [answer] = decoders[(turn + number) % 3].result()
+            assert [answer.token_ids] == expected(question, max_tokens=12)
+            assert answer.cached_tokens >= full_blocks(len(question))
+    decoders[0].order_play(Ask(questions[3], 12, side=DECODE))
+    prefiller.order_play(Ask(questions[3], 1, side=PREFILL))
+    wait_until(lambda: any(each.awaited for each in namespaces(server)), what="a decode engine waits")
+    decoders[0].kill()
+    [answer] = decoders[1].play(Ask(questions[3], 12, side=DECODE))
+    assert [answer.token_ids] == expected(questions[3], max_tokens=12)
+    assert answer.cached_tokens >= full_blocks(len(questions[3]))
+    prefiller.result()
+    nothing_left(server)
+
+
 def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
