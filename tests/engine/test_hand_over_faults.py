@@ -1,8 +1,8 @@
 """Hand-overs while an engine, the store or a link fails, at any instant: right tokens, a bounded wait, nothing left.
 
 Each round hands one new prompt from one engine to another, and one of them, the store, or the link of one fails on the
-way: it is killed, frozen, cut off, slowed down, or the prefill is aborted. What the store says just before tells the
-phase. `make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase.
+way: it is killed, frozen, cut off, slowed down, or the prefill is aborted. What the store says tells the phase.
+`make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase.
 """
 
 from __future__ import annotations
@@ -57,12 +57,20 @@ class Pair:
         """Blocks that the store got since it started."""
         return sum(each.created for each in namespaces(self.server))
 
-    def phase(self, created: int) -> str:
-        """How far the hand-over is, as the store sees it. created: before it began."""
-        promised = any(each.promised for each in namespaces(self.server))
-        if self.created() == created:
-            return "computing" if promised else "before"
-        return "arriving" if promised else "there"
+    def reach(self, phase: str, prefill: Ask) -> str:
+        """Order the prefill, and wait until the hand-over is in this phase, or in a later one -> that."""
+        created = self.created()
+        self.engines["prefill"].order_play(prefill)
+        if phase == PHASES[0]:
+            return phase
+        end = time.monotonic() + ROUND_S
+        while time.monotonic() < end:
+            promised = any(each.promised for each in namespaces(self.server))
+            came = self.created() > created
+            now = ("arriving" if promised else "there") if came else ("computing" if promised else "before")
+            if PHASES.index(now) >= PHASES.index(phase):
+                return now
+        pytest.fail(f"the hand-over is not {phase} after {ROUND_S} s")
 
     def fail(self, kind: str, choose: random.Random) -> set[str]:
         """Let it happen, and end it after a while if it can end -> the sides that are dead now."""
@@ -117,11 +125,9 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(pair: 
             "prefill": Ask(question, 1, side=PREFILL, abort=abort),
             "decode": Ask(question, TOKENS, side=DECODE, options={"wait_s": WAIT_S}),
         }
-        created = pair.created()
-        for side in choose.sample(sorted(asks), 2):  # either may come first
-            pair.engines[side].order_play(asks[side])
-        time.sleep(choose.uniform(0, 1.2))
-        phase = pair.phase(created)
+        pair.engines["decode"].order_play(asks["decode"])
+        aim = "before" if abort is not None else choose.choice(PHASES)
+        phase = pair.reach(aim, asks["prefill"])
         began = time.monotonic()
         dead = pair.fail(kind, choose)
         fault_s = time.monotonic() - began
@@ -149,4 +155,5 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(pair: 
     for kind in KINDS:
         print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))
     if 20 * len(KINDS) <= FAULTS:
-        assert all(met[kind, phase] for kind in KINDS for phase in PHASES), "a fault did not meet every phase"
+        timed = [kind for kind in KINDS if kind != "prefill aborted"]  # that happens at any time
+        assert all(met[kind, phase] for kind in timed for phase in PHASES), "a fault did not meet every phase"
