@@ -176,6 +176,13 @@ class AsyncKVStoreClient:
         client = await self._connected()
         return await self._run(client.lookup, keys, refresh=refresh, pin_s=pin_s, timeout_s=timeout_s)
 
+    async def expire(
+        self, keys: Keys, *, ttl_s: float | None = None, timeout_s: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """See `KVStoreClient.expire`."""
+        client = await self._connected()
+        return await self._run(client.expire, keys, ttl_s=ttl_s, timeout_s=timeout_s)
+
     async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
         """See `KVStoreClient.promise`. Use what it returns in an `async with` statement."""
         client = await self._connected()

@@ -245,6 +245,20 @@ class KVStoreClient:
         Options as of `contains`."""
         return self._reader.lookup(pack_keys(keys), self._lookup_options(timeout_s, refresh, pin_s))
 
+    def expire(
+        self, keys: Keys, *, ttl_s: float | None = None, timeout_s: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Give blocks another time to live, from now on: `ttl_s`; None: what the server's rule for the namespace says,
+        so mostly for ever. -> which keys are present and have it: `(n,)` bool.
+
+        Every copy of a block is told. Transient blocks keep their time, and are False. A block that is only on disk has
+        its old time again after a restart of its server. Raises the errors that the class names; with `fail_open`,
+        blocks whose shard does not answer are False.
+        """
+        ttl_s = 0.0 if ttl_s is None else _arguments.seconds("ttl_s", ttl_s, wire.MAX_TTL_S)
+        packed, options = pack_keys(keys), self._options(timeout_s, ttl_s=ttl_s)
+        return self._writer.expire(packed, options) if len(packed) else np.zeros(0, dtype=np.bool_)
+
     def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
         """Tell the store that this client will set these blocks, and learn which of them others have promised already:
         `with client.promise(keys) as promise`, and set those that are `promise.mine`.

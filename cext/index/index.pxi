@@ -193,6 +193,11 @@ cdef class BlockIndex:
         least. Returns their number."""
         return renew_keys(self.blocks, keys, reads, now, expires)
 
+    def set_expiry(self, keys, double now, double expires) -> bytes:
+        """Has the blocks of these keys expire at the time ``expires``; 0: never. Returns one byte a key: 1 when it is
+        READY and not transient, so that its time is now this one."""
+        return set_expiry_keys(self.blocks, keys, now, expires)
+
     def commit(
         self, slots, sums, uint64_t tick, expires=0.0, parent=b"", bint ends_chain=False, bint behind=False
     ) -> int:

@@ -160,6 +160,31 @@ cdef Py_ssize_t renew_keys(Blocks blocks, keys, int reads, double now, double ex
         PyBuffer_Release(&view)
 
 
+cdef bytes set_expiry_keys(Blocks blocks, keys, double now, double expires):
+    cdef Py_buffer view
+    cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n = open_keys(keys, key_bytes, &view), i
+    cdef int32_t slot
+    cdef uint32_t until
+    cdef Record *record
+    cdef bytearray there
+    try:
+        there = bytearray(n)
+        until = eighths_up(expires)
+        blocks.advance(now)
+        for i in range(n):
+            blocks.find(<const unsigned char *>view.buf + i * key_bytes, 1, &slot)
+            slot = blocks.readable(slot)
+            if slot == NONE or blocks.record(slot).reads != 0:
+                continue
+            record = blocks.record(slot)
+            blocks.expiring += (until != 0) - (record.expires != 0)
+            record.expires = until
+            there[i] = 1
+        return bytes(there)
+    finally:
+        PyBuffer_Release(&view)
+
+
 cdef void unname(Blocks blocks, int32_t slot, Record *record) noexcept nogil:
     """Takes a WRITING slot out of the table; the block that it was to replace is in the table again."""
     cdef Entry *entry = table_find_slot(&blocks.table, &blocks.space, slot, record.hash)

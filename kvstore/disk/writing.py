@@ -74,6 +74,20 @@ class Writing:
                 slots = slots[namespace.memory.index.reads_of(slots) == 0]
             self._add_if_not_on_disk(namespace, slots, now)
 
+    def write_again(self, namespace: NamespaceStore, keys: bytes, now: float) -> None:
+        """These blocks expire at another time now. Those that are in memory replace what is on disk, where that is
+        noted; one that is only on disk has its old time again after a restart."""
+        if namespace.disk is None or namespace.disk.empty:
+            return
+        index = namespace.memory.index
+        slots = index.acquire(keys, now, 0, False)
+        on_disk = np.frombuffer(namespace.on_disk(keys, now), dtype=np.uint8) != 0
+        both = slots[(slots >= 0) & on_disk]
+        if len(both):
+            namespace.disk.delete(index.keys_of(both))
+            self._add(namespace, both, now)
+        index.release(slots)
+
     def saves_before(self, namespace: NamespaceStore, blocks: int, now: float) -> bool:
         """With policy `evicted`: if room for `blocks` blocks requires evictions, write the next victims first.
 

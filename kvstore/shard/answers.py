@@ -172,6 +172,8 @@ class Answers:
             peer.reply(wire.WithdrawReply(request.id, withdrawn))
         elif isinstance(request, wire.Delete):
             self._delete(peer, request, namespace, keys)
+        elif isinstance(request, wire.Expire):
+            self._expire(peer, request, namespace, keys)
         else:
             self._lookup(peer, request, namespace, keys)
 
@@ -205,6 +207,15 @@ class Answers:
             disk.fetching.disown(namespace, keys)
         deleted = namespace.delete(keys, self._state.now) if namespace else 0
         self.sets.reply_for_good(peer, wire.DeleteReply(request.id, deleted), held)
+
+    def _expire(self, peer: Peer, request: wire.Expire, namespace: NamespaceStore | None, keys: bytes) -> None:
+        there = bytes(request.count)
+        if namespace is not None:
+            now, ttl_s = self._state.now, request.ttl_s or namespace.ttl_s
+            there = namespace.expire(keys, now, now + ttl_s if ttl_s else 0.0)
+            if self._disk is not None:
+                self._disk.writing.write_again(namespace, keys, now)
+        peer.reply(wire.ExpireReply(request.id, there))
 
     def _lookup(
         self,

@@ -147,6 +147,15 @@ class NamespaceStore:
             return bytes(len(keys) // self.key_bytes)
         return self.disk.contains(keys, now, False, 0)
 
+    def expire(self, keys: bytes, now: float, expires: float) -> bytes:
+        """Have blocks expire at that time; 0: never. Transient blocks keep theirs. -> one byte a key: 1 when the block
+        was in a tier."""
+        there = self.memory.index.set_expiry(keys, now, expires)
+        if self.disk is None or self.disk.empty:
+            return there
+        on_disk = self.disk.index.set_expiry(keys, now, expires)
+        return (np.frombuffer(there, dtype=np.uint8) | np.frombuffer(on_disk, dtype=np.uint8)).tobytes()
+
     def delete(self, keys: bytes, now: float) -> int:
         """Delete blocks from both tiers. -> how many blocks existed."""
         if self.disk is None or self.disk.empty:

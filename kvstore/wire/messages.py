@@ -319,6 +319,17 @@ class Withdraw(_Header, tag=18, frozen=True):
     key_bytes: int
 
 
+class Expire(_Header, tag=19, frozen=True):
+    """Frames: header, keys. Give blocks another time to live, from now on. 0: the shard's rule for the namespace
+    applies, as in SET. Transient blocks keep theirs."""
+
+    id: int
+    deadline_ms: int
+    count: int
+    key_bytes: int
+    ttl_s: float = 0.0
+
+
 # ---- shard -> client -------------------------------------------------------------------------------------------
 
 
@@ -488,6 +499,13 @@ class WithdrawReply(_Header, tag=83, frozen=True):
     withdrawn: int
 
 
+class ExpireReply(_Header, tag=84, frozen=True):
+    """`present`: one byte a key: 1 if its block is there and has the new time to live, else 0."""
+
+    id: int
+    present: bytes
+
+
 class Error(_Header, tag=127, frozen=True):
     """A request was refused. `id` 0: the message was so malformed that its request is not known."""
 
@@ -496,7 +514,7 @@ class Error(_Header, tag=127, frozen=True):
     message: str
 
 
-KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete | Promise | Withdraw
+KeyedRequest: TypeAlias = Get | Contains | MatchPrefix | Delete | Promise | Withdraw | Expire
 Request: TypeAlias = (
     Hello | Set | KeyedRequest | Sync | Info | Ping | Credit | Cancel | Scrub | Hottest | Purge | Release | Share
 )
@@ -520,6 +538,7 @@ Reply: TypeAlias = (
     | ReleaseRing
     | PromiseReply
     | WithdrawReply
+    | ExpireReply
     | Error
 )
 
@@ -606,7 +625,7 @@ def _check_keyed(request: Set | KeyedRequest) -> None:
         )
     if isinstance(request, Set) and not 0 <= request.priority <= MAX_PRIORITY:
         raise WireError(ErrorCode.LIMIT, f"a priority of {request.priority}: expected 0 to {MAX_PRIORITY}", request.id)
-    if isinstance(request, Set) and not 0.0 <= request.ttl_s <= MAX_TTL_S:
+    if isinstance(request, Set | Expire) and not 0.0 <= request.ttl_s <= MAX_TTL_S:
         raise WireError(
             ErrorCode.LIMIT, f"a time to live of {request.ttl_s} s: expected 0 to {MAX_TTL_S} s", request.id
         )

@@ -1,4 +1,4 @@
-"""Changing blocks: `set` on all replicas at once, `delete` wherever a block may be.
+"""Changing blocks: `set` on all replicas at once, `delete` and `expire` wherever a block may be.
 
 Copies: source -> kernel -> slot, once for each replica. A deferred set ends when one replica of each block has taken
 it; the other replicas' answers are read when they come. A set that is not deferred ends when all replicas have taken
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,10 +24,10 @@ from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, s
 from kvstore_client._calls.chains import Part, requests_of
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
-from kvstore_client._calls.reading import Reader
+from kvstore_client._calls.reading import Present, Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.buffers import BlockSource
-from kvstore_client._links.call import Call, Message
+from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.lanes import least_busy
 from kvstore_client._links.staging import SetAnswer, Staging
 from kvstore_client._links.view import NOBODY, Numbers, View
@@ -221,13 +221,54 @@ class Writer:
         self, view: View, packed: KeyArray, positions: Numbers, readers: Numbers, deadline: float
     ) -> list[Call]:
         """Delete the block at `positions[i]` from the links `readers[i]`. -> the calls, done."""
+
+        def request(call: Call, keys: KeyArray, deadline_ms: int) -> wire.Delete:
+            return wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1])
+
+        return self._tell(request, view, packed, positions, readers, deadline)
+
+    def expire(self, packed: KeyArray, options: Options) -> Present:
+        """Give blocks another time to live, on every shard that may have them. -> which ones are there."""
+        deadline = time.monotonic() + options.timeout_s
+        present = np.zeros(len(packed), dtype=np.bool_)
+        view = self._core.view
+        if not view.links:
+            if options.fail_open:
+                return present
+            raise self._core.no_shards()
+
+        def request(call: Call, keys: KeyArray, deadline_ms: int) -> wire.Expire:
+            return wire.Expire(call.id, deadline_ms, len(keys), keys.shape[1], options.ttl_s)
+
+        readers = view.readers(packed, self._replicas)
+        for call in self._tell(request, view, packed, np.arange(len(packed)), readers, deadline):
+            reply = outcome(call, wire.ExpireReply, options.fail_open)
+            if reply is None:
+                self._core.stats.unanswered += call.count
+            elif len(reply.present) != call.count:
+                raise protocol_error(call.link, reply)
+            else:
+                present[call.positions] |= np.frombuffer(reply.present, dtype=np.uint8) != 0
+        return present
+
+    def _tell(
+        self,
+        request: Callable[[Call, KeyArray, int], wire.KeyedRequest],
+        view: View,
+        packed: KeyArray,
+        positions: Numbers,
+        readers: Numbers,
+        deadline: float,
+    ) -> list[Call]:
+        """Send the links `readers[i]` a request, `request(call, keys, deadline_ms)`, about the block at `positions[i]`.
+        -> the calls, done."""
         deadline_ms = milliseconds(max(0.001, deadline - time.monotonic()))
         numbers = readers.reshape(-1)
         asked = numbers != NOBODY
 
         def message(call: Call) -> Message:
             keys = take(packed, call.positions)
-            return keyed_message(wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1]), keys)
+            return keyed_message(request(call, keys, deadline_ms), keys)
 
         calls = [
             Call(link, self._core.next_id(), some, message)

@@ -91,7 +91,7 @@ class Admission:
         self._ahead += blocks
         return min(before, self._timeout_s) + max(LEAST_S, self._computing_s(blocks, tokens_before))
 
-    def arrived(self, blocks: int, seconds: float) -> None:
+    def arrived(self, blocks: float, seconds: float) -> None:
         """So many blocks came from the store while some were on their way for so long."""
         self.arriving.add(max(LEAST_BLOCKS, blocks), seconds)
 

@@ -131,6 +131,12 @@ class LocalFirstStore:
             log.debug("kvstore: the local store refused %d blocks: %s", len(keys), error)
         return self.remote.set(keys, blocks, timeout_s=call.left_s, **how)
 
+    def expire(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> Present:
+        """Give blocks another time to live in both stores. -> which ones the fleet's store has."""
+        call = _Call(self._timeout_s)
+        self.local.expire(keys, ttl_s=ttl_s, timeout_s=call.local_s)
+        return self.remote.expire(keys, ttl_s=ttl_s, timeout_s=call.left_s)
+
     def info(self) -> Any:
         """The state of the fleet's store."""
         return self.remote.info()

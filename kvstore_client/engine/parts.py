@@ -38,6 +38,33 @@ def part_keys(keys: Sequence[bytes], parts: range) -> list[bytes]:
     return [key + suffix for key in keys for suffix in suffixes]
 
 
+class PartialBlocks:
+    """The blocks of which the store has some parts, and not all yet. Used by one thread."""
+
+    def __init__(self, parts: int, most: int) -> None:
+        """parts: of a block. most: so many blocks are remembered; the oldest, of which some part failed, are not."""
+        self._parts = parts
+        self._most = most
+        self._blocks: dict[bytes, tuple[set[int], bool]] = {}  # their parts; whether one was set here
+
+    def add(self, there: Sequence[bytes], stored: Sequence[bytes]) -> set[bytes]:
+        """The store has these parts; the last ones were just set. -> the keys of blocks that are complete by that, and
+        of which some part was set here."""
+        complete: set[bytes] = set()
+        for keys, is_set in ((there, False), (stored, True)):
+            for key in keys:
+                block = key[:-1]
+                parts, set_before = self._blocks.pop(block, (set(), False))
+                parts.add(key[-1])
+                if len(parts) < self._parts:
+                    self._blocks[block] = parts, is_set or set_before
+                elif is_set or set_before:
+                    complete.add(block)
+        for block in list(self._blocks)[: max(0, len(self._blocks) - self._most)]:
+            del self._blocks[block]
+        return complete
+
+
 def in_remote(store: KVStoreClient | LocalFirstStore | PartsStore, keys: Sequence[bytes]) -> Present:
     """Which keys need not be set, because the fleet's store has them."""
     return store.contains(keys) if isinstance(store, KVStoreClient) else store.in_remote(keys)
@@ -148,6 +175,10 @@ class PartsStore:
             priority=priority,
             ttl_s=ttl_s,
         )
+
+    def expire(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> Present:
+        """Give blocks another time to live. -> which ones are there."""
+        return self._whole(self._store.expire(part_keys(keys, self._parts), ttl_s=ttl_s))
 
     def _cut(self, block: memoryview) -> list[memoryview]:
         size = len(block) // len(self._parts)

@@ -193,7 +193,7 @@ class Routes:
     `stores`: clients of the store, one for each rank's namespace; a block counts if all of them have it. They are asked
     with the hashes that the events carry, which must be whole: ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. Where the
     store has blocks in parts, `kvstore_client.engine.parts.PartsStore(client, range(N))` asks for all N of them:
-    engines with ``head_shards``, and models of N groups of layers. `tokenize`: makes tokens of text.
+    engines with ``head_shards`` or ``layer_parts``, and models of N groups of layers. `tokenize`: makes tokens of text.
     """
 
     def __init__(self, stores: Sequence[Store] = (), tokenize: Callable[[str], Sequence[int]] | None = None) -> None:

@@ -59,7 +59,7 @@ class Layer:
 
 
 PART_BYTES = 32768
-LAYOUT: Any = SimpleNamespace(block_bytes=131072, dtype="bfloat16", description="8xbhnc(4x32x64)")
+LAYOUT: Any = SimpleNamespace(part_bytes=131072, parts=1, dtype="bfloat16", description="8xbhnc(4x32x64)")
 
 
 @dataclasses.dataclass
@@ -88,7 +88,7 @@ class Rank:
         parts = head_parts(self.config, head_shards) if head_shards else None
         layout = LAYOUT
         if parts is not None:
-            layout = SimpleNamespace(**{**vars(LAYOUT), "block_bytes": len(parts.mine) * PART_BYTES})
+            layout = SimpleNamespace(**{**vars(LAYOUT), "part_bytes": len(parts.mine) * PART_BYTES})
         found = rank_namespace(
             self.config,
             layout,

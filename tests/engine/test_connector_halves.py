@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from kvstore_client.engine.admission import Admission
-    from kvstore_client.engine.transfer import SendAs
+    from kvstore_client.engine.transfer_out import SendAs
     from kvstore_client.vllm.connector.scheduler import RENEW_S
     from tests.engine.scheduled_engine import ScheduledEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS

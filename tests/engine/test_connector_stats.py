@@ -15,7 +15,7 @@ import prometheus_client
 import pytest
 
 import kvstore_client
-from kvstore_client.engine import transfer
+from kvstore_client.engine import transfer_out
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
@@ -136,7 +136,7 @@ def test_a_name_nobody_exports_is_said_once(prometheus: KVConnectorProm, said: p
 
 def counted_names() -> set[str]:
     """The literal first arguments of ``counters.add`` in the client's sources, and those it takes from a table."""
-    names = set(transfer._COUNTERS.values())
+    names = set(transfer_out._COUNTERS.values())
     for file in Path(kvstore_client.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add":

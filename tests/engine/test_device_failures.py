@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvstore_client.engine.transfer import SendAs
+from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches
 from tests.support.harness import Server, make_keys, make_namespace
 
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.vllm.connector.device import PIECE_BYTES, lock_in_pieces
     from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
-    from kvstore_client.vllm.connector.plan import RankStore, Saves
+    from kvstore_client.vllm.connector.plan import RankStore, Saves, StepPlan
     from kvstore_client.vllm.connector.worker import WorkerHalf
 
 
@@ -38,8 +38,8 @@ class FailingLayout(BlockLayout):
 
     copies = 0
 
-    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Copy:
-        copy = super().swap_out(block_ids, pool, slots)
+    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], part: int = 0) -> Copy:
+        copy = super().swap_out(block_ids, pool, slots, part)
         self.copies += 1
         return LostDevice() if self.copies == 1 else copy
 
@@ -60,7 +60,9 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     )
     keys = make_keys(2)
     for job, key in enumerate(keys):
-        worker.save(Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job], how=[SendAs()]))
+        saves = Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job], how=[SendAs()])
+        worker.begin_step(StepPlan(saves=saves))
+        worker.save()
     worker.order_copies()
     report = worker.take_report()
     assert report is not None and report.broken == {0} and report.copied == {0: 1, 1: 1}

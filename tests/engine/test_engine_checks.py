@@ -33,10 +33,11 @@ with warnings.catch_warnings():
     )
 
     from kvstore_client.vllm.connector import mismatch
+    from kvstore_client.vllm.connector.kv_connector import KVStoreConnector
     from kvstore_client.vllm.connector.options import ConnectorOptions
     from kvstore_client.vllm.shared import block_hashes, engine_checks
     from kvstore_client.vllm.shared.block_hashes import check_same_hash, hash_probe
-    from kvstore_client.vllm.shared.engine_checks import check_engine
+    from kvstore_client.vllm.shared.engine_checks import check_engine, check_layer_parts
     from tests.engine.engine_config import PLAIN, Rank, cache, heads
 
 # ---- hashes --------------------------------------------------------------------------------------------------------
@@ -137,6 +138,21 @@ REFUSED = {
     "diffusion": (None, {}, diffusion, "diffusion model"),
     "nameless images": (None, {}, with_images(prefix_caching=False, processor_cache_gb=0), "names images by a counter"),
 }
+
+
+def test_parts_of_layers_and_microbatches_are_refused_together(config: VllmConfig) -> None:
+    check_layer_parts(config, 4)
+    config.parallel_config.enable_dbo = True
+    check_layer_parts(config, 0)
+    check_layer_parts(config, 1)
+    with pytest.raises(ValueError, match=r"layer_parts is 4.*--enable-dbo"):
+        check_layer_parts(config, 4)
+
+
+@pytest.mark.parametrize("layer_parts", [0, 1, 4])
+def test_graphs_of_a_whole_step_are_not_taken_where_layers_must_tell(layer_parts: int) -> None:
+    options = {"endpoint": "tcp://127.0.0.1:7070", "layer_parts": layer_parts}
+    assert KVStoreConnector.requires_piecewise_for_cudagraph(options) == (layer_parts > 1)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -14,6 +14,8 @@ from tests.support.harness import Server, wait_until
 PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
 CHUNKS = {"max_num_batched_tokens": 256, "max_num_seqs": 4}  # a prompt takes several steps
 
+IN_PARTS = pytest.mark.parametrize("parts", [{}, {"layer_parts": 4}], ids=["whole blocks", "parts"])
+
 
 def nothing_left(server: Server) -> None:
     """No promise, and nobody who waits."""
@@ -24,15 +26,22 @@ def nothing_left(server: Server) -> None:
 
 
 @pytest.fixture
-def prefiller(server: Server, start_engine: StartEngine) -> Engine:
-    return start_engine(server.endpoint, **CHUNKS)
+def parts() -> dict[str, int]:
+    """The option that says in how many parts of layers engines keep blocks. `IN_PARTS` runs a test with both."""
+    return {}
 
 
 @pytest.fixture
-def decoder(server: Server, start_engine: StartEngine) -> Engine:
-    return start_engine(server.endpoint, **CHUNKS)
+def prefiller(server: Server, start_engine: StartEngine, parts: dict[str, int]) -> Engine:
+    return start_engine(server.endpoint, options=parts, **CHUNKS)
 
 
+@pytest.fixture
+def decoder(server: Server, start_engine: StartEngine, parts: dict[str, int]) -> Engine:
+    return start_engine(server.endpoint, options=parts, **CHUNKS)
+
+
+@IN_PARTS
 def test_the_decode_side_loads_what_the_prefill_side_computes_at_the_same_time(
     server: Server, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
@@ -91,6 +100,7 @@ def test_a_prompt_that_nobody_promises_is_computed(server: Server, decoder: Engi
     nothing_left(server)
 
 
+@IN_PARTS
 def test_a_prefill_that_is_aborted_or_killed_is_computed_by_the_decode_side(
     server: Server, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
@@ -139,11 +149,12 @@ def test_one_prefill_engine_serves_three_decode_engines_whose_turns_change(
     nothing_left(server)
 
 
+@IN_PARTS
 def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
-    server: Server, start_engine: StartEngine, expected: Expected
+    server: Server, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
 ) -> None:
     """Of all their requests, one."""
-    engines = [start_engine(server.endpoint, options={"single_flight_s": 30}, **CHUNKS) for _ in range(2)]
+    engines = [start_engine(server.endpoint, options={"single_flight_s": 30, **parts}, **CHUNKS) for _ in range(2)]
     for engine in engines:
         engine.generate(prompt(99, 40))
     question = prompt(40, 1900)
@@ -175,13 +186,14 @@ def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(
     engines[1].settle()
 
 
+@IN_PARTS
 def test_prompts_are_handed_over_between_engines_of_different_sizes(
-    server: Server, start_engine: StartEngine, expected: Expected
+    server: Server, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
 ) -> None:
-    one = start_engine(server.endpoint, options={"head_shards": 2}, **CHUNKS)
+    one = start_engine(server.endpoint, options={"head_shards": 2, **parts}, **CHUNKS)
     two = start_engine(
         server.endpoint,
-        options={"head_shards": 2},
+        options={"head_shards": 2, **parts},
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"},
         fork=True,
         tensor_parallel_size=2,
@@ -200,12 +212,13 @@ def test_prompts_are_handed_over_between_engines_of_different_sizes(
     nothing_left(server)
 
 
+@IN_PARTS
 def test_engines_that_take_blocks_back_hand_over_all_the_same(
-    server: Server, start_engine: StartEngine, expected: Expected
+    server: Server, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
 ) -> None:
     """Preemption on either side: room for two of four requests that decode beside the hand-overs."""
     small = {"num_gpu_blocks_override": 48, "max_model_len": 1024, **CHUNKS}
-    engines = [start_engine(server.endpoint, options={"cpu_bytes": "8MiB"}, **small) for _ in range(2)]
+    engines = [start_engine(server.endpoint, options={"cpu_bytes": "8MiB", **parts}, **small) for _ in range(2)]
     for engine in engines:
         engine.generate(prompt(99, 40))
     questions = [prompt(seed, 500) for seed in (70, 71, 72)]

@@ -1,7 +1,8 @@
 """Hand-overs while an engine, the store or a link fails, at any instant: right tokens, a bounded wait, nothing left.
 
 Each round hands one new prompt from one engine to another, and one of them, the store, or the link of one fails on the
-way: it is killed, frozen, cut off, slowed down, or the prefill is aborted. What the store says tells the phase.
+way: it is killed, frozen, cut off, slowed down, or the prefill is aborted. What the store says tells the phase. Half of
+the rounds are with blocks in parts of layers.
 `make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase.
 """
 
@@ -16,14 +17,16 @@ from typing import Final
 
 import pytest
 
+from kvstore_client.engine.transfer_out import PART_TTL_S
 from kvstore_client.vllm.connector.hand_over import UNPROMISED_S
 from tests.engine.driver import Ask
 from tests.engine.engines import BLOCK_BYTES, Engine, Expected, StartEngine, namespaces, prompt
-from tests.engine.test_hand_over import CHUNKS, DECODE, PREFILL, nothing_left
-from tests.support.harness import Server, StartServer
+from tests.engine.test_hand_over import CHUNKS, DECODE, IN_PARTS, PREFILL, nothing_left
+from tests.support.clock import Clock
+from tests.support.harness import HOTTEST, RawClient, Server, StartServer, pack
 from tests.support.slow_link import SlowLink
 
-FAULTS: Final = int(os.environ.get("KVSTORE_FAULTS", "11"))
+FAULTS: Final = int(os.environ.get("KVSTORE_FAULTS", "12")) // 2  # with whole blocks, and as many with parts
 ROUND_S: Final = 30.0  # at most, on a busy machine
 WAIT_S: Final = 4.0  # asked of the decode side
 # What an answer takes beside all waits: the prompt computed again, on a busy machine.
@@ -39,17 +42,19 @@ KINDS: Final = (*STORE_FAULTS, *LINK_FAULTS, *ENGINE_FAULTS)
 class Pair:
     """A store, and an engine for each side behind a link of its own. Engines that were killed are started again."""
 
-    def __init__(self, server: Server, start_engine: StartEngine, links: dict[str, SlowLink]) -> None:
+    def __init__(
+        self, server: Server, start_engine: StartEngine, links: dict[str, SlowLink], parts: dict[str, int]
+    ) -> None:
         self.server = server
         self.links = links
+        self._options = {"timeout_s": 1, "lookup_timeout_s": 0.5, "cpu_bytes": "16MiB", **parts}
         self._start_engine = start_engine
         self.engines: dict[str, Engine] = {}
         for side in links:
             self.start(side)
 
     def start(self, side: str) -> None:
-        options = {"timeout_s": 1, "lookup_timeout_s": 0.5, "cpu_bytes": "16MiB"}
-        engine = self._start_engine(self.links[side].endpoint, options=options, **CHUNKS)
+        engine = self._start_engine(self.links[side].endpoint, options=self._options, **CHUNKS)
         engine.generate(prompt(99, 40))
         self.engines[side] = engine
 
@@ -98,10 +103,10 @@ class Pair:
 
 
 @pytest.fixture
-def pair(start_server: StartServer, start_engine: StartEngine) -> Iterator[Pair]:
-    server = start_server(memory="256MiB")
+def pair(start_server: StartServer, start_engine: StartEngine, clock: Clock, parts: dict[str, int]) -> Iterator[Pair]:
+    server = start_server(memory="256MiB", **clock.environment)
     with SlowLink(server.port) as before, SlowLink(server.port) as behind:
-        yield Pair(server, start_engine, {"prefill": before, "decode": behind})
+        yield Pair(server, start_engine, {"prefill": before, "decode": behind}, parts)
 
 
 def kinds(choose: random.Random) -> Iterator[str]:
@@ -110,8 +115,20 @@ def kinds(choose: random.Random) -> Iterator[str]:
         yield from choose.sample(KINDS, len(KINDS))
 
 
+def keys_in(server: Server) -> list[bytes]:
+    """Of all blocks of the engines' namespace."""
+    [namespace] = namespaces(server)
+    with RawClient(server) as client:
+        client.hello(namespace.namespace.encode())
+        reply = client.ask(pack(HOTTEST, 1, 60_000, 0, 1 << 20, False))
+    return [reply[3][at : at + reply[2]] for at in range(0, len(reply[3]), reply[2])]
+
+
+@IN_PARTS
 @pytest.mark.timeout(400 + FAULTS * ROUND_S)
-def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(pair: Pair, expected: Expected) -> None:
+def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
+    pair: Pair, expected: Expected, clock: Clock, parts: dict[str, int]
+) -> None:
     seed = int(os.environ.get("KVSTORE_FAULTS_SEED", random.randrange(1 << 32)))
     print(f"KVSTORE_FAULTS_SEED={seed}")
     choose = random.Random(seed)
@@ -151,6 +168,10 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(pair: 
         print(f"{number + 1} {kind} while {phase}: {waited_s:.2f} s")
     for side, engine in pair.engines.items():
         assert engine.metrics()["defects"] == 0, side
+    clock.advance(PART_TTL_S + 1)
+    if parts and not sum(each.evicted for each in namespaces(pair.server)):
+        there = Counter(key[:-1] for key in keys_in(pair.server))
+        assert set(there.values()) == {parts["layer_parts"]}, "a part is left of a block that is not complete"
     print(f"{met.total()} faults, the longest answer {longest_s:.2f} s beside the fault itself")
     for kind in KINDS:
         print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))

@@ -35,10 +35,12 @@ def caches(order: str, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {f"model.layers.{index}.attn": whole[index] for index in range(LAYERS)}
 
 
-def block_layout(tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS, ranges: int = 1) -> BlockLayout:
+def block_layout(
+    tensors: dict[str, torch.Tensor], num_blocks: int = BLOCKS, ranges: int = 1, parts: int = 1
+) -> BlockLayout:
     from kvstore_client.vllm.connector.layout import BlockLayout  # with torch: only when these tests run
 
-    return BlockLayout(tensors, num_blocks, ranges)
+    return BlockLayout(tensors, num_blocks, ranges, parts=parts)
 
 
 def swapped_out(layout: BlockLayout, *block_ids: int) -> Rows:
@@ -280,6 +282,37 @@ def test_layers_are_stored_by_number_and_shared_caches_once() -> None:
     rows = swapped_out(layout, 2)
     for index, page in enumerate(rows.reshape(LAYERS, -1)):
         assert page.tobytes() == to_bytes(tensors[f"model.layers.{index}.attn"][2])
+
+
+@ORDERS
+@pytest.mark.parametrize("parts", [2, 4, 12])
+def test_parts_are_those_layers_of_a_block(order: str, parts: int) -> None:
+    tensors = caches(order)
+    layout, whole = block_layout(tensors, parts=parts), block_layout(tensors)
+    assert layout.block_bytes == whole.block_bytes == parts * layout.part_bytes
+    assert layout.description == whole.description
+    rows, by_runs = layout.pool(2 * parts), layout.pool(2 * parts)
+    for part in reversed(range(parts)):
+        layout.swap_out([5, 1], rows, [part, parts + part], part)
+        runs = layout.runs([5, 1], by_runs, [part, parts + part], part)
+        for source, target, size in zip(runs.cache, runs.rows, runs.sizes, strict=True):
+            ctypes.memmove(int(target), int(source), int(size))
+    assert np.array_equal(rows.reshape(2, -1), swapped_out(whole, 5, 1))
+    assert np.array_equal(rows, by_runs)
+    layers = LAYERS // parts
+    assert layout.layers == [
+        {f"model.layers.{part * layers + index}.attn" for index in range(layers)} for part in range(parts)
+    ]
+    layout.swap_in(rows, [parts - 1], [0], part=parts - 1)
+    changed = [name for name, tensor in tensors.items() if equal(tensor[0], tensor[5])]
+    assert set(changed) == layout.layers[-1]
+
+
+def test_a_part_waits_for_all_layers_that_share_one_of_its_caches() -> None:
+    tensors = caches("LBHNC")
+    tensors["model.layers.12.attn"] = tensors["model.layers.1.attn"]
+    layout = block_layout(tensors, parts=6)
+    assert layout.layers[0] == {"model.layers.0.attn", "model.layers.1.attn", "model.layers.12.attn"}
 
 
 def test_kernel_blocks_smaller_than_blocks_are_put_together() -> None:

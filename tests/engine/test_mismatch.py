@@ -47,6 +47,13 @@ def test_another_block_size_is_explained_without_what_follows_from_it(mine: Name
     )
 
 
+def test_other_parts_are_explained(mine: Namespace) -> None:
+    text = explain_mismatch(mine, [other(mine, block_bytes=mine.block_bytes // 4, extra_layer_parts="4")])
+    assert text is not None and text.endswith(
+        "with layer_parts=4, this one uses 1: the two do not share blocks. If they should, give the same layer_parts"
+    )
+
+
 def test_the_nearest_stranger_is_the_one_explained(mine: Namespace) -> None:
     far = other(mine, extra_pages="page-1", dtype="float16", extra_config="0")
     text = explain_mismatch(mine, [far, other(mine, layout="elsewise"), far])

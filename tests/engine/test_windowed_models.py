@@ -49,19 +49,21 @@ def check(engine: Engine, plain: Engine, *prompts: list[int], cached: int | None
         assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 def test_what_one_engine_saves_another_loads(
-    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine
+    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine, parts: int
 ) -> None:
-    question = prompt(200)
-    first = start_engine(server.endpoint, model=windowed, max_num_batched_tokens=80, max_model_len=1024)
+    question, options = prompt(200), {"layer_parts": parts}
+    first = start_engine(
+        server.endpoint, model=windowed, options=options, max_num_batched_tokens=80, max_model_len=1024
+    )
     check(first, plain, question, cached=0)
     assert first.stop() == 0
-    blocks = GROUPS * (539 // BLOCK)
-    assert stored_blocks(server) == blocks
+    assert stored_blocks(server) == parts * GROUPS * (539 // BLOCK)
     [namespace] = namespaces(server)
-    assert namespace.block_bytes == BLOCK_BYTES // 2, "a block has the layers of one group"
+    assert namespace.block_bytes == BLOCK_BYTES // 2 // parts, "a block has the layers of one group"
 
-    second = start_engine(server.endpoint, model=windowed)
+    second = start_engine(server.endpoint, model=windowed, options=options)
     check(second, plain, question[:300] + prompt(201, 200), cached=full_blocks(300))
     check(second, plain, question, question, cached=full_blocks(500))
     second.settle()

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from kvstore_client.engine.transfer import SendAs
+from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
 from tests.support.harness import Server, make_keys, make_namespace, wait_until
 
@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.vllm.connector.layout import BlockLayout
-    from kvstore_client.vllm.connector.plan import Load, RankStore, Saves
+    from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan
     from kvstore_client.vllm.connector.worker import LOADING_THREADS, WorkerHalf
 
 
@@ -29,7 +29,8 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
         guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
     )
     keys = make_keys(1 + 2 * LOADING_THREADS)
-    worker.save(Saves(0, keys[:1], [None], block_ids=[0], slots=[3], how=[SendAs()]))
+    worker.begin_step(StepPlan(saves=Saves(0, keys[:1], [None], block_ids=[0], slots=[3], how=[SendAs()])))
+    worker.save()
     worker.order_copies()
     loaded: set[str] = set()
     with server.stopped():

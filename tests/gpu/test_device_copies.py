@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from tests.engine.test_kv_layout import ORDERS, block_layout, caches, swap_around, swapped_out
+from tests.engine.test_kv_layout import ORDERS, block_layout, caches, equal, swap_around, swapped_out
 from tests.support.harness import wait_until
 
 
@@ -14,6 +14,21 @@ from tests.support.harness import wait_until
 def test_a_device_s_block_comes_back_where_it_is_put(order: str) -> None:
     tensors = caches(order, "cuda")
     swap_around(block_layout(tensors), tensors)
+
+
+@ORDERS
+def test_parts_of_a_device_s_block_are_those_of_a_host(order: str) -> None:
+    """Each copied out by itself, behind the work of its layers alone, and back in."""
+    tensors = caches(order, "cuda")
+    layout, host = (block_layout(each, parts=4) for each in (tensors, caches(order)))
+    rows, right = (each.pool(4) for each in (layout, host))
+    for part in (2, 0, 3, 1):
+        layout.swap_out([5], rows, [part], part).wait()
+        host.swap_out([5], right, [part], part).wait()
+    assert np.array_equal(rows, right)
+    for part in range(4):
+        layout.swap_in(rows, [part], [0], layout.fence(), part).wait()
+    assert all(equal(tensor[0], tensor[5]) for tensor in tensors.values())
 
 
 @ORDERS

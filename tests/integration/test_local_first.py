@@ -15,7 +15,8 @@ from kvstore_client import KVStoreClient, Lookup, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.engine.parts import lookup_in_remote, promise_in_remote
-from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
+from kvstore_client.engine.transfer_in import TransferIn
+from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
 from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.shared.store_options import parse_options
 from tests.support.harness import (

@@ -12,7 +12,8 @@ import pytest
 from kvstore_client import KVStoreClient, Lookup, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.parts import PartsStore, lookup_in_remote, part_keys, promise_in_remote
-from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
+from kvstore_client.engine.transfer_in import TransferIn
+from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
 
 PART = 4096

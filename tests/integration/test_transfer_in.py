@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_client import KVStoreClient, Namespace
-from kvstore_client.engine import transfer as transfer_module
+from kvstore_client.engine import transfer_in as transfer_module
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import TransferIn
+from kvstore_client.engine.transfer_in import TransferIn
 from tests.support.harness import (
     MakeNamespace,
     RawClient,

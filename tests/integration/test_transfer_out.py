@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_client import KVStoreClient, Namespace
-from kvstore_client.engine import transfer as transfer_module
+from kvstore_client.engine import transfer_out as transfer_module
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import SendAs, SendOutcome, TransferOut
+from kvstore_client.engine.transfer_out import SendAs, SendOutcome, TransferOut
 from tests.support.harness import MakeNamespace, Server, StartServer, block_of, blocks_of, make_keys, wait_until
 
 TIMEOUT_S = 1.0

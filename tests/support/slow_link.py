@@ -81,11 +81,11 @@ class SlowLink:
         with contextlib.suppress(OSError):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while data := source.recv(PIECE_BYTES):
+                if self.bytes_per_s is not None:  # a piece is there when its last byte is
+                    time.sleep(len(data) / self.bytes_per_s)
                 while self._held and not self._closed:
                     time.sleep(LOOK_S)
                 sink.sendall(data)
-                if self.bytes_per_s is not None:
-                    time.sleep(len(data) / self.bytes_per_s)
                 if back:
                     self._count(len(data))
         _end(source)

@@ -29,7 +29,7 @@ def test_the_package_and_its_index_need_no_engine() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
         "import kvstore_client.vllm.connector.host_tier, kvstore_client.engine.guard, kvstore_client.engine.lookup, "
-        "kvstore_client.engine.transfer"
+        "kvstore_client.engine.transfer_out"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
 

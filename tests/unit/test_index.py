@@ -874,6 +874,19 @@ def test_expiry_is_kept_to_an_eighth_of_a_second_and_never_early() -> None:
     assert store.index.contains(key(1), 5.125, False, 0) == b"\0"
 
 
+def test_a_block_is_given_another_time_from_now_on() -> None:
+    store = with_expiry(1, 2, 3, expires=5.0)
+    assert store.index.set_expiry(chain(1, 9, 2), 4.0, 50.0) == b"\1\0\1"
+    assert store.index.set_expiry(key(2), 4.0, 0.0) == b"\1"
+    assert store.index.contains(chain(1, 2, 3), 5.0, False, 0) == b"\1\1\0"
+    assert store.index.set_expiry(key(3), 5.0, 50.0) == b"\0", "it is too late"
+    assert store.index.expire(60.0, 100) == 1 and store.index.contains(chain(1, 2), 60.0, False, 0) == b"\0\1"
+    slots = store.index.reserve(key(1), False, store.ticks(1))
+    assert store.index.set_expiry(key(1), 60.0, 70.0) == b"\0", "it is being written"
+    store.index.commit(slots, [9], store.ticks(1))
+    assert store.index.expire(1e6, 100) == 0, "nothing expires any more"
+
+
 def test_an_expired_block_that_is_read_keeps_its_slot_until_released() -> None:
     store = with_expiry(1, expires=5.0)
     slots = store.acquire(1)

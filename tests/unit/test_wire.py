@@ -146,6 +146,7 @@ REQUESTS: dict[str, wire.Request] = {
     "share": wire.Share(13, 2, 16 << 20),
     "promise": wire.Promise(14, 10_000, 64, 16, 30_000),
     "withdraw": wire.Withdraw(15, 1_000, 64, 16),
+    "expire": wire.Expire(16, 10_000, 64, 17, 86_400.0),
 }
 REPLIES: dict[str, wire.Reply] = {
     "welcome": wire.Welcome(
@@ -185,6 +186,7 @@ REPLIES: dict[str, wire.Reply] = {
     "release_ring": wire.ReleaseRing(0, 4096),
     "promise_reply": wire.PromiseReply(14, b"\x00\x01\x02"),
     "withdraw_reply": wire.WithdrawReply(15, 62),
+    "expire_reply": wire.ExpireReply(16, b"\x01\x00\x01"),
     "error": wire.Error(0, 6, "10000 keys in one request: expected 0 to 8192; split the batch"),
 }
 FRAMES: dict[str, bytes] = {

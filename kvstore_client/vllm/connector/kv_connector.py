@@ -56,7 +56,7 @@ from kvstore_client.vllm.connector.starting import SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
 from kvstore_client.vllm.connector.worker import WorkerHalf
 from kvstore_client.vllm.shared.block_hashes import check_same_hash
-from kvstore_client.vllm.shared.engine_checks import check_engine, recompute_failed_loads
+from kvstore_client.vllm.shared.engine_checks import check_engine, check_layer_parts, recompute_failed_loads
 from kvstore_client.vllm.shared.store_options import parse_options
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_engine(vllm_config, kv_cache_config)
+        check_layer_parts(vllm_config, self._options.layer_parts)
         self._groups = BlockGroups.of(kv_cache_config, vllm_config.cache_config.block_size)
         self._start = SchedulerStart(vllm_config.parallel_config.world_size, self._make_half)
         self._worker: WorkerHalf | None = None
@@ -127,6 +128,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _scheduler(self) -> SchedulerHalf | None:
         return self._start.half
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers must tell when they are computed, which no graph of a whole step does."""
+        return parse_options(ConnectorOptions, extra_config, "kv_connector_extra_config").layer_parts > 1
+
     @property
     def requires_kv_delivery(self) -> bool:
         """Whether vLLM must wait for every save. No: a dropped save is a later miss, nothing else."""
@@ -147,7 +153,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._guard(
                 rank.namespace,
                 self._options.lookup_timeout_s,
-                [*groups, *([range(rank.head_parts.of)] if rank.head_parts else [])],
+                [
+                    *groups,
+                    *([range(rank.layer_parts)] if rank.layer_parts > 1 else []),
+                    *([range(rank.head_parts.of)] if rank.head_parts else []),
+                ],
             )
             for rank in distinct.values()
         ]
@@ -282,7 +292,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config, options = self._vllm_config, self._options
         parts = head_parts(config, options.head_shards) if options.head_shards else None
         ranges = len(parts.mine) if parts else 1
-        layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks, ranges)
+        layout = BlockLayout(kv_caches, self._kv_cache_config.num_blocks, ranges, parts=max(1, options.layer_parts))
         pages = page_fingerprint(
             modules,
             kv_caches,
@@ -312,7 +322,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
-            store=RankStore(namespace, slots, parts),
+            store=RankStore(namespace, slots, parts, layout.parts),
             timeout_s=self._options.timeout_s,
             replica=replica(self._vllm_config),
             counters=self._counters,
@@ -360,12 +370,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Does nothing: a block holds all layers, so it is saved when the step's last layer is computed."""
+        """Starts to save the part of the step's blocks of which this is the last layer, if blocks are in parts."""
+        if self._worker:
+            self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Starts the copies out of the cache. They end, and the blocks are sent, in the background."""
-        if self._worker and (saves := self._plan().saves):
-            self._worker.save(saves)
+        if self._worker:
+            self._worker.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if not self._worker:

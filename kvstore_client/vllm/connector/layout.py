@@ -7,13 +7,17 @@ block is opaque here: for every layer, in layer order, the page's bytes in the o
 gives the longest runs to copy. ``description`` records it, because two engines that share blocks must have it in
 common.
 
-Blocks are copied straight between the paged tensors and the rows of a pool, one copy of every byte. ``kvstore._cext``
+A block may be cut into parts of as many layers each, which are copied one by one, while others are still computed.
+Then a row is one part, and each block has as many rows, one after the other.
+
+Parts are copied straight between the paged tensors and the rows of a pool, one copy of every byte. ``kvstore._cext``
 copies host tensors, within the call. Tensors of a CUDA device are copied on a side stream, as the dense runs of bytes
 that ``runs`` finds.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +27,7 @@ import numpy as np
 import torch
 
 from kvstore import _cext
-from kvstore_client.engine.transfer import Rows
+from kvstore_client.engine.transfer_in import Rows
 from kvstore_client.memory import host_memory
 from kvstore_client.vllm.connector.device import Addresses, Fence, Runs, SideStreams, pinned_rows
 
@@ -65,28 +69,51 @@ class FinishedCopy:
 
 
 class BlockLayout:
-    """Copies whole blocks between KV cache tensors and rows of ``block_bytes`` bytes.
+    """Copies the parts of blocks between KV cache tensors and rows of ``part_bytes`` bytes: ``parts`` of them a block,
+    1 unless that was asked for.
 
     The tensors belong to the engine and live as long as it does. For host tensors, the caller orders the copies with
     the model's own reads and writes; for tensors of a device see each method.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, ranges: int = 1) -> None:
+    def __init__(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, ranges: int = 1, *, parts: int = 1
+    ) -> None:
         """kv_caches: layer name -> tensor, as given to ``register_kv_caches``. Layers that share one cache appear
-        once in a block. ranges: a block has so many ranges of heads, one after the other, each as a block of its own
-        would be. Raises ValueError when there is no cache, when the pages of the layers have different shapes or
-        cannot be cut into these ranges, or when the tensors lie neither on the CPU nor on one CUDA device."""
+        once in a block. ranges: a part has so many ranges of heads, one after the other, each as a block of its own
+        would be. parts: of consecutive layers, as many in each. Raises ValueError when there is no cache, when the
+        pages of the layers have different shapes or cannot be cut into these ranges, when the layers cannot be cut
+        into these parts, or when the tensors lie neither on the CPU nor on one CUDA device."""
         distinct: dict[tuple[object, ...], torch.Tensor] = {}
+        sharing: dict[str, int] = {}  # layer name -> the number of its cache
         for name in sorted(kv_caches, key=_layer_order):
             tensor = kv_caches[name]
-            distinct.setdefault((tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype), tensor)
+            cache = (tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype)
+            distinct.setdefault(cache, tensor)
+            sharing[name] = list(distinct).index(cache)
         whole = list(distinct.values())
         if not whole:
             raise ValueError("kvstore: the engine registered no KV cache, there is nothing to store")
-        tensors = [part for parts in zip(*(_cut(tensor, ranges) for tensor in whole), strict=True) for part in parts]
+        if len(whole) % parts:
+            raise ValueError(
+                f"kvstore: layer_parts is {parts}, but a block has the caches of {len(whole)} layers on this rank; "
+                "expected a divisor of that"
+            )
+        layers = len(whole) // parts
+        by_part = [
+            [piece for cut in zip(*(_cut(tensor, ranges) for tensor in some), strict=True) for piece in cut]
+            for some in (whole[first : first + layers] for first in range(0, len(whole), layers))
+        ]
+        tensors = list(itertools.chain.from_iterable(by_part))
 
         self.num_blocks = num_blocks
-        pages = [_pages_of_bytes(tensor, num_blocks) for tensor in tensors]
+        self.parts = parts
+        # All layers that read or write a part.
+        self.layers = [
+            frozenset(name for name, cache in sharing.items() if cache // layers == part) for part in range(parts)
+        ]
+        paged = [[_pages_of_bytes(tensor, num_blocks) for tensor in some] for some in by_part]
+        pages = list(itertools.chain.from_iterable(paged))
         shapes = {tuple(page.shape[1:]) for page in pages}
         if len(shapes) > 1:
             raise ValueError(
@@ -101,24 +128,29 @@ class BlockLayout:
                 "it must lie on the CPU or on one CUDA device"
             )
         # A host tensor and its array share memory, so scatter writes into the engine's cache.
-        self._arrays = [page.numpy() for page in pages] if self._device.type == "cpu" else None
+        self._arrays = [[page.numpy() for page in some] for some in paged] if self._device.type == "cpu" else None
         self._streams = SideStreams(self._device) if self._device.type == "cuda" else None
-        self._runs = _runs_of_a_block(pages)
+        self._runs = [_runs_of(some) for some in paged]
 
-        self.block_bytes = int(self._runs.sizes.sum())
+        self.part_bytes = int(self._runs[0].sizes.sum())
         self.dtype = str(tensors[0].dtype).removeprefix("torch.")
         order = "".join("bhnc"[axis] for axis in _memory_order(tensors[0])) if tensors[0].ndim == 4 else "raw"
         inner = "x".join(str(size) for size in tensors[0].shape[1:])
         self.description = f"{len(whole)}x{order}({inner})"
 
+    @property
+    def block_bytes(self) -> int:
+        """The size of all parts of a block."""
+        return self.part_bytes * self.parts
+
     def pool(self, rows: int, shared: bool = False) -> Rows:
-        """Uninitialized host memory of shape (rows, block_bytes), uint8: page-locked if the cache lies on a device,
+        """Uninitialized host memory of shape (rows, part_bytes), uint8: page-locked if the cache lies on a device,
         else pages that nobody has touched yet. `shared`: memory from which a server on this host copies blocks by
         itself, if the system has such memory."""
-        memory = _shared_rows(rows, self.block_bytes) if shared else None
+        memory = _shared_rows(rows, self.part_bytes) if shared else None
         if self._streams is not None:
-            return pinned_rows(rows, self.block_bytes, self._device, memory)
-        return np.empty((rows, self.block_bytes), dtype=np.uint8) if memory is None else memory
+            return pinned_rows(rows, self.part_bytes, self._device, memory)
+        return np.empty((rows, self.part_bytes), dtype=np.uint8) if memory is None else memory
 
     def fence(self) -> Fence | None:
         """Called by the model's thread before other threads may call ``swap_in``, for each load. -> what its copies
@@ -126,49 +158,52 @@ class BlockLayout:
         given to another request since. Never blocks; None for host tensors."""
         return self._streams.fence() if self._streams is not None else None
 
-    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Copy:
-        """Copy block ``block_ids[i]`` to ``pool[slots[i]]``, after all work queued on the calling thread's stream: the
-        model's thread calls this after the forward. Host tensors: done on return. Devices: never blocks if the pool is
-        page-locked memory from ``pool``.
+    def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], part: int = 0) -> Copy:
+        """Copy this part of block ``block_ids[i]`` to ``pool[slots[i]]``, after all work queued on the calling thread's
+        stream: the model's thread calls this behind the part's last layer. Host tensors: done on return. Devices: never
+        blocks if the pool is page-locked memory from ``pool``.
 
         Until the copy is done, the blocks must not change and the slots must not be used. Raises IndexError for a block
         or a slot that does not exist and ValueError for a pool that does not fit, before any byte moves. If a slot is
         given twice, it is undefined which block it holds.
         """
         if self._streams is not None:
-            return self._streams.copy_out(self.runs(block_ids, pool, slots), keep=pool)
+            return self._streams.copy_out(self.runs(block_ids, pool, slots, part), keep=pool)
         assert self._arrays is not None
-        _cext.gather(self._arrays, _int64(block_ids), pool, slots=_int64(slots))
+        _cext.gather(self._arrays[part], _int64(block_ids), pool, slots=_int64(slots))
         return FinishedCopy()
 
-    def swap_in(self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int], after: Fence | None = None) -> Copy:
-        """Copy ``pool[slots[i]]`` to block ``block_ids[i]``. Called by any thread. Host tensors: done on return.
-        Devices: after the ``fence``; without one, after all work that was queued, for which the call waits.
+    def swap_in(
+        self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int], after: Fence | None = None, part: int = 0
+    ) -> Copy:
+        """Copy ``pool[slots[i]]`` to this part of block ``block_ids[i]``. Called by any thread. Host tensors: done on
+        return. Devices: after the ``fence``; without one, after all work that was queued, for which the call waits.
 
         From the fence until the copy is done, nobody else may use these blocks or change the slots. Raises as
         ``swap_out``. One slot may be copied to several blocks.
         """
         if self._streams is not None:
-            return self._streams.copy_in(self.runs(block_ids, pool, slots), pool, after)
+            return self._streams.copy_in(self.runs(block_ids, pool, slots, part), pool, after)
         assert self._arrays is not None
-        _cext.scatter(pool, self._arrays, _int64(block_ids), slots=_int64(slots))
+        _cext.scatter(pool, self._arrays[part], _int64(block_ids), slots=_int64(slots))
         return FinishedCopy()
 
-    def runs(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]) -> Runs:
-        """Where the bytes of these blocks lie, in the cache and in the rows of the pool, as few dense runs as possible.
-        Raises as ``swap_out``."""
-        if pool.dtype != np.uint8 or pool.shape[1:] != (self.block_bytes,) or (len(pool) and pool.strides[1] != 1):
+    def runs(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], part: int = 0) -> Runs:
+        """Where the bytes of this part of these blocks lie, in the cache and in the rows of the pool, as few dense runs
+        as possible. Raises as ``swap_out``."""
+        if pool.dtype != np.uint8 or pool.shape[1:] != (self.part_bytes,) or (len(pool) and pool.strides[1] != 1):
             raise ValueError(
-                f"kvstore: the pool must be dense rows of {self.block_bytes} bytes, got shape {pool.shape} "
+                f"kvstore: the pool must be dense rows of {self.part_bytes} bytes, got shape {pool.shape} "
                 f"of {pool.dtype}, strides {pool.strides}"
             )
         if len(block_ids) != len(slots):
             raise ValueError(f"kvstore: {len(block_ids)} blocks cannot be copied from or to {len(slots)} slots")
         ids = _checked(block_ids, self.num_blocks, "block")
         places = _checked(slots, len(pool), "slot")
-        cache = self._runs.addresses + ids[:, np.newaxis] * self._runs.strides
-        rows = self._runs.offsets + (pool.ctypes.data + places[:, np.newaxis] * pool.strides[0])
-        return Runs(cache.ravel(), rows.ravel(), np.tile(self._runs.sizes, len(ids)))
+        runs = self._runs[part]
+        cache = runs.addresses + ids[:, np.newaxis] * runs.strides
+        rows = runs.offsets + (pool.ctypes.data + places[:, np.newaxis] * pool.strides[0])
+        return Runs(cache.ravel(), rows.ravel(), np.tile(runs.sizes, len(ids)))
 
 
 def _cut(tensor: torch.Tensor, ranges: int) -> list[torch.Tensor]:
@@ -183,9 +218,9 @@ def _cut(tensor: torch.Tensor, ranges: int) -> list[torch.Tensor]:
     return list(tensor.chunk(ranges, dim=1))
 
 
-class _BlockRuns(NamedTuple):
-    """The dense runs of one block, in the order of its bytes: their ``addresses`` in block 0, the ``strides`` to the
-    next block, their ``offsets`` in a row and their ``sizes``, all in bytes."""
+class _PartRuns(NamedTuple):
+    """The dense runs of one part of a block, in the order of its bytes: their ``addresses`` in block 0, the ``strides``
+    to the next block, their ``offsets`` in a row and their ``sizes``, all in bytes."""
 
     addresses: Addresses
     strides: Addresses
@@ -193,7 +228,7 @@ class _BlockRuns(NamedTuple):
     sizes: Addresses
 
 
-def _runs_of_a_block(pages: Sequence[torch.Tensor]) -> _BlockRuns:
+def _runs_of(pages: Sequence[torch.Tensor]) -> _PartRuns:
     """The runs of all pages. Adjoining runs, such as those of layers that lie side by side, become one."""
     runs: list[tuple[int, int, int]] = []  # address, stride, size
     for page in pages:
@@ -205,7 +240,7 @@ def _runs_of_a_block(pages: Sequence[torch.Tensor]) -> _BlockRuns:
             else:
                 runs.append((address, stride, size))
     addresses, strides, sizes = np.array(runs, dtype=np.int64).T
-    return _BlockRuns(addresses, strides, np.cumsum(sizes) - sizes, sizes)
+    return _PartRuns(addresses, strides, np.cumsum(sizes) - sizes, sizes)
 
 
 def _dense_runs(page: torch.Tensor) -> tuple[Addresses, int]:

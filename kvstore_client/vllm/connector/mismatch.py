@@ -17,6 +17,7 @@ ADVICE: Mapping[str, str] = {
     "dtype": "set the same --dtype",
     "kv_dtype": "set the same --kv-cache-dtype",
     "parallel": "set the same --tensor-parallel-size and --pipeline-parallel-size, or the same head_shards",
+    "layer_parts": "give the same layer_parts",
     "config": "set the same --quantization, --hf-overrides and other options of the model",
     "loaded": "set the same --load-format",
     "draft": "set the same --speculative-config",
@@ -26,7 +27,7 @@ ADVICE: Mapping[str, str] = {
     "layout": "use the same attention backend and kind of processor",
     "block_bytes": "store blocks of one size",
 }
-CAUSES = ("block_tokens", "dtype", "kv_dtype", "parallel", "draft", "model", "config")
+CAUSES = ("block_tokens", "dtype", "kv_dtype", "parallel", "layer_parts", "draft", "model", "config")
 CONSEQUENCES = ("world", "layers", "layout", "pages", "block_bytes")
 
 

@@ -9,6 +9,8 @@ from kvstore_client.vllm.connector.request_options import MAX_WAIT_S
 from kvstore_client.vllm.shared.store_options import Size, StoreOptions
 
 MIN_STAGING_BYTES = 1 << 20
+# Each part is a request of its own to each shard, and a thread of its own where blocks are waited for.
+MAX_LAYER_PARTS = 16
 
 
 class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
@@ -24,6 +26,9 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     head_shards: keep blocks as ranges of heads, so that engines of different tensor parallelism share them: the largest
         --tensor-parallel-size of these engines, which that of each must divide. Equal in all of them. 0: whole parts
         of ranks, shared with engines of the same size only.
+    layer_parts: keep blocks as so many parts of layers, which are sent as soon as they are computed, and read as they
+        come: a prompt that is handed over is there sooner. Equal in all engines that share blocks; a divisor of the
+        layers of each rank. 0: whole blocks.
     single_flight_s: of engines that get the same prompt at once, the first computes it; the others wait for its blocks
         for so many seconds at most, and then compute what has not come. Set it in all of them. 0: each computes.
     engines: the directory in which this engine registers itself for `kvstore proxy`: etcd://HOST:PORT/NAME.
@@ -37,6 +42,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     min_hit_tokens: int = 0
     always_load: bool = False
     head_shards: int = 0
+    layer_parts: int = 0
     single_flight_s: float = 0.0
     save_decode: bool = True
     engines: str = ""
@@ -55,6 +61,11 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
             raise ValueError(
                 f"head_shards is {self.head_shards}; expected the largest --tensor-parallel-size of the engines that "
                 f"share blocks, at most {MAX_PARTS}, or 0"
+            )
+        if not 0 <= self.layer_parts <= MAX_LAYER_PARTS:
+            raise ValueError(
+                f"layer_parts is {self.layer_parts}; expected a divisor of the model's layers, at most "
+                f"{MAX_LAYER_PARTS}, or 0: whole blocks"
             )
         if not 0 <= self.single_flight_s <= MAX_WAIT_S:
             raise ValueError(

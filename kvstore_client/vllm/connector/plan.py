@@ -13,17 +13,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvstore_client import Namespace
 from kvstore_client.engine.parts import HeadParts
-from kvstore_client.engine.transfer import SendAs
+from kvstore_client.engine.transfer_out import SendAs
 
 
 @dataclass(frozen=True)
 class RankStore:
     """What the scheduler's half must know of a worker: the namespace of its part of every block, how many blocks its
-    host pool has room for, and which ranges of heads it has, if blocks are kept as such."""
+    host pool has room for, which ranges of heads it has, if blocks are kept as such, and in how many parts of layers
+    the store has each block."""
 
     namespace: Namespace
     slots: int
     head_parts: HeadParts | None = None
+    layer_parts: int = 1
 
     @property
     def part(self) -> tuple[str, HeadParts | None]:
@@ -108,7 +110,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     broken: set[int] = field(default_factory=set)
     released: Counter[tuple[int, int]] = field(default_factory=Counter)
     stored: Counter[tuple[int, int]] = field(default_factory=Counter)
-    arrived_blocks: int = 0
+    arrived_blocks: float = 0.0
     arriving_seconds: float = 0.0
 
     def __bool__(self) -> bool:

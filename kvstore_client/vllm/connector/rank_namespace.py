@@ -19,7 +19,8 @@ processing of images            config
 drafting layers' weights        draft. A block's last entry of these layers depends on the next token too, which can
                                 cost a proposal, never change a token
 which layers, which heads       groups, layers (pipeline stages may be cut anywhere), rank and world, parallel; the
-                                keys, if blocks are kept as ranges of heads
+                                keys, if blocks are kept as ranges of heads; layer_parts and the keys, if they are
+                                kept as parts of layers
 dtypes                          dtype, kv_dtype, and in layout the dtype of each layer. fp8 scales are the
                                 checkpoint's or 1, never measured while running; scales per token lie in the page
 page layout, attention backend  layout, and pages: what the engine's own kernels make of known keys and values
@@ -97,7 +98,7 @@ def rank_namespace(
         model=identity,
         dtype=str(model.dtype).removeprefix("torch."),
         block_tokens=vllm_config.cache_config.block_size,
-        block_bytes=layout.block_bytes // (len(parts.mine) if parts else 1),
+        block_bytes=layout.part_bytes // (len(parts.mine) if parts else 1),
         layout=f"{'+'.join(sorted(set(map(attention_kind, layers))))}:{layout.description}",
         rank=pp.rank_in_group * stage_ranks + (0 if parts else tp.rank_in_group // replicas),
         world=pp.world_size * stage_ranks,
@@ -111,6 +112,7 @@ def rank_namespace(
             "kv_dtype": f"{vllm_config.cache_config.cache_dtype}/{layout.dtype}",
             "layers": _names_digest(vllm_config, layers),
             "parallel": (f"heads{parts.of}" if parts else f"tp{tp.world_size}") + f"pp{pp.world_size}",
+            "layer_parts": str(layout.parts),
             "groups": groups,
             "hash": hash_probe(vllm_config),
         },

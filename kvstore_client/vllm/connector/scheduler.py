@@ -29,7 +29,7 @@ from kvstore_client.engine.admission import Admission, StepTimes
 from kvstore_client.engine.flights import PROMISE_S
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PIN_S, PrefixLookups
-from kvstore_client.engine.transfer import SendAs
+from kvstore_client.engine.transfer_out import SendAs
 from kvstore_client.vllm.connector.block_groups import NULL_BLOCK, BlockGroups, Place
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.events import KVEvents

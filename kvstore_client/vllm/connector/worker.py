@@ -6,6 +6,10 @@ the blocks of finished requests, and `handle_preemptions` waits for the few copi
 of their own. A transfer touches only blocks and slots that were given to it, until it reports its end.
 
 Copies of a block, load from the store: message -> row -> cache; save: cache -> row -> socket.
+
+A block may be in parts of some layers each. Each part is copied and sent when its last layer is computed, and each is
+fetched and placed by a transfer of its own. A row of the pool is a part, and a slot has as many rows as there are
+parts.
 """
 
 from __future__ import annotations
@@ -14,19 +18,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import Rows, SendAs, SendOutcome, TransferIn, TransferOut
-from kvstore_client.vllm.connector.device import Fence
+from kvstore_client.engine.parts import part_keys
+from kvstore_client.engine.transfer_in import Rows, TransferIn
+from kvstore_client.engine.transfer_out import SendAs, SendOutcome, TransferOut
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
+from kvstore_client.vllm.connector.rank_load import PartLoad, RankLoad
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -43,9 +46,10 @@ _IN_STORE = (SendOutcome.STORED, SendOutcome.PRESENT)
 
 
 class OrderedCopies(NamedTuple):
-    """A job whose copies out of the cache are under way."""
+    """A job of which one part of the blocks is being copied out of the cache."""
 
     saves: Saves
+    part: int
     copy: Copy | None  # None: it could not be started
     started: float
 
@@ -80,13 +84,16 @@ class WorkerHalf:
         self._replica, self._replicas = replica
         self._counters = counters
         slots = store.slots
-        self._pool = layout.pool(slots, shared=store_on_host)
-        self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters)
-        self._waiting_in = TransferIn(guard, threads=WAITING_THREADS, counters=counters, waits=True)
+        parts = layout.parts
+        self._pool = layout.pool(slots * parts, shared=store_on_host)
+        self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters, parts=parts)
+        self._waiting_in = TransferIn(
+            guard, threads=WAITING_THREADS * parts, counters=counters, waits=True, parts=parts
+        )
         # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
         # room for the blocks of the next steps; they displace the oldest blocks in the queue.
-        limit = slots // 2 - min(self._in.chunk_blocks, slots // 4)
-        self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent)
+        limit = len(self._pool) // 2 - min(self._in.chunk_blocks, len(self._pool) // 4)
+        self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent, parts=parts)
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="kvstore-swap-in")
         # Two chunks for each transfer thread, so that one can be placed while the next arrives. Made now: to lock pages
         # takes time that a request would wait for.
@@ -99,6 +106,12 @@ class WorkerHalf:
         self._held: dict[str, int] = {}
         self._report = WorkerReport([store])
         self._released: deque[tuple[tuple[int, int], bool]] = deque()  # job and slot; whether the store has the block
+        self._parts_left: dict[
+            tuple[int, int], tuple[int, bool]
+        ] = {}  # of a job's slot; whether the store has the others
+        self._saves: Saves | None = None  # of the current step
+        self._to_compute: list[set[str]] = []  # by part, the layers that its blocks wait for
+        self._copied_parts = 0  # of the job that is being copied
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed_block_ids: set[int] = set()
@@ -112,7 +125,7 @@ class WorkerHalf:
     @property
     def waiting_blocks(self) -> int:
         """Blocks on their way to the store."""
-        return self._out.waiting
+        return -(-self._out.waiting // self._layout.parts)
 
     # Into the cache.
 
@@ -120,13 +133,9 @@ class WorkerHalf:
         """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
         missing blocks, or `take_failed_requests` itself."""
         transfer = self._waiting_in if load.waits else self._in
-        if load.slots is not None:
-            loading = RankLoad(load, self._layout, self._pool, lambda: self._pool, load.slots)
-        else:
-            places = [index % (2 * transfer.chunk_blocks) for index in range(len(load.keys))]
-            loading = RankLoad(
-                load, self._layout, self._pool, self._waiting_rows if load.waits else self._staging_rows, places
-            )
+        rows = self._waiting_rows if load.waits else self._staging_rows
+        most = 2 * transfer.chunk_blocks
+        loading = RankLoad(load, self._layout, self._pool)
         try:
             loading.fence = self._layout.fence()
         except Exception:
@@ -139,14 +148,28 @@ class WorkerHalf:
         if not load.keys:  # not behind loads that wait for the network
             self._swaps.submit(self._loaded, loading)
             return
-        transfer.submit(
-            load.keys,
-            loading.rows,
-            loading.slots,
-            deadline=time.monotonic() + load.within_s,
-            arrived=loading.arrived,
-            done=lambda: self._loaded(loading),
-        )
+        for part in range(self._layout.parts):
+            loading.parts.append(
+                PartLoad(loading, part, lambda: self._pool, self._rows_of(load.slots, part))
+                if load.slots is not None
+                else PartLoad(loading, part, rows, [index % most for index in range(len(load.keys))])
+            )
+        for each in loading.parts:
+            transfer.submit(
+                self._part_keys(load.keys, each.part),
+                each.rows,
+                each.slots,
+                deadline=time.monotonic() + load.within_s,
+                arrived=each.arrived,
+                done=lambda: self._part_loaded(loading),
+            )
+
+    def _rows_of(self, slots: Sequence[int], part: int) -> list[int]:
+        """The rows of the host pool where this part of the blocks in these slots is."""
+        return [slot * self._layout.parts + part for slot in slots]
+
+    def _part_keys(self, keys: Sequence[bytes], part: int) -> Sequence[bytes]:
+        return part_keys(keys, range(part, part + 1)) if self._layout.parts > 1 else keys
 
     def _staging_rows(self) -> Rows:
         """The rows of the calling transfer thread."""
@@ -161,6 +184,10 @@ class WorkerHalf:
         if rows is None:
             rows = self._staging.rows = self._layout.pool(2 * self._waiting_in.chunk_blocks)
         return rows
+
+    def _part_loaded(self, loading: RankLoad) -> None:
+        if loading.part_ends():
+            self._loaded(loading)
 
     def _loaded(self, loading: RankLoad) -> None:
         started = time.monotonic()
@@ -212,6 +239,20 @@ class WorkerHalf:
         """Take in the step's plan."""
         self._idle = plan.idle
         self._held.update(plan.held)
+        self._saves = plan.saves
+        self._to_compute = [set(layers) for layers in self._layout.layers] if plan.saves else []
+
+    def layer_computed(self, layer: str) -> None:
+        """The model's work on this layer is queued: with the last layer of a part, start to copy and send it. Of a
+        block that is not in parts, nothing can be sent yet."""
+        if self._layout.parts == 1 or self._saves is None:
+            return
+        for part, layers in enumerate(self._to_compute):
+            if layer in layers:
+                layers.discard(layer)
+                if not layers:
+                    self._copy(self._saves, part)
+        self._settle_copies()
 
     def order_copies(self) -> None:
         """Have the model wait for all copies out of the cache: it is about to write to blocks that were others'."""
@@ -225,18 +266,29 @@ class WorkerHalf:
                 self._counters.add("defects")
                 self._copying[index] = copying._replace(copy=None)
 
-    def save(self, saves: Saves) -> None:
-        """Start the copies, ordered behind the model's work on the blocks, and send the blocks that are in their slots
-        already."""
+    def save(self) -> None:
+        """Start the copies of the step's blocks that have not begun, ordered behind the model's work on them, and send
+        the blocks that are in their slots already."""
+        saves, to_compute = self._saves, self._to_compute
+        self._saves, self._to_compute = None, []
+        if saves is None:
+            return
+        for part, layers in enumerate(to_compute):
+            if layers:
+                self._copy(saves, part)
+        for part in range(self._layout.parts):
+            self._send(saves.job, part, saves.send_keys, saves.send_slots, saves.send_parents, saves.send_how)
+
+    def _copy(self, saves: Saves, part: int) -> None:
+        if not saves.slots:
+            return
         copy: Copy | None = None
         started = time.monotonic()
-        if saves.slots:
-            try:
-                copy = self._layout.swap_out(saves.block_ids, self._pool, saves.slots)
-            except Exception:
-                logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
-            self._copying.append(OrderedCopies(saves, copy, started))
-        self._send(saves.job, saves.send_keys, saves.send_slots, saves.send_parents, saves.send_how)
+        try:
+            copy = self._layout.swap_out(saves.block_ids, self._pool, self._rows_of(saves.slots, part), part)
+        except Exception:
+            logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
+        self._copying.append(OrderedCopies(saves, part, copy, started))
 
     def take_saved(self) -> set[str]:
         """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
@@ -260,7 +312,7 @@ class WorkerHalf:
 
     def _settle_copies(self) -> None:
         while self._copying:
-            saves, copy, started = self._copying[0]
+            saves, part, copy, started = self._copying[0]
             try:
                 if copy is not None and not copy.done():
                     return
@@ -268,35 +320,39 @@ class WorkerHalf:
                 logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
                 copy = None
             self._copying.popleft()
-            self._copied_job = saves.job
-            self._report.copied[saves.job] += 1
+            self._copied_parts = (self._copied_parts + 1) % self._layout.parts
+            if not self._copied_parts:  # all parts of a job, which follow each other
+                self._copied_job = saves.job
+                self._report.copied[saves.job] += 1
             if copy is None:
                 self._report.broken.add(saves.job)
-                self._released.extend(((saves.job, slot), False) for slot in saves.slots)
+                self._release([((saves.job, slot), False) for slot in saves.slots])
                 continue
-            self._counters.add("swap_out_blocks", len(saves.slots))
-            self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.block_bytes)
+            self._counters.add("swap_out_blocks", len(saves.slots) / self._layout.parts)
+            self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.part_bytes)
             self._counters.add("swap_out_seconds", time.monotonic() - started)
-            self._send(saves.job, saves.keys, saves.slots, saves.parents, saves.how)
+            self._send(saves.job, part, saves.keys, saves.slots, saves.parents, saves.how)
 
     def _send(
         self,
         job: int,
+        part: int,
         keys: Sequence[bytes],
         slots: Sequence[int],
         parents: Sequence[bytes | None],
         how: Sequence[SendAs],
     ) -> None:
-        """Queue the blocks that this rank sends, and release the slots of those that another rank sends."""
+        """Queue this part of the blocks that this rank sends, and release it for those that another rank sends."""
         mine = [self._is_mine(key) for key in keys]
-        self._released.extend(((job, slot), False) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine)
+        self._release([((job, slot), False) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine])
         sent = [index for index, is_mine in enumerate(mine) if is_mine]
         if sent:
+            suffix = bytes([part]) if self._layout.parts > 1 else b""
             self._out.put(
-                [keys[index] for index in sent],
-                [self._pool[slots[index]] for index in sent],
+                [keys[index] + suffix for index in sent],
+                [self._pool[row] for row in self._rows_of([slots[index] for index in sent], part)],
                 [(job, slots[index]) for index in sent],
-                [parents[index] for index in sent],
+                [None if (parent := parents[index]) is None else parent + suffix for index in sent],
                 [how[index] for index in sent],
             )
 
@@ -304,7 +360,23 @@ class WorkerHalf:
         return int.from_bytes(key[:4], "big") % self._replicas == self._replica
 
     def _sent(self, results: Sequence[tuple[Hashable, SendOutcome]]) -> None:
-        self._released.extend((cast("tuple[int, int]", token), outcome in _IN_STORE) for token, outcome in results)
+        self._release([(cast("tuple[int, int]", token), outcome in _IN_STORE) for token, outcome in results])
+
+    def _release(self, results: Sequence[tuple[tuple[int, int], bool]]) -> None:
+        """A part of each of these slots is not read any more; whether the store has it. With the last part, the slot is
+        released."""
+        parts = self._layout.parts
+        if parts == 1:
+            self._released.extend(results)
+            return
+        with self._lock:
+            for token, is_stored in results:
+                left, all_stored = self._parts_left.get(token, (parts, True))
+                if left > 1:
+                    self._parts_left[token] = left - 1, all_stored and is_stored
+                else:
+                    self._parts_left.pop(token, None)
+                    self._released.append((token, all_stored and is_stored))
 
     def close(self) -> None:
         """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
@@ -314,51 +386,3 @@ class WorkerHalf:
         self._in.close()
         self._waiting_in.close()
         self._swaps.shutdown(wait=True)
-
-
-class RankLoad:
-    """The blocks of one request's load, on this rank. Used by one transfer thread."""
-
-    def __init__(
-        self, load: Load, layout: BlockLayout, pool: Rows, rows: Callable[[], Rows], slots: Sequence[int]
-    ) -> None:
-        """rows, slots: where the store's blocks arrive; ``rows()`` returns the same rows to each call of one thread."""
-        self.load = load
-        self.rows = rows
-        self.slots = slots
-        self.fence: Fence | None = None  # what its copies wait for
-        self.placed = 0
-        self.seconds = 0.0  # spent placing blocks
-        self.missing = {*load.host_block_ids, *load.block_ids}  # cache blocks that are not loaded yet
-        self._layout = layout
-        self._pool = pool
-        self._copies: deque[tuple[Copy, Sequence[int]]] = deque()
-
-    def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
-        """Start to place the leading run of a chunk. Blocks after a gap are of no use, since the engine computes from
-        the first missing block on."""
-        started = time.monotonic()
-        run = len(hits) if hits.all() else int(hits.argmin())
-        while len(self._copies) > 1:  # the next chunk is written to the rows of the chunk before the last
-            self._settle()
-        self._place(self.rows(), self.slots[first : first + run], self.load.block_ids[first : first + run])
-        self.seconds += time.monotonic() - started
-        return run == len(hits)
-
-    def finish(self) -> None:
-        """Place the blocks of the host pool and wait for all copies. After that, ``missing`` is final."""
-        try:
-            self._place(self._pool, self.load.host_slots, self.load.host_block_ids)
-        finally:
-            while self._copies:
-                self._settle()
-
-    def _place(self, rows: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        if block_ids:
-            self._copies.append((self._layout.swap_in(rows, slots, block_ids, self.fence), block_ids))
-
-    def _settle(self) -> None:
-        copy, block_ids = self._copies.popleft()
-        copy.wait()
-        self.placed += len(block_ids)
-        self.missing.difference_update(block_ids)

@@ -37,6 +37,16 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             )
 
 
+def check_layer_parts(vllm_config: VllmConfig, layer_parts: int) -> None:
+    """Raise ValueError for an engine that cannot tell when a layer is computed for all tokens of a step, if blocks are
+    to be in so many parts of layers."""
+    if layer_parts > 1 and vllm_config.parallel_config.use_ubatching:
+        raise ValueError(
+            f"kvstore: layer_parts is {layer_parts} and this engine computes a step in microbatches (--enable-dbo or "
+            "--ubatch-size), each of which would count as the whole step. Leave out one of them"
+        )
+
+
 def recompute_failed_loads(transfer: KVTransferConfig, engine: VllmConfig | None) -> None:
     """See to it that a request whose blocks cannot be loaded is computed, and does not fail, which is vLLM's default.
 

@@ -44,7 +44,8 @@ from vllm.v1.kv_offload.tiering.base import JobId, JobResult, SecondaryTierManag
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client.engine.guard import Counters, StoreGuard
-from kvstore_client.engine.transfer import SendOutcome, TransferIn, TransferOut
+from kvstore_client.engine.transfer_in import TransferIn
+from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
 from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, PREFIX
 from kvstore_client.vllm.shared.store_options import parse_options
 from kvstore_client.vllm.tier.chunk_lookups import ChunkLookups
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-    from kvstore_client.engine.transfer import Rows
+    from kvstore_client.engine.transfer_in import Rows
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
 

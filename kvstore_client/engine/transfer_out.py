@@ -1,0 +1,236 @@
+"""Blocks on their way from host memory to the store, in the background of an engine.
+
+One thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. When the queue is
+full, the oldest unsent blocks are dropped: the newest are the likeliest to be asked for again, and an engine never
+waits for its cache. Blocks that are handed over to another engine, which waits for them, go first and are not dropped.
+
+No copy is made here: blocks go from the caller's rows to the socket. Whatever fails, ``done`` is called exactly once
+for each block, so that the caller can always release its memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.engine.guard import Counters, Store, StoreGuard
+from kvstore_client.engine.parts import PartialBlocks, in_remote, part_keys
+from kvstore_client.engine.transfer_in import CHUNK_BYTES
+
+Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
+
+# So long a part of a block is kept whose other parts do not come, because the engine that sends them is gone.
+PART_TTL_S: Final = 30.0
+# So many blocks, as many as may wait to be sent, may be in the store in part.
+PARTIAL_SHARE: Final = 2
+
+
+class SendOutcome(enum.Enum):
+    """What became of a block on its way out."""
+
+    STORED = "stored"
+    PRESENT = "present"  # not sent: the store had it already
+    DROPPED = "dropped"  # not sent: the queue was full or closed
+    FAILED = "failed"  # the store was out of reach or did not take it
+
+
+class SendAs(NamedTuple):
+    """How a block is sent: its priority and time to live in the store, as the client's `set` takes them, and whether
+    another engine waits for it."""
+
+    priority: int = 0
+    ttl_s: float | None = None
+    handed_over: bool = False
+
+
+class _Waiting(NamedTuple):
+    key: bytes
+    block: Block
+    token: Hashable
+    parent: bytes | None  # the key before it in its chain; None: it is the first
+    how: SendAs
+
+
+Done: TypeAlias = Callable[[Sequence[tuple[Hashable, SendOutcome]]], None]
+
+
+class TransferOut:
+    """Sends blocks of one namespace to the store. The caller owns the blocks' memory and must not change it until
+    ``done`` has named the block's token. Thread-safe.
+
+    ``limit``: how many blocks may wait in the queue. ``done(results)`` is called from the transfer's thread, or from
+    ``put`` and ``close`` for the blocks they drop; it must neither raise nor block.
+
+    ``parts``, more than 1: what is put are parts, of which a block has so many; the last byte of a key is the number of
+    the part. Each is set to live for `PART_TTL_S`, and when the store has all of a block, they get the time to live
+    that they were put with. So nothing is left of a block that does not become complete. Counters count whole blocks.
+    """
+
+    def __init__(self, guard: StoreGuard, *, limit: int, counters: Counters, done: Done, parts: int = 1) -> None:
+        if limit < 1:
+            raise ValueError(f"limit={limit}: expected room for at least 1 block")
+        self._guard = guard
+        self._limit = limit
+        self._parts = parts
+        self._partial = PartialBlocks(parts, most=PARTIAL_SHARE * limit)
+        self._counters = counters
+        self._done = done
+        self._batch = max(1, CHUNK_BYTES // guard.block_bytes)
+        self._queue: deque[_Waiting] = deque()
+        self._first: deque[_Waiting] = deque()  # those that are handed over
+        self._changed = threading.Condition()
+        self._sending = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-transfer-out", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Blocks in the queue or being sent."""
+        return len(self._queue) + len(self._first) + self._sending
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Block],
+        tokens: Sequence[Hashable],
+        parents: Sequence[bytes | None],
+        how: Sequence[SendAs] | None = None,
+    ) -> None:
+        """Queue blocks. ``parents[i]``: the key before ``keys[i]`` in its chain, None for a chain's first. Beyond the
+        limit, the oldest in the queue are dropped, even if this call put them there, but none that is handed over.
+        Never blocks."""
+        if how is None:
+            how = [SendAs()] * len(keys)
+        with self._changed:
+            for each in map(_Waiting._make, zip(keys, blocks, tokens, parents, how, strict=True)):
+                (self._first if each.how.handed_over else self._queue).append(each)
+            surplus = len(self._queue) if self._closed else max(0, self.waiting - self._sending - self._limit)
+            dropped = [self._queue.popleft() for _ in range(min(surplus, len(self._queue)))]
+            if self._closed:
+                dropped += self._first
+                self._first.clear()
+            self._changed.notify_all()
+        self._report(dropped, SendOutcome.DROPPED)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no block is queued or on the wire. -> False if ``timeout_s`` passed first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.waiting, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Send the queued blocks for up to ``timeout_s``, then drop the rest. Waits for a batch on the wire for as
+        long as one call may take."""
+        self.drain(timeout_s)
+        with self._changed:
+            self._closed = True
+            dropped = [*self._first, *self._queue]
+            self._first.clear()
+            self._queue.clear()
+            self._changed.notify_all()
+        self._report(dropped, SendOutcome.DROPPED)
+        self._thread.join(self._guard.timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._first or self._closed)
+                queue = self._first or self._queue
+                if not queue:
+                    return
+                batch = [queue.popleft() for _ in range(min(self._batch, len(queue)))]
+                self._sending = len(batch)
+            started = time.monotonic()
+            self._send(batch)
+            self._counters.add("transfer_out_seconds", time.monotonic() - started)
+            with self._changed:
+                self._sending = 0
+                self._changed.notify_all()
+
+    def _send(self, batch: list[_Waiting]) -> None:
+        keys = [each.key for each in batch]
+        present = self._guard.call(lambda store: in_remote(store, keys), None)
+        if present is None:
+            return self._report(batch, SendOutcome.FAILED)
+        there = [each for each, is_there in zip(batch, present, strict=True) if is_there]
+        missing = [each for each, is_there in zip(batch, present, strict=True) if not is_there]
+        stored: list[_Waiting] = []
+        most_s = PART_TTL_S if self._parts > 1 else math.inf
+        if missing:
+            lost = self._guard.call(lambda client: _set(client, missing, most_s), len(missing))
+            stored = self._in_store(missing) if lost else missing  # it does not tell which ones
+        failed = {each.key for each in missing} - {each.key for each in stored}
+        if self._parts > 1:
+            failed |= self._complete(there, stored)
+        for some, outcome in ((there, SendOutcome.PRESENT), (missing, SendOutcome.STORED)):
+            self._report([each for each in some if each.key not in failed], outcome)
+            self._report([each for each in some if each.key in failed], SendOutcome.FAILED)
+        return None
+
+    def _in_store(self, blocks: Sequence[_Waiting]) -> list[_Waiting]:
+        keys = [each.key for each in blocks]
+        present = self._guard.call(lambda store: in_remote(store, keys), np.zeros(len(keys), dtype=np.bool_))
+        return [each for each, is_there in zip(blocks, present, strict=True) if is_there]
+
+    def _complete(self, there: Sequence[_Waiting], stored: Sequence[_Waiting]) -> set[bytes]:
+        """Have blocks live on of which the store has all parts now. -> the keys of these parts, if the block's
+        others are not there any more."""
+        whole = self._partial.add([each.key for each in there], [each.key for each in stored])
+        keys_by_ttl: dict[float | None, list[bytes]] = {}
+        for each in (*there, *stored):
+            if each.key[:-1] in whole:
+                whole.discard(each.key[:-1])
+                keys_by_ttl.setdefault(each.how.ttl_s, []).extend(part_keys([each.key[:-1]], range(self._parts)))
+        lost: set[bytes] = set()
+        for ttl_s, keys in keys_by_ttl.items():
+            kept = self._guard.call(functools.partial(_expire, keys, ttl_s), np.zeros(len(keys), dtype=np.bool_))
+            lost.update(key[:-1] for key, is_kept in zip(keys, kept, strict=True) if not is_kept)
+        return {each.key for each in (*there, *stored) if each.key[:-1] in lost}
+
+    def _report(self, blocks: Sequence[_Waiting], outcome: SendOutcome) -> None:
+        if not blocks:
+            return
+        if outcome is SendOutcome.STORED:
+            self._counters.add("transfer_out_blocks", len(blocks) / self._parts)
+            self._counters.add("transfer_out_bytes", len(blocks) * self._guard.block_bytes)
+        else:
+            self._counters.add(_COUNTERS[outcome], len(blocks) / self._parts)
+        self._done([(each.token, outcome) for each in blocks])
+
+
+_COUNTERS: Final = {
+    SendOutcome.PRESENT: "present_blocks",
+    SendOutcome.DROPPED: "dropped_blocks",
+    SendOutcome.FAILED: "unsaved_blocks",
+}
+
+
+def _expire(keys: Sequence[bytes], ttl_s: float | None, store: Store) -> npt.NDArray[np.bool_]:
+    return store.expire(keys, ttl_s=ttl_s)
+
+
+def _set(client: Store, blocks: Sequence[_Waiting], most_s: float) -> int:
+    """Set blocks, to live for so long at most. -> how many the store could not take. A deferred set is acknowledged
+    once the store owns the bytes; every lookup sees the blocks from then on."""
+    lost = 0
+    for how, group in itertools.groupby(blocks, lambda each: each.how):
+        some = list(group)
+        lost += client.set(
+            [each.key for each in some],
+            [each.block for each in some],
+            deferred=True,
+            parent=[each.parent for each in some],
+            priority=how.priority,
+            ttl_s=how.ttl_s if math.isinf(most_s) else min(most_s, how.ttl_s or most_s),
+        ).error
+    return lost

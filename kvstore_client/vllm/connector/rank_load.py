@@ -1,0 +1,114 @@
+"""A load on one rank: the parts of its blocks that arrive, and their copies into the cache.
+
+Each part is fetched by a transfer of its own, in a thread of its own, and placed as it arrives. A block is loaded when
+all its parts are. Blocks that the host pool has are placed at the end, all their parts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.engine.transfer_in import Rows
+from kvstore_client.vllm.connector.device import Fence
+from kvstore_client.vllm.connector.layout import BlockLayout, Copy
+from kvstore_client.vllm.connector.plan import Load
+
+
+class RankLoad:
+    """The blocks of one request's load, on this rank. Thread-safe."""
+
+    def __init__(self, load: Load, layout: BlockLayout, pool: Rows) -> None:
+        self.load = load
+        self.layout = layout
+        self.parts: list[PartLoad] = []  # what is fetched
+        self.fence: Fence | None = None  # what its copies wait for
+        self._pool = pool
+        self._ended = 0
+        self._placed_here: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def placed(self) -> float:
+        """So many blocks."""
+        return len(self._placed_here) + sum(each.placed for each in self.parts) / self.layout.parts
+
+    @property
+    def seconds(self) -> float:
+        """Spent placing blocks that arrived."""
+        return sum(each.seconds for each in self.parts)
+
+    @property
+    def missing(self) -> set[int]:
+        """Cache blocks that are not loaded, or not yet."""
+        return {*self.load.host_block_ids, *self.load.block_ids} - self._placed_here - self._arrived
+
+    @property
+    def _arrived(self) -> set[int]:
+        return set.intersection(*(each.there for each in self.parts)) if self.parts else set()
+
+    def part_ends(self) -> bool:
+        """-> whether that was the last one."""
+        with self._lock:
+            self._ended += 1
+            return self._ended == len(self.parts)
+
+    def finish(self) -> None:
+        """Place the blocks of the host pool and wait for all copies. After that, ``missing`` is final."""
+        block_ids, parts = self.load.host_block_ids, self.layout.parts
+        copies: list[Copy] = []
+        try:
+            for part in range(parts) if block_ids else ():
+                rows = [slot * parts + part for slot in self.load.host_slots]
+                copies.append(self.layout.swap_in(self._pool, rows, block_ids, self.fence, part))
+        finally:
+            for each in self.parts:
+                each.finish()
+            for copy in copies:
+                copy.wait()
+        self._placed_here.update(block_ids)
+
+
+class PartLoad:
+    """One part of these blocks; used by one transfer thread."""
+
+    def __init__(self, load: RankLoad, part: int, rows: Callable[[], Rows], slots: Sequence[int]) -> None:
+        """rows, slots: where it arrives; ``rows()`` returns the same rows to each call of one thread."""
+        self.part = part
+        self.rows = rows
+        self.slots = slots
+        self.placed = 0
+        self.seconds = 0.0  # spent placing
+        self.there: set[int] = set()  # cache blocks that have this part
+        self._load = load
+        self._copies: deque[tuple[Copy, Sequence[int]]] = deque()
+
+    def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
+        """Start to place the leading run of a chunk. Blocks after a gap are of no use, since the engine computes from
+        the first missing block on."""
+        started = time.monotonic()
+        run = len(hits) if hits.all() else int(hits.argmin())
+        while len(self._copies) > 1:  # the next chunk is written to the rows of the chunk before the last
+            self._settle()
+        if run:
+            slots, block_ids = self.slots[first : first + run], self._load.load.block_ids[first : first + run]
+            copy = self._load.layout.swap_in(self.rows(), slots, block_ids, self._load.fence, self.part)
+            self._copies.append((copy, block_ids))
+        self.seconds += time.monotonic() - started
+        return run == len(hits)
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        while self._copies:
+            self._settle()
+
+    def _settle(self) -> None:
+        copy, block_ids = self._copies.popleft()
+        copy.wait()
+        self.placed += len(block_ids)
+        self.there.update(block_ids)

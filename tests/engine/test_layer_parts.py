@@ -1,0 +1,240 @@
+"""Blocks that are kept in parts of layers: sent as they are computed, and read as they come, by real engines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore_client import KVStoreClient
+from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.parts import part_keys
+from kvstore_client.engine.transfer_out import PART_TTL_S, SendAs
+from tests.engine.engines import (
+    BLOCK,
+    BLOCK_BYTES,
+    Expected,
+    StartEngine,
+    check_answers,
+    full_blocks,
+    namespaces,
+    prompt,
+)
+from tests.engine.test_hand_over import CHUNKS
+from tests.engine.test_kv_layout import BLOCKS, LAYERS, caches, equal
+from tests.support.clock import Clock
+from tests.support.harness import Server, StartServer, make_keys, make_namespace, namespace_info, wait_until
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    from kvstore_client.vllm.connector.layout import BlockLayout
+    from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
+    from kvstore_client.vllm.connector.worker import WorkerHalf
+
+PARTS = {"layer_parts": 4}
+OF = 4
+KEYS = make_keys(3)
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """A rank without an engine: its tensors, and the store."""
+
+    def __init__(self, server: Server, parts: int = OF) -> None:
+        self.tensors = caches("LBHNC")
+        self.counters = Counters()
+        layout = BlockLayout(self.tensors, BLOCKS, parts=parts)
+        self.namespace = make_namespace(layout.part_bytes, "layer-parts")
+        self.guard = StoreGuard(server.endpoint, self.namespace, timeout_s=5, counters=self.counters)
+        self.worker = WorkerHalf(
+            self.guard,
+            layout,
+            store=RankStore(self.namespace, 16, None, parts),
+            timeout_s=5,
+            replica=(0, 1),
+            counters=self.counters,
+        )
+
+    def begin_step(self, job: int = 0) -> None:
+        """A step that fills the cache's first blocks."""
+        saves = Saves(job, KEYS, [None, *KEYS[:2]], block_ids=[0, 1, 2], slots=[4, 9, 2], how=[SendAs()] * 3)
+        self.worker.begin_step(StepPlan(saves=saves))
+
+    def end_step(self) -> WorkerReport:
+        """-> what became of it, once all is sent."""
+        self.worker.save()
+        self.worker.take_saved()
+        assert self.worker._out.drain(10)
+        report = self.worker.take_report()
+        assert report is not None
+        return report
+
+    def compute(self, *layers: int) -> None:
+        for layer in layers:
+            self.worker.layer_computed(f"model.layers.{layer}.attn")
+        assert self.worker._out.drain(10)
+
+    def load(self, **how: float | bool) -> set[int]:
+        """Load all into blocks 3, 4, 5. -> those that are missing."""
+        self.worker.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=5.0, **how))  # type: ignore[arg-type]
+        wait_until(self.worker.take_loaded, 10)
+        return self.worker.take_failed_block_ids()
+
+    def close(self) -> None:
+        self.worker.close()
+        self.guard.close()
+
+
+@pytest.fixture
+def timed(start_server: StartServer, clock: Clock) -> Server:
+    return start_server(**clock.environment)
+
+
+@pytest.fixture
+def rank(timed: Server) -> Iterator[Rank]:
+    rank = Rank(timed)
+    yield rank
+    rank.close()
+
+
+@pytest.fixture
+def client(timed: Server, rank: Rank) -> Iterator[KVStoreClient]:
+    with KVStoreClient(timed.endpoint, rank.namespace) as client:
+        yield client
+
+
+def there(client: KVStoreClient) -> list[list[bool]]:
+    """Which parts the store has of each block."""
+    return client.contains(part_keys(KEYS, range(OF))).reshape(-1, OF).tolist()  # type: ignore[no-any-return]
+
+
+def test_a_part_is_sent_when_its_last_layer_is_computed(rank: Rank, client: KVStoreClient) -> None:
+    rank.begin_step()
+    rank.compute(0, 1)
+    assert not any(map(any, there(client)))
+    rank.compute(2)
+    assert there(client) == [[True, False, False, False]] * 3
+    rank.compute(6, 7, 8)  # in whatever order
+    assert there(client) == [[True, False, True, False]] * 3
+    report = rank.end_step()
+    assert there(client) == [[True] * 4] * 3, "at the end of a step all layers are computed, whoever told of them"
+    assert report.copied == {0: 1} and not report.broken
+    assert report.released == report.stored == {(0, 4): 1, (0, 9): 1, (0, 2): 1}
+    counted = rank.counters.take()
+    assert counted["transfer_out_blocks"] == counted["swap_out_blocks"] == 3
+
+
+def test_a_part_that_never_comes_leaves_nothing_behind(rank: Rank, client: KVStoreClient, clock: Clock) -> None:
+    rank.begin_step()
+    rank.compute(*range(LAYERS - 1))
+    assert there(client) == [[True, True, True, False]] * 3
+    clock.advance(PART_TTL_S - 1)
+    assert there(client) == [[True, True, True, False]] * 3
+    clock.advance(1.5)
+    wait_until(lambda: not client.info().shards[0].namespaces, 10, "the store is empty")
+
+
+def test_a_whole_block_stays(rank: Rank, client: KVStoreClient, clock: Clock) -> None:
+    rank.begin_step()
+    rank.compute(*range(LAYERS))
+    clock.advance(10 * PART_TTL_S)
+    assert there(client) == [[True] * 4] * 3
+    assert not rank.load()
+    for tensor in rank.tensors.values():
+        assert all(equal(tensor[new], tensor[old]) for old, new in enumerate((3, 4, 5)))
+
+
+def test_a_block_that_lost_a_part_before_it_was_whole_does_not_count_as_stored(
+    rank: Rank, client: KVStoreClient, clock: Clock
+) -> None:
+    rank.begin_step()
+    rank.compute(0, 1, 2)
+    clock.advance(PART_TTL_S + 1)
+    rank.compute(*range(3, LAYERS))
+    report = rank.end_step()
+    assert report.released.total() == 3 and not report.stored
+    assert rank.load() == {3, 4, 5}
+    rank.begin_step(job=1)
+    rank.compute(*range(LAYERS))
+    assert not rank.load()
+
+
+def test_parts_that_another_engine_has_set_are_kept_with_those_of_this_one(
+    timed: Server, rank: Rank, client: KVStoreClient, clock: Clock
+) -> None:
+    """The other one dies half-way: what it has set would be lost with it."""
+    other = Rank(timed)
+    other.begin_step()
+    other.compute(*range(6))
+    clock.advance(PART_TTL_S - 5)
+    rank.begin_step()
+    rank.compute(*range(LAYERS))
+    other.close()
+    clock.advance(10)
+    assert there(client) == [[True] * 4] * 3 and namespace_info(client).created == 12
+
+
+def test_parts_are_loaded_as_they_come_and_a_block_counts_when_all_have(rank: Rank, client: KVStoreClient) -> None:
+    wanted = [tensor[:3].clone() for tensor in rank.tensors.values()]
+    rank.begin_step()
+    rank.compute(*range(6))
+    with client.promise(part_keys(KEYS, range(OF))):
+        rank.worker.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=30.0, waits=True))
+        tensors = list(rank.tensors.values())
+        wait_until(lambda: equal(tensors[5][3:6], wanted[5]), 10, "the first parts are there")
+        assert not rank.worker.take_loaded() and not equal(tensors[6][3:6], wanted[6])
+        rank.compute(*range(6, LAYERS))
+        wait_until(rank.worker.take_loaded, 10)
+    assert not rank.worker.take_failed_block_ids()
+    assert all(equal(tensor[3:6], want) for tensor, want in zip(tensors, wanted, strict=True))
+    assert rank.counters.take()["transfer_in_blocks"] == 3
+
+
+def test_blocks_with_a_part_that_does_not_come_are_missing(rank: Rank, client: KVStoreClient) -> None:
+    rank.begin_step()
+    rank.compute(*range(LAYERS))
+    client.delete([KEYS[1] + bytes([2])])
+    assert rank.load() == {4, 5}, "what is behind a gap is of no use"
+    assert rank.load(waits=True) == {4, 5}
+
+
+def test_layers_must_fall_into_as_many_for_each_part() -> None:
+    with pytest.raises(ValueError, match=f"layer_parts is 5.* {LAYERS} layers"):
+        BlockLayout(caches("LBHNC"), BLOCKS, parts=5)
+
+
+# ---- engines; `test_hand_over.py` hands over prompts in parts, too ------------------------------------------------
+
+
+@pytest.mark.parametrize("cpu_bytes", [0, "8MiB"])
+def test_what_was_kept_in_parts_is_loaded_by_every_other_engine(
+    server: Server, start_engine: StartEngine, expected: Expected, cpu_bytes: int | str
+) -> None:
+    """In chunks, with and without a CPU tier, through which a part of each prompt comes."""
+    options = {**PARTS, "cpu_bytes": cpu_bytes, "always_load": True}
+    first, second = (start_engine(server.endpoint, options=options, **CHUNKS) for _ in range(2))
+    questions = [prompt(seed, 900) for seed in (1, 2, 3)]
+    check_answers(first, expected, *questions, cached=0)
+    first.settle()
+    (namespace,) = namespaces(server)
+    assert namespace.block_bytes * OF == BLOCK_BYTES
+    assert namespace.blocks == OF * sum(len(question + [0] * 8) // BLOCK for question in questions)
+    for engine in (second, first, second):
+        engine.reset_prefix_cache()
+        check_answers(engine, expected, *questions, cached=full_blocks(900))
+    assert second.metrics()["failed_loads"] == first.metrics()["failed_loads"] == 0
+
+
+def test_engines_with_other_parts_do_not_see_each_others_blocks(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    for options in ({}, PARTS, {"layer_parts": 2}):
+        engine = start_engine(server.endpoint, options=options, **CHUNKS)
+        check_answers(engine, expected, prompt(1), cached=0)
+        engine.settle()
+        assert engine.stop() == 0
+    assert len(namespaces(server)) == 3
