@@ -11,6 +11,7 @@ A transient block has one copy, at the first of its owners that can be reached.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -29,6 +30,7 @@ from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.lanes import least_busy
+from kvstore_client._links.link import Link
 from kvstore_client._links.staging import SetAnswer, Staging
 from kvstore_client._links.view import NOBODY, Numbers, View
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError, Timeout
@@ -38,6 +40,11 @@ from kvstore_client.results import SetResult
 PENDING_PAUSE_S: Final = 0.02  # between two looks whether a block is there that another client was writing
 SET_BYTES: Final = 16 << 20  # most payload of one SET; a longer batch becomes several
 LOCAL_SET_BYTES: Final = 64 << 20  # the same for a shard on this host, which only gets references
+# The blocks of a SET are readable when all of them are there. So that who waits for them is sent the first ones while
+# the others are on their way, a SET takes no longer than this on its link, as fast as that was last.
+SET_S: Final = 0.02
+LEAST_SET_BYTES: Final = 256 << 10
+PACED_BYTES: Final = 256 << 10  # payload that tells how fast a link is
 
 _UNKNOWN: Final = 255
 # The outcomes that a block's replicas report, by rising rank: the highest one counts. A rank above a refusal is a copy.
@@ -61,6 +68,7 @@ class Writer:
         self._core = exchange.core
         self._replicas = replicas
         self._block_bytes = block_bytes
+        self._paces: dict[str, float] = {}  # bytes/s of links that were given much, by name
 
     def set(
         self,
@@ -175,17 +183,26 @@ class Writer:
             Call(link, self._core.next_id(), some, functools.partial(message, part), SetAnswer)
             for link, mine in by_link
             for some, part in requests_of(
-                packed, positions, mine, options.chains, self._most(staged.get(link)), len(view.links) == 1
+                packed, positions, mine, options.chains, self._most(link, staged.get(link)), len(view.links) == 1
             )
         ]
         needed = 1 if options.reads else max(1 if options.deferred else replicas, self._min_copies)
         tally = _Tally(calls, len(packed), needed, waits=not options.deferred or needed > 1)
+        began = time.monotonic()
         self._exchange.run(calls, deadline, enough=tally.enough if needed < replicas else None)
+        taken_s = time.monotonic() - began
+        for link, mine in by_link:
+            if (nbytes := len(mine) * self._block_bytes) >= PACED_BYTES:
+                pace = nbytes / taken_s
+                self._paces[link.name] = (self._paces.get(link.name, pace) + pace) / 2
         return *tally.result(positions, outcomes, copies), tally.evicted
 
-    def _most(self, staging: Staging | None) -> int:
+    def _most(self, link: Link, staging: Staging | None) -> int:
         """-> the most keys of one SET."""
-        most_bytes = SET_BYTES if staging is None else LOCAL_SET_BYTES
+        most_bytes = LOCAL_SET_BYTES
+        if staging is None:
+            pace = self._paces.get(link.name, math.inf)
+            most_bytes = int(min(SET_BYTES, max(LEAST_SET_BYTES, pace * SET_S)))
         return max(1, min(wire.MAX_KEYS, most_bytes // self._block_bytes))
 
     def delete(self, packed: KeyArray, options: Options) -> int:

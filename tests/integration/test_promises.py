@@ -35,6 +35,7 @@ from tests.support.harness import (
     shard_info,
     wait_until,
 )
+from tests.support.slow_link import SlowLink
 
 BLOCK_BYTES = 4096
 SOON_S = 1.0  # for what happens at once, on a busy machine
@@ -395,3 +396,28 @@ async def _together(endpoint: str, namespace: Namespace, keys: list[bytes]) -> l
 
 def test_the_asynchronous_client_does_the_same(server: Server, namespace: Namespace) -> None:
     assert asyncio.run(_together(server.endpoint, namespace, make_keys(3))) == [True] * 3
+
+
+def test_over_a_slow_link_the_first_blocks_of_a_set_are_there_while_the_others_are_on_their_way(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    """A SET is as long as fits the link; how fast that is, the client has learned from the set before."""
+    server, namespace = start_server("--unix-socket", "off"), new_namespace(64 << 10)
+    keys = make_keys(64)
+    blocks = blocks_of(keys, 64 << 10)
+    with (
+        SlowLink(server.port) as link,
+        KVStoreClient(link.endpoint, namespace) as producer,
+        KVStoreClient(server.endpoint, namespace) as consumer,
+    ):
+        link.bytes_per_s = 4e6  # a second for all
+        producer.set(keys[:16], blocks[:16])
+        promise = producer.promise(keys)
+        setting = threading.Thread(target=lambda: producer.set(keys[16:], blocks[16:]))
+        setting.start()
+        out = np.zeros((1, 64 << 10), dtype=np.uint8)
+        assert consumer.get_into(keys[16:17], out, wait_s=10).all() and out.tobytes() == blocks[16]
+        assert setting.is_alive() and not consumer.contains(keys[-8:]).any()
+        setting.join()
+        assert consumer.contains(keys).all()
+        promise.withdraw()
