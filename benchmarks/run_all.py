@@ -58,6 +58,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_nixl", 1),
     Entry(f"{REMOTE}.test_beside_python", 2),
     Entry(f"{REMOTE}.test_lookup", 1),
+    Entry(f"{REMOTE}.test_waiters", 1),
     Entry(f"{REMOTE}.test_key_hashing", 2),
     Entry(f"{REMOTE}.test_sharding", 3),
     Entry(f"{REMOTE}.test_swap", 5),
@@ -73,6 +74,8 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_slow_store", 10, engine=True),
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),
     Entry(f"{REMOTE}.test_hand_over", 12, engine=True),
+    Entry(f"{REMOTE}.test_layer_parts", 14, engine=True),
+    Entry(f"{REMOTE}.test_apart", 10, engine=True),
     Entry(f"{REMOTE}.test_demo", 4, engine=True),
 )
 

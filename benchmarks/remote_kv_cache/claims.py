@@ -40,6 +40,8 @@ from benchmarks.remote_kv_cache.test_slow_store import (
     SOONER,
 )
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, PREFILL, STORED, TARGET
+from benchmarks.remote_kv_cache.test_waiters import CONTAINS as BESIDE_WAITERS
+from benchmarks.remote_kv_cache.test_waiters import PING
 from benchmarks.remote_kv_cache.transfers import MEMCPY, PLAIN_GET, PLAIN_SET
 from benchmarks.results_reader import CaseResult, Result
 
@@ -342,6 +344,35 @@ def _added(at_most_s: float) -> Callable[[Result], Finding]:
     return find
 
 
+def _beside_waiters(at_most: float, ping_s: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case = result.cases[0]
+        share, alone = case.to_limit(BESIDE_WAITERS), case.limits[BESIDE_WAITERS]
+        longest_s = result.parameters["longest_ping_seconds"][PING]
+        return Finding(
+            f"{share.median:.2f} x ({share.low:.2f} … {share.high:.2f}), longest PING {longest_s * 1e3:.1f} ms",
+            f"{alone}: {case.seconds(alone).median * 1e6:.0f} µs",
+            share.median <= at_most and longest_s <= ping_s,
+        )
+
+    return find
+
+
+def _one_part_late(parts: str) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        told, good = [], True
+        for case in result.cases:
+            most_s = case.parameters["link_s"] / case.parameters["parts"][parts]
+            beyond_s = case.parameters["beyond_s"][parts]
+            told.append(
+                f"{case.parameters['bytes_per_s'] / 1e6:.0f} MB/s {beyond_s * 1e3:.0f} of {most_s * 1e3:.0f} ms"
+            )
+            good = good and beyond_s <= most_s
+        return Finding("; ".join(told), "the longer of this prefill and the link's time", good and _right(result))
+
+    return find
+
+
 def _only(result: Result, group: str) -> CaseResult:
     """The one case of a part. Raises `KeyError` if that part was left out."""
     cases = result.group(group)
@@ -421,6 +452,13 @@ REMOTE_CLAIMS: Final = (
     ),
     Claim(_MODULE, "`contains` of 512 keys ≤ 0.15 ms", "test_lookup", "", _latency("contains 512", 0.15e-3)),
     Claim(_MODULE, "`match_prefix` of 4096 keys ≤ 1.0 ms", "test_lookup", "", _latency("match_prefix 4096", 1e-3)),
+    Claim(
+        _MODULE,
+        "`contains` of 512 keys beside 10 000 waiting reads and 100 000 promises ≤ 1.05 x that without; PING ≤ 0.25 s",
+        "test_waiters",
+        "",
+        _beside_waiters(1.05, 0.25),
+    ),
     Claim(_MODULE, "key hashing ≥ 100 M tokens/s, one thread", "test_key_hashing", "", _hashing(100e6)),
     Claim(_MODULE, "gather and scatter ≥ NumPy row copies at every size", "test_key_hashing", "", _copies),
     Claim(_MODULE, "placement over 64 shards ≥ 5 M keys/s, one thread", "test_sharding", "", _placement(5e6)),
@@ -485,6 +523,13 @@ REMOTE_CLAIMS: Final = (
         "test_hand_over",
         "",
         _added(0.010),
+    ),
+    Claim(
+        _MODULE,
+        "in four parts of layers, a prompt is there at most a part's time on the link after it is computed and sent",
+        "test_layer_parts",
+        "",
+        _one_part_late("4 parts"),
     ),
     Claim(_MODULE, "demo: equal tokens, first token ≥ 10 times sooner", "test_demo", "", _demo),
 )

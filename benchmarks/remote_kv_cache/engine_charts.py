@@ -8,9 +8,12 @@ from typing import Final
 
 import matplotlib
 
-from benchmarks.bars import COLOURS, LIMIT, STYLE, draw
+from benchmarks.bars import COLOURS, INK, LIMIT, STYLE, draw
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import FIRST_TOKEN, OWN
+from benchmarks.remote_kv_cache.test_apart import FIRST
+from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
+from benchmarks.remote_kv_cache.test_layer_parts import COMPUTE as COMPUTE_IT
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import BATCH_SIZES, STORED
@@ -127,10 +130,68 @@ def first_token(results: Results, path: Path) -> None:
         )
 
 
+def hand_over(results: Results, path: Path) -> None:
+    """The p99 of the time between tokens while prompts come, by their length and where they are computed."""
+    cases = results["test_hand_over"].group(BETWEEN_TOKENS)
+    if not cases:
+        return
+    names = [name for name in cases[0].operations if name != ALONE]
+    most = [1.5 * case.seconds(ALONE).median * 1e3 for case in cases]
+    draw(
+        path,
+        "Answers that are being given while prompts come",
+        "time between tokens, p99, ms",
+        [f"prompts of {case.parameters['prompt_tokens']} tokens" for case in cases],
+        {name: [case.seconds(name).scaled(1e3) for case in cases] for name in names},
+        "1.5 x without prompts",
+        dict.fromkeys(names, most),
+        log=True,
+    )
+
+
+def layer_parts(results: Results, path: Path) -> None:
+    """When a prompt that is handed over is there, by the rate of the link."""
+    result = results["test_layer_parts"]
+    rates = [case.parameters["bytes_per_s"] / 1e6 for case in result.cases]
+    names = ("whole blocks", "whole blocks, in chunks", "4 parts", "8 parts", COMPUTE_IT)
+    draw_lines(
+        path,
+        f"A prompt of {result.cases[0].parameters['prompt_tokens']} tokens, handed over through a store behind a link",
+        "rate of the link, MB/s",
+        "there after, s",
+        {name: (rates, [case.seconds(name) for case in result.cases]) for name in names},
+        log=True,
+    )
+
+
+def apart(results: Results, path: Path) -> None:
+    """The share of requests that attain, by what was promised; a panel for each rate."""
+    from matplotlib.figure import Figure
+
+    cases = results["test_apart"].group(FIRST)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+        for axes, case in zip(panels, cases, strict=True):
+            for (way, shares), colour in zip(case.parameters["attained"].items(), COLOURS, strict=False):
+                scales = [float(scale) for scale in shares]
+                axes.plot(scales, [100 * share for share in shares.values()], color=colour, marker="o", markersize=4)
+                axes.lines[-1].set_label(way if case is cases[0] else "_")
+            axes.set_title(f"{case.parameters['requests_per_s']:g} requests/s", fontsize=10)
+            axes.set_ylim(0, 105)
+        panels[0].set_ylabel("requests that attain, %")
+        figure.supxlabel("what is promised, x an idle engine's times", color=INK, fontsize=10)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
 # As in charts.py.
 ENGINE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "transfer_out": ("test_transfer_out", transfer_out),
     "transfer_in": ("test_transfer_in", transfer_in),
     "long_prefill": ("test_long_prefill", long_prefill),
     "first_token": ("test_long_prefill", first_token),
+    "hand_over": ("test_hand_over", hand_over),
+    "layer_parts": ("test_layer_parts", layer_parts),
+    "apart": ("test_apart", apart),
 }

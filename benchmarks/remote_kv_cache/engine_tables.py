@@ -8,6 +8,7 @@ from typing import Final
 from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
+from benchmarks.remote_kv_cache.test_apart import FIGURES, WAYS
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
@@ -108,6 +109,53 @@ def hand_over(results: Results) -> str:
     return f"{between}\n\n{markdown(headings, first)}\n\n{_checked(result)}"
 
 
+def layer_parts(results: Results) -> str:
+    """When a prompt that is handed over is there, by the rate of the link."""
+    result = results["test_layer_parts"]
+    names = tuple(result.cases[0].operations)
+    modes = tuple(result.cases[0].parameters["parts"])
+    ready = [
+        (
+            f"{case.parameters['bytes_per_s'] / 1e6:.0f} MB/s",
+            *(f"{case.seconds(name).median * 1e3:.0f}" for name in names),
+        )
+        for case in result.cases
+    ]
+    beyond = [
+        (
+            f"{case.parameters['bytes_per_s'] / 1e6:.0f} MB/s",
+            *(f"{case.parameters['beyond_s'][name] * 1e3:.0f}" for name in modes),
+        )
+        for case in result.cases
+    ]
+    tables = (
+        markdown(("there after ms, over a link of", *names), ready),
+        markdown(("beyond the longer of prefill and link, ms", *modes), beyond),
+        _checked(result),
+    )
+    return "\n\n".join(tables)
+
+
+def apart(results: Results) -> str:
+    """Requests at a rate: their times, and how many of them attain."""
+    result = results["test_apart"]
+    rows = []
+    for cases in zip(*(result.group(figure) for figure in FIGURES), strict=True):
+        attained = cases[0].parameters["attained"]
+        for way in WAYS:
+            times = (f"{case.seconds(way).median * 1e3:.0f}" for case in cases)
+            shares = (f"{share * 100:.0f} %" for share in attained[way].values())
+            rows.append((f"{cases[0].parameters['requests_per_s']:g}", way, *times, *shares))
+    case = result.cases[0]
+    scales = (f"attain {scale} x" for scale in case.parameters["attained"][WAYS[0]])
+    headings = ("requests/s", "served by", *(f"{figure}, ms" for figure in FIGURES), *scales)
+    promised = (
+        f"An idle engine has the first token after {case.parameters['idle_first_s'] * 1e3:.0f} ms and another one "
+        f"every {case.parameters['idle_each_s'] * 1e3:.1f} ms; to attain is to hold so many times both."
+    )
+    return f"{markdown(headings, rows)}\n\n{case.parameters['requests']} requests a row. {promised} {_checked(result)}"
+
+
 _HOOK_COLUMNS: Final = {
     "p50": "p50",
     "p99": "p99",
@@ -159,6 +207,8 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "long_prefill": ("test_long_prefill", long_prefill),
     "first_token": ("test_long_prefill", first_token),
     "slow_store": ("test_slow_store", slow_store),
+    "layer_parts": ("test_layer_parts", layer_parts),
+    "apart": ("test_apart", apart),
     "hooks": ("test_hooks", hooks),
     "hand_over": ("test_hand_over", hand_over),
 }

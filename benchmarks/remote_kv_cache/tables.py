@@ -187,6 +187,24 @@ def lookup(results: Results) -> str:
     return markdown(("call", "median, µs", "p99, µs", "x round trip"), rows)
 
 
+def waiters(results: Results) -> str:
+    """What waiting reads and promises cost others."""
+    result = results["test_waiters"]
+    case, p99 = result.cases[0], result.parameters["p99_seconds"]
+    rows = [
+        (
+            name,
+            f"{case.seconds(name).median * 1e6:.0f}",
+            f"{p99[name] * 1e6:.0f}",
+            f"{case.to_limit(name).median:.2f}" if name in case.limits else "",
+        )
+        for name in case.operations
+    ]
+    held, limit = (result.parameters[name] / 2**20 for name in ("held_bytes", "held_limit_bytes"))
+    table = markdown(("call", "median, µs", "p99, µs", "x without"), rows)
+    return f"{table}\n\nThe server holds {held:.0f} of {limit:.0f} MiB of its account for them."
+
+
 def key_hashing(results: Results) -> str:
     """Tokens a second."""
     rows = []
@@ -244,6 +262,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "nixl": ("test_nixl", nixl),
     "beside_python": ("test_beside_python", beside_python),
     "lookup": ("test_lookup", lookup),
+    "waiters": ("test_waiters", waiters),
     "sharding": ("test_sharding", sharding),
     "key_hashing": ("test_key_hashing", key_hashing),
     "copying": ("test_key_hashing", copying),

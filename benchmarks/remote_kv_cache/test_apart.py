@@ -1,0 +1,219 @@
+"""Requests that come at a rate, at random times: one engine, two that do everything, and prefill and decode apart.
+
+Each engine has one core. Requests of 1000 tokens of prompt and 200 of answer come as a Poisson process (open loop: a
+slow engine does not slow them down). Two engines take turns; apart, the prefill and the decode engine are asked at
+once, and the prompt is handed over through the store. *First token* and *per token* (the mean after the first) are of
+each request; an answer *attains* when both are within what was promised, which is several times what an idle engine
+takes. The times of a round are the same for all ways to serve it.
+
+Needs vLLM and two cores; without them nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
+from benchmarks.remote_kv_cache.engine_models import (
+    ENGINE_MODELS,
+    EngineModel,
+    add_engine_model_option,
+    full_blocks,
+)
+from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
+from benchmarks.remote_kv_cache.engines import Engine
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console, time_text
+from benchmarks.remote_kv_cache.test_hand_over import DECODE, PREFILL
+
+ONE: Final = "one engine"
+TWO: Final = "two engines"
+APART: Final = "prefill and decode apart"
+WAYS: Final = (ONE, TWO, APART)
+FIRST: Final = "first token, p90"
+EACH: Final = "per token, p90"
+GAP: Final = "between tokens, p99"
+FIGURES: Final = (FIRST, EACH, GAP)
+PROMPT_TOKENS: Final = 1000
+ANSWER_TOKENS: Final = 200
+RATES: Final = (1.0, 2.0, 3.0, 4.0)  # requests/s
+SCALES: Final = (2.0, 3.0, 5.0, 8.0)  # what is promised, as a multiple of an idle engine's times
+
+_REQUESTS: Final = 24  # a round
+_CHUNK: Final = 512
+_MOST_AT_ONCE: Final = 32
+_WARM_UP: Final = 1_000_000  # seeds from here on
+_LEAD_S: Final = 0.3  # from the order to the first request
+
+
+@dataclass
+class Taken:
+    """The times of the requests of all rounds, in seconds."""
+
+    first_s: list[float] = field(default_factory=list)
+    each_s: list[float] = field(default_factory=list)
+
+    def attaining(self, first_s: float, each_s: float) -> float:
+        """-> the share of requests that hold both."""
+        held = (np.array(self.first_s) <= first_s) & (np.array(self.each_s) <= each_s)
+        return float(held.mean())
+
+
+class Rig:
+    """The engines, and what they are asked."""
+
+    def __init__(self, model: EngineModel, endpoint: str, stack: ExitStack, cores: Sequence[int]) -> None:
+        self._model = model
+        blocks = (_MOST_AT_ONCE + 8) * (full_blocks(PROMPT_TOKENS + ANSWER_TOKENS) + 1)
+        arguments: dict[str, Any] = {
+            "max_model_len": PROMPT_TOKENS + ANSWER_TOKENS + 32,
+            "max_num_seqs": _MOST_AT_ONCE,
+            "max_num_batched_tokens": _CHUNK,
+            "kv_cache_memory_bytes": blocks * model.block_bytes,
+        }
+        connector = {"endpoint": endpoint, "save_decode": False}
+
+        def engine(core: int, connector: dict[str, Any] | None) -> Engine:
+            return stack.enter_context(Engine(model, connector, cores=[cores[core]], **arguments))
+
+        self.plain = [engine(core, None) for core in range(2)]
+        self.prefill, self.decode = engine(0, connector), engine(1, connector)
+        for number, each in enumerate((*self.plain, self.prefill, self.decode)):
+            each.generate(model.prompts(_WARM_UP + number, 2, 300), 4)
+        self.serve(APART, _WARM_UP + 10, [0.0])
+        [alone] = self.serve(ONE, _WARM_UP + 11, [0.0])
+        self.idle_first_s = alone.token_s[0]
+        self.idle_each_s = (alone.token_s[-1] - alone.token_s[0]) / (ANSWER_TOKENS - 1)
+
+    def serve(self, way: str, seed: int, times: Sequence[float]) -> list[Served]:
+        """-> what became of the requests that come at these times."""
+        prompts = self.prompts(seed, len(times))
+        begin = time.perf_counter() + _LEAD_S
+        asked = list(zip(times, prompts, strict=True))
+        if way == APART:
+            self.decode.begin([Arrival(at, prompt, ANSWER_TOKENS, DECODE) for at, prompt in asked], begin)
+            self.prefill.begin([Arrival(at, prompt, 1, PREFILL) for at, prompt in asked], begin)
+            self.prefill.served()
+            return self.decode.served()
+        engines = self.plain[: 1 if way == ONE else 2]
+        served: list[Served] = [Served([], [], 0)] * len(asked)
+        for number, engine in enumerate(engines):
+            engine.begin([Arrival(at, prompt, ANSWER_TOKENS) for at, prompt in asked[number :: len(engines)]], begin)
+        for number, engine in enumerate(engines):
+            served[number :: len(engines)] = engine.served()
+        return served
+
+    def prompts(self, seed: int, count: int) -> list[list[int]]:
+        """Those of a round."""
+        return self._model.prompts(seed, count, PROMPT_TOKENS)
+
+
+def measure(benchmark: Benchmark, rig: Rig, model: EngineModel, checks: Checks) -> None:
+    """All rounds, rate by rate."""
+    rounds, requests = benchmark.rounds, _REQUESTS // (4 if benchmark.quick else 1)
+    seeds = iter(range(1, 1_000_000))
+    with benchmark.progress() as bar:
+        task = bar.add_task("rounds", total=rounds * len(RATES))
+        bar.refresh()
+        for rate in RATES:
+            taken = {way: Taken() for way in WAYS}
+            figures: dict[str, dict[str, list[float]]] = {figure: {way: [] for way in WAYS} for figure in FIGURES}
+            for number in range(rounds):
+                seed = next(seeds)
+                chooser = random.Random(seed)
+                times = np.cumsum([0.0, *(chooser.expovariate(rate) for _ in range(requests - 1))]).tolist()
+                answers: dict[str, list[Served]] = {}
+                for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
+                    answers[way] = served = rig.serve(way, seed, times)
+                    first = [each.token_s[0] - at for each, at in zip(served, times, strict=True)]
+                    mean = [(each.token_s[-1] - each.token_s[0]) / (ANSWER_TOKENS - 1) for each in served]
+                    gaps = np.concatenate([np.diff(each.token_s) for each in served])
+                    taken[way].first_s += first
+                    taken[way].each_s += mean
+                    for figure, seconds in (
+                        (FIRST, np.percentile(first, 90)),
+                        (EACH, np.percentile(mean, 90)),
+                        (GAP, np.percentile(gaps, 99)),
+                    ):
+                        figures[figure][way].append(float(seconds))
+                right = [Answer(each.token_ids, each.cached_tokens, 0.0) for each in answers[ONE]]
+                for way in WAYS[1:]:
+                    told = [Answer(each.token_ids, each.cached_tokens, 0.0) for each in answers[way]]
+                    checks.tokens(f"{way}, {rate} requests/s", rig.prompts(seed, requests), told, right, rig.plain[0])
+                bar.update(task, advance=1, refresh=True)
+            attained = {
+                way: {
+                    f"{scale:g}": each.attaining(scale * rig.idle_first_s, scale * rig.idle_each_s) for scale in SCALES
+                }
+                for way, each in taken.items()
+            }
+            for figure, seconds_of in figures.items():
+                benchmark.cases.append(
+                    Case(
+                        name=f"{rate:g} requests/s, {figure}",
+                        seconds=seconds_of,
+                        moved=dict.fromkeys(seconds_of, 0),
+                        limits={},
+                        references=(),
+                        parameters={
+                            "model": model.to_json(),
+                            "group": figure,
+                            "requests_per_s": rate,
+                            "requests": requests * rounds,
+                            "prompt_tokens": PROMPT_TOKENS,
+                            "answer_tokens": ANSWER_TOKENS,
+                            "idle_first_s": rig.idle_first_s,
+                            "idle_each_s": rig.idle_each_s,
+                            "attained": attained,
+                        },
+                    )
+                )
+
+
+def show(cases: Sequence[Case]) -> None:
+    table = Table("", *WAYS)
+    for case in cases:
+        table.add_row(case.name, *(time_text(case.median(way)) for way in WAYS))
+        if case.parameters["group"] == FIGURES[-1]:
+            for scale in SCALES:
+                shares = (f"{case.parameters['attained'][way][f'{scale:g}']:.0%}" for way in WAYS)
+                table.add_row(f"  attain {scale:g} x an idle engine's times", *shares)
+    console().print(table)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_model_option(parser, "--model", "tiny")
+
+
+def main() -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=5, add_options=_add_options)
+    cores = sorted(os.sched_getaffinity(0))
+    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
+    if missing:
+        benchmark.say(f"apart: {missing}, so it is not measured")
+        return 0
+    checks = Checks()
+    model = ENGINE_MODELS[benchmark.options.model or "tiny"]
+    requests = (benchmark.rounds * len(RATES) + 1) * _REQUESTS
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(kvstore_server(requests * model.block_bytes * (full_blocks(PROMPT_TOKENS) + 1)))
+        measure(benchmark, Rig(model, endpoint, stack, cores), model, checks)
+    show(benchmark.cases)
+    return conclude(benchmark, checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
