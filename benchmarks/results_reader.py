@@ -101,7 +101,9 @@ class Result:
 
     @property
     def quiet(self) -> bool:
-        """Whether the machine did nothing else when the benchmark began."""
+        """Whether the machine did nothing else when the benchmark began, or its results are no times."""
+        if not self.data.get("timed", True):
+            return True
         load = self.data["load"]
         if load["busy_before"] is not None:
             return bool(load["busy_before"] <= QUIET_BUSY)

@@ -210,7 +210,7 @@ def _short(parameters: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    benchmark = Benchmark("benchmarks.cluster_sim", __doc__ or "", 1, add_options)
+    benchmark = Benchmark("benchmarks.cluster_sim", __doc__ or "", 1, add_options, timed=False)
     try:
         trace = read_trace(benchmark.options.trace)
     except TraceError as error:

@@ -103,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    benchmark = Benchmark("benchmarks.eviction", __doc__ or "", ROUNDS, add_options)
+    benchmark = Benchmark("benchmarks.eviction", __doc__ or "", ROUNDS, add_options, timed=False)
     options = benchmark.options
     if not (options.trace or options.synthetic or options.million):
         print("error: nothing to do: give --trace FILE, --synthetic NAME or --million", file=sys.stderr)

@@ -56,7 +56,7 @@ def round_of(policy: str, lengths: Sequence[int], shards: int, connections: int)
 
 
 def main() -> None:
-    benchmark = Benchmark(__spec__.name, __doc__, ROUNDS)
+    benchmark = Benchmark(__spec__.name, __doc__, ROUNDS, timed=False)
     cases = list(itertools.product(SHAPES, SHARDS, CONNECTIONS, POLICIES))
     table = Table("chains", "shards", "connections", "policy", "least usable of a chain", "usable of memory")
     with benchmark.progress() as bar:

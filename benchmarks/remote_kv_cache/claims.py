@@ -13,7 +13,7 @@ from benchmarks.remote_kv_cache.first_token import STORE as FROM_STORE
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.test_beside_python import PACE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
-from benchmarks.remote_kv_cache.test_hand_over import ADDED, APART, BETWEEN_TOKENS
+from benchmarks.remote_kv_cache.test_hand_over import ADDED, APART, BETWEEN_TOKENS, HANDED_OVER
 from benchmarks.remote_kv_cache.test_hand_over import ALONE as NO_ARRIVALS
 from benchmarks.remote_kv_cache.test_hand_over import CHUNKS as IN_CHUNKS
 from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
@@ -344,6 +344,21 @@ def _added(at_most_s: float) -> Callable[[Result], Finding]:
     return find
 
 
+def _way_through_the_store(at_most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        shares = {
+            case.parameters["prompt_tokens"]: case.seconds(ADDED).median / case.seconds(HANDED_OVER).median
+            for case in result.group(TO_FIRST)
+        }
+        return Finding(
+            "; ".join(f"{tokens} tokens {share * 100:.1f} %" for tokens, share in shares.items()),
+            "the time to the first token",
+            max(shares.values()) <= at_most and _right(result),
+        )
+
+    return find
+
+
 def _beside_waiters(at_most: float, ping_s: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
         case = result.cases[0]
@@ -523,6 +538,13 @@ REMOTE_CLAIMS: Final = (
         "test_hand_over",
         "",
         _added(0.010),
+    ),
+    Claim(
+        _MODULE,
+        "the way through the store takes < 5 % of the time to the first token, on one host",
+        "test_hand_over",
+        "",
+        _way_through_the_store(0.05),
     ),
     Claim(
         _MODULE,

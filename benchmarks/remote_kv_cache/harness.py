@@ -61,7 +61,10 @@ class Benchmark:
         document: str,
         rounds: int = DEFAULT_ROUNDS,
         add_options: Callable[[argparse.ArgumentParser], object] = _no_options,
+        *,
+        timed: bool = True,
     ) -> None:
+        """timed: the results are times, so it waits a while for the machine to be quiet, and notes how busy it is."""
         parser = argparse.ArgumentParser(
             prog=f"python -m {name}",
             description=document,
@@ -78,7 +81,8 @@ class Benchmark:
         self.name = name
         self.cases: list[Case] = []
         self._load = load_average()
-        self._busy = None if self.quick else busy_share()
+        self._timed = timed
+        self._busy = busy_share() if timed and not self.quick else None
         self._began = time.monotonic()
         self._stderr = Console(stderr=True)
 
@@ -143,6 +147,7 @@ class Benchmark:
             "quick": self.quick,
             "rounds": self.rounds,
             "rig": rig(),
+            "timed": self._timed,
             "load": {"average_before": self._load, "average_after": load_average(), "busy_before": self._busy},
             "versions": versions(),
             "parameters": parameters,

@@ -134,7 +134,10 @@ class LocalFirstStore:
     def expire(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> Present:
         """Give blocks another time to live in both stores. -> which ones the fleet's store has."""
         call = _Call(self._timeout_s)
-        self.local.expire(keys, ttl_s=ttl_s, timeout_s=call.local_s)
+        try:
+            self.local.expire(keys, ttl_s=ttl_s, timeout_s=call.local_s)
+        except KVStoreError as error:
+            log.debug("kvstore: the local store gives %d blocks no other time: %s", len(keys), error)
         return self.remote.expire(keys, ttl_s=ttl_s, timeout_s=call.left_s)
 
     def info(self) -> Any:

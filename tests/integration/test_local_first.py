@@ -19,6 +19,7 @@ from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
 from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.shared.store_options import parse_options
+from tests.support.clock import Clock
 from tests.support.harness import (
     MakeNamespace,
     Server,
@@ -93,6 +94,24 @@ def test_what_was_promised_to_the_far_one_is_waited_for(store: LocalFirstStore) 
         store.set(keys, blocks_of(keys, BLOCK), parent=[None, *keys[:-1]])
         assert reading.result(10).all() and [bytes(row) for row in out] == blocks_of(keys, BLOCK)
     promise.withdraw()
+
+
+def test_blocks_get_another_time_in_both(
+    start_server: StartServer, namespace: Namespace, clock: Clock, tmp_path: Path
+) -> None:
+    keys = make_keys(4)
+    near, far = (
+        KVStoreClient(start_server("--unix-socket", where, **clock.environment).endpoint, namespace)
+        for where in (str(tmp_path / "near.sock"), "off")
+    )
+    store = LocalFirstStore(near, far)
+    store.set(keys, blocks_of(keys, BLOCK), ttl_s=10)
+    near.delete(keys[3:])
+    assert store.expire(keys[1:], ttl_s=60).all(), "the fleet's store has them all"
+    clock.advance(11)
+    assert near.contains(keys).tolist() == [False, True, True, False]
+    assert far.contains(keys).tolist() == [False, True, True, True]
+    store.close()
 
 
 def test_a_chain_is_followed_over_both(store: LocalFirstStore) -> None:
