@@ -1,4 +1,4 @@
-"""A link of limited rate to a server: a network namespace of its own, behind a token bucket each way. Needs root."""
+"""Links of limited rate to a server: a network namespace of its own, behind a token bucket each way. Needs root."""
 
 from __future__ import annotations
 
@@ -24,28 +24,36 @@ def unavailable() -> str:
 
 
 class LimitedLink:
-    """A host that is reached over a link of `bytes_per_s` each way. `command`: what runs a program on that host.
+    """A host that is reached over links of `bytes_per_s` each way, each of them at one of its `addresses`. `command`:
+    what runs a program on that host.
 
     Used in a `with` statement, which removes it; programs there should have ended by then.
     """
 
-    def __init__(self, bytes_per_s: float) -> None:
-        number = next(_numbers)
-        self._namespace = f"kvbench-{os.getpid()}-{number}"
-        self._device = f"kvb{os.getpid() % 100_000}-{number}"
-        network = f"10.78.{number % 256}"
-        self._near, self.address = f"{network}.1", f"{network}.2"
+    def __init__(self, bytes_per_s: float, links: int = 1) -> None:
+        numbers = [next(_numbers) for _ in range(links)]
+        self._namespace = f"kvbench-{os.getpid()}-{numbers[0]}"
+        self._devices = [f"kvb{os.getpid() % 100_000}-{number}" for number in numbers]
+        self._near = [f"10.78.{number % 256}.1" for number in numbers]
+        self.addresses = [f"10.78.{number % 256}.2" for number in numbers]
         self.bytes_per_s = bytes_per_s
         self.command = ["ip", "netns", "exec", self._namespace]
+
+    @property
+    def address(self) -> str:
+        """The first one."""
+        return self.addresses[0]
 
     def __enter__(self) -> LimitedLink:
         inside = ("-n", self._namespace)
         _run("ip", "netns", "add", self._namespace)
         try:
-            _run("ip", "link", "add", self._device, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
-            for where, device, address in (((), self._device, self._near), (inside, "eth0", self.address)):
-                _run("ip", *where, "addr", "add", f"{address}/24", "dev", device)
-                _run("ip", *where, "link", "set", device, "up")
+            for number, (near, far) in enumerate(zip(self._near, self.addresses, strict=True)):
+                device, end = self._devices[number], f"eth{number}"
+                _run("ip", "link", "add", device, "type", "veth", "peer", "name", end, "netns", self._namespace)
+                for where, name, address in (((), device, near), (inside, end, far)):
+                    _run("ip", *where, "addr", "add", f"{address}/24", "dev", name)
+                    _run("ip", *where, "link", "set", name, "up")
             _run("ip", *inside, "link", "set", "lo", "up")
             self.set_rate(self.bytes_per_s)
         except BaseException:
@@ -54,16 +62,17 @@ class LimitedLink:
         return self
 
     def set_rate(self, bytes_per_s: float) -> None:
-        """Change the rate, each way."""
+        """Change the rate of all links, each way."""
         burst = str(max(_LEAST_BURST, int(bytes_per_s * _BURST_S)))
         bucket = ("tbf", "rate", f"{int(bytes_per_s * 8)}bit", "burst", burst, "latency", f"{_QUEUE_MS}ms")
-        _run("tc", "qdisc", "replace", "dev", self._device, "root", *bucket)
-        _run("tc", "-n", self._namespace, "qdisc", "replace", "dev", "eth0", "root", *bucket)
+        for number, device in enumerate(self._devices):
+            _run("tc", "qdisc", "replace", "dev", device, "root", *bucket)
+            _run("tc", "-n", self._namespace, "qdisc", "replace", "dev", f"eth{number}", "root", *bucket)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _run("ip", "netns", "del", self._namespace)  # and the link with it
+        _run("ip", "netns", "del", self._namespace)  # and the links with it
 
 
 def _run(*command: str) -> None:

@@ -1,10 +1,10 @@
 """Prompts that are handed over in whole blocks or in parts of layers, over links of limited rate.
 
-A prefill engine and a decode engine, each on one core, and a store behind a link whose two directions have the same
-rate. Both engines are asked at once. *Ready* is when the decode side has its first token, less what it takes for the
-same prompt with all blocks in its own cache: when the last byte was there. Beside it stand the time to compute the
-prompt (without a store), and the time that its bytes need on the link: sooner than the longer of the two nothing can
-be ready. The prefill engines compute a prompt in one step, or in chunks, whose blocks are sent as each is computed.
+A prefill engine and a decode engine, each on one core, and a store at the end of two links, one for each engine, of one
+rate each way. Both engines are asked at once. *Ready* is when the decode side has its first token, less what it takes
+for the same prompt with all blocks in its own cache: when the last byte was there. Beside it stand the time to compute
+the prompt (without a store), and the time that its bytes need on the link: sooner than the longer of the two nothing
+can be ready. The prefill engines compute a prompt in one step, or in chunks, whose blocks are sent as each is computed.
 
 *Beyond* the longer of what this prefill took and the link's time: all that the way through the store adds. Without
 parts it is about the link's time once more, since nothing leaves before all is computed; with parts, that of one part.
@@ -79,13 +79,21 @@ def _arguments(model: EngineModel, step_tokens: int) -> dict[str, Any]:
 class Pair:
     """A prefill and a decode engine."""
 
-    def __init__(self, mode: Mode, model: EngineModel, endpoint: str, stack: ExitStack, cores: Sequence[int]) -> None:
+    def __init__(
+        self, mode: Mode, model: EngineModel, endpoints: Sequence[str], stack: ExitStack, cores: Sequence[int]
+    ) -> None:
+        """endpoints: of the store, over the link of each engine."""
         self.mode = mode
-        self._model = model
-        connector = {"endpoint": endpoint, "layer_parts": mode.parts, "timeout_s": 20}
         self.prefill, self.decode = (
-            stack.enter_context(Engine(model, connector, cores=[core], **_arguments(model, mode.step_tokens)))
-            for core in cores[:2]
+            stack.enter_context(
+                Engine(
+                    model,
+                    {"endpoint": endpoint, "layer_parts": mode.parts, "timeout_s": 20},
+                    cores=[core],
+                    **_arguments(model, mode.step_tokens),
+                )
+            )
+            for endpoint, core in zip(endpoints, cores, strict=False)
         )
 
     def hand_over(self, prompt: list[int], checks: Checks, plain: Engine) -> tuple[float, float]:
@@ -111,16 +119,17 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
     with ExitStack() as stack, benchmark.progress() as bar:
         task = bar.add_task("rounds", total=rounds * len(RATES))
         bar.refresh()
-        link = stack.enter_context(LimitedLink(_FULL))
-        endpoint = stack.enter_context(
+        link = stack.enter_context(LimitedLink(_FULL, links=2))
+        everywhere = stack.enter_context(
             kvstore_server(
                 nbytes * (rounds * len(RATES) + 2) * len(MODES),
-                flags=("--host", link.address, "--unix-socket", "off"),
+                flags=("--host", "0.0.0.0", "--unix-socket", "off"),
                 prefix=link.command,
             )
         )
         plain = stack.enter_context(Engine(model, None, cores=[cores[0]], **_arguments(model, 2 * TOKENS)))
-        pairs = [Pair(mode, model, endpoint, stack, cores) for mode in MODES]
+        endpoints = [f"tcp://{address}:{everywhere.rpartition(':')[2]}" for address in link.addresses]
+        pairs = [Pair(mode, model, endpoints, stack, cores) for mode in MODES]
         for number, pair in enumerate(pairs):
             [prompt] = model.prompts(_WARM_UP + number, 1, TOKENS)
             pair.hand_over(prompt, Checks(), plain)
