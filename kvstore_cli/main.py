@@ -18,6 +18,7 @@ from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, conne
 from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 from kvstore_cli.proxy import proxy
 from kvstore_cli.purge import purge
+from kvstore_cli.trace import trace
 from kvstore_cli.verify import verify
 
 # The base class of all usage errors, which Typer does not export.
@@ -149,6 +150,7 @@ app.command(
         "    --slo-ttft 0.5 --slo-tpot 0.05 --chart load.svg",
     )
 )(load)
+app.command(epilog=example("kvstore trace proxy.json p.json d.json --output request.json"))(trace)
 app.command(epilog=example("kvstore drain node-1 --endpoint etcd://etcd-1:2379/prod --seconds 120"))(drain)
 
 

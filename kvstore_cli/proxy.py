@@ -55,6 +55,12 @@ def proxy(
     access_log: Annotated[
         str, typer.Option(metavar="FILE", help="A JSON object a request; - is stdout, '' none.")
     ] = "-",
+    trace_file: Annotated[
+        str, typer.Option(metavar="FILE", help="Write each request's times, for a trace viewer; see kvstore trace.")
+    ] = "",
+    otlp_endpoint: Annotated[
+        str, typer.Option(metavar="URL", help="Send spans to an OpenTelemetry collector, such as http://HOST:4318.")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="text or json, on standard error.")] = "text",
 ) -> None:
@@ -98,6 +104,8 @@ def proxy(
             max_body_bytes=parse_size(max_body),
             max_in_flight=max_in_flight,
             access_log=access_log,
+            trace_file=trace_file,
+            otlp_endpoint=otlp_endpoint,
         )
         logs.configure(log_level, "proxy", log_format)
         run(settings)

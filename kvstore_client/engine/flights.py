@@ -47,6 +47,7 @@ class Flight:
     keys: Sequence[bytes]
     deadline: float  # until when it may stay unknown
     coming: int | None = None
+    known_at: float = 0.0  # when that became known, by `time.monotonic`
     ended: bool = False
     promises: list[Promise] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the promises and `ended`
@@ -145,6 +146,7 @@ class Flights:
                 try:
                     if not flight.ended:
                         flight.coming = self._promise(flight)
+                        flight.known_at = time.monotonic()
                     else:
                         while flight.promises:
                             flight.promises.pop().withdraw()
@@ -201,6 +203,7 @@ class Flights:
         if coming == len(flight.keys) or now >= flight.deadline:
             if not coming:
                 self._counters.add("unpromised_requests")
+            flight.known_at = now
             flight.coming = coming
             with self._lock:
                 self._expected.pop(flight, None)

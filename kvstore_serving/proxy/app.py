@@ -24,7 +24,8 @@ from kvstore_serving.proxy.ask import CHAT, COMPLETIONS, AskError, understand
 from kvstore_serving.proxy.handover import StreamedAnswer
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.record import AccessLog, Record, begin
-from kvstore_serving.proxy.serving import Request, Serving
+from kvstore_serving.proxy.serving import Request, Serving, engine_span
+from kvstore_serving.proxy.tracing import Tracing
 from kvstore_serving.proxy.upstream import EngineFailed
 from kvstore_serving.proxy.user import BodyTooLarge, User, UserGone
 
@@ -44,12 +45,15 @@ _TEXT: Final = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
 class Proxy:
     """The ASGI application. `draining`: no new requests are taken."""
 
-    def __init__(self, serving: Serving, access_log: AccessLog, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, serving: Serving, access_log: AccessLog, tracing: Tracing, status: Callable[[], dict[str, Any]]
+    ) -> None:
         """`status`: what /status says beside the pools."""
         self.serving = serving
         self.in_flight: set[asyncio.Task[None]] = set()
         self.draining = False
         self._access_log = access_log
+        self._tracing = tracing
         self._status = status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,11 +73,11 @@ class Proxy:
             if own is not None and method in ("GET", "HEAD"):
                 await own(user)
             elif path in (COMPLETIONS, CHAT) and method == "POST":
-                await self._recorded(user, path, self._generate)
+                await self._recorded(user, method, path, self._generate)
             elif path in PASSED:
                 query = scope["query_string"].decode("latin-1")
                 whole = f"{path}?{query}" if query else path
-                await self._recorded(user, path, lambda user, record: self._pass(user, record, method, whole))
+                await self._recorded(user, method, path, lambda user, record: self._pass(user, record, method, whole))
             elif own is not None or path in (COMPLETIONS, CHAT):
                 await user.refuse(405, f"{method} {path} is not allowed", "invalid_request_error")
             else:
@@ -83,9 +87,11 @@ class Proxy:
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    async def _recorded(self, user: User, path: str, serve: Callable[[User, Record], Awaitable[None]]) -> None:
+    async def _recorded(
+        self, user: User, method: str, path: str, serve: Callable[[User, Record], Awaitable[None]]
+    ) -> None:
         """Serve a request, unless the proxy drains or has too many; end it when its user leaves; write its record."""
-        record = begin(path, user.headers)
+        record = begin(method, path, user.headers)
         work: asyncio.Task[None] | None = None
         try:
             if self.draining:
@@ -144,6 +150,7 @@ class Proxy:
             record.ttft_s = user.first_s
         self.serving.metrics.ended(record)
         self._access_log.write(record)
+        self._tracing.ended(record)
 
     async def _generate(self, user: User, record: Record) -> None:
         """A completion, of a prompt or of a chat."""
@@ -161,9 +168,9 @@ class Proxy:
         record.model, record.stream = ask.model or "", ask.stream
 
         async def work() -> None:
-            began = time.monotonic()
-            decision = await self.serving.decider.decide(ask)
-            self.serving.metrics.phases.labels("decide").observe(time.monotonic() - began)
+            with record.span("decide") as span:
+                decision = await self.serving.decider.decide(ask)
+            self.serving.metrics.phases.labels("decide").observe(span.ended - span.began)
             if decision is None:
                 await self._nobody(user, record, ask.model)
                 return
@@ -205,12 +212,9 @@ class Proxy:
     async def _passed_to(self, engine: Engine, user: User, record: Record, method: str, path: str, body: bytes) -> None:
         upstream, pools = self.serving.upstream, self.serving.pools
         try:
-            with pools.running(engine, 0):
-                async with upstream.passed(engine, method, path, body, record.for_engine()) as (
-                    status,
-                    headers,
-                    pieces,
-                ):
+            with pools.running(engine, 0), engine_span(record, "pass", "proxy to D", engine, method) as span:
+                sent = record.for_engine(span)
+                async with upstream.passed(engine, method, path, body, sent) as (status, headers, pieces):
                     await user.start(status, headers)
                     async for piece in pieces:
                         await user.write(piece)

@@ -211,6 +211,15 @@ def understand(path: str, body: object) -> Ask:
     return Ask(path, body, bool(body.get("return_token_ids")))
 
 
+def with_trace(body: dict[str, Any], traceparent: str) -> dict[str, Any]:
+    """-> the body that also tells the engine's connector the trace: engines drop the header unless they trace, too."""
+    given = body.get("kv_transfer_params") or {}
+    ours = given.get("kvstore") or {}
+    if not isinstance(ours, dict):
+        return body  # the engine says what is wrong with it
+    return {**body, "kv_transfer_params": {**given, "kvstore": {**ours, "traceparent": traceparent}}}
+
+
 def _only_text(messages: object) -> bool:
     if not isinstance(messages, list):
         return False

@@ -80,8 +80,11 @@ class StreamedAnswer:
                     return
                 path, body = COMPLETIONS, going_on
             try:
-                with serving.pools.running(request.engine, request.decision.prompt_tokens):
-                    async with await serving.upstream.stream(request.engine, path, body, request.headers()) as stream:
+                with serving.pools.running(request.engine, request.decision.prompt_tokens), request.attempt() as span:
+                    headers = record.for_engine(span, record.retries)
+                    body = request.traced(body, headers)
+                    async with await serving.upstream.stream(request.engine, path, body, headers) as stream:
+                        stream.span = span
                         if not request.user.status:
                             await request.user.start(200, EVENTS)
                         if self._ask.plain:

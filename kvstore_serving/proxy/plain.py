@@ -45,10 +45,11 @@ async def _serve(request: Request) -> None:
     serving, record = request.serving, request.record
     split = request.decision.prefill is not None
     while True:
-        body = request.ask.for_decode(split=split)
         try:
-            with serving.pools.running(request.engine, request.decision.prompt_tokens):
-                answer = await serving.upstream.ask(request.engine, request.ask.path, body, request.headers())
+            with serving.pools.running(request.engine, request.decision.prompt_tokens), request.attempt() as span:
+                headers = record.for_engine(span, record.retries)
+                body = request.traced(request.ask.for_decode(split=split), headers)
+                answer = await serving.upstream.ask(request.engine, request.ask.path, body, headers)
         except EngineRefused as error:
             await request.fail(error)
             return

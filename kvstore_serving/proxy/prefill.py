@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvstore_serving.proxy.serving import Request
+from kvstore_serving.proxy.serving import Request, engine_span
+from kvstore_serving.proxy.spans import Span
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused
 
 log = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ async def prefill_only(request: Request) -> None:
     """Let P compute the prompt; its token is not shown to anybody."""
     engine = request.decision.prefill
     assert engine is not None
-    with _counted(request):
-        await request.serving.upstream.ask(
-            engine, request.ask.path, request.ask.for_prefill(shown=False), request.record.for_engine()
-        )
+    with _counted(request) as span:
+        headers = request.record.for_engine(span)
+        body = request.traced(request.ask.for_prefill(shown=False), headers)
+        await request.serving.upstream.ask(engine, request.ask.path, body, headers)
 
 
 async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] | None]) -> None:
@@ -35,11 +35,11 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
     engine = request.decision.prefill
     assert engine is not None
     try:
-        with _counted(request):
-            stream = await request.serving.upstream.stream(
-                engine, request.ask.path, request.ask.for_prefill(shown=True), request.record.for_engine()
-            )
-            async with stream:
+        with _counted(request) as span:
+            headers = request.record.for_engine(span)
+            body = request.traced(request.ask.for_prefill(shown=True), headers)
+            async with await request.serving.upstream.stream(engine, request.ask.path, body, headers) as stream:
+                stream.span = span
                 for _ in range(_MOST_CHUNKS):
                     chunk = await stream.chunk()
                     if chunk is None:
@@ -50,19 +50,22 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
 
 
 @contextlib.contextmanager
-def _counted(request: Request) -> Iterator[None]:
+def _counted(request: Request) -> Iterator[Span]:
     serving, record, decision = request.serving, request.record, request.decision
     engine = decision.prefill
     assert engine is not None
-    began = time.monotonic()
     outcome = "cancelled"
     try:
-        with serving.pools.prefilling(engine, max(0, decision.prompt_tokens - decision.have.at(engine))):
-            yield
+        tokens = max(0, decision.prompt_tokens - decision.have.at(engine))
+        with (
+            serving.pools.prefilling(engine, tokens),
+            engine_span(record, "prefill", "proxy to P", engine) as span,
+        ):
+            yield span
         outcome = "ok"
         engine.worked()
         serving.decider.sent(decision, engine)
-        serving.metrics.phases.labels("prefill").observe(time.monotonic() - began)
+        serving.metrics.phases.labels("prefill").observe(span.ended - span.began)
     except EngineRefused as error:
         outcome = "refused"
         log.info("request %s: prefill engine %s refused it: %s", record.id, engine.url, error)

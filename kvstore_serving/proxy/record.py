@@ -6,20 +6,23 @@ may be moved away at any time; the proxy then writes to the moved file until it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import msgspec
 
+from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_traceparent
+from kvstore_serving.proxy.spans import Kind, Span
+
 log = logging.getLogger(__name__)
 
-_TRACE_PARTS: Final = 4  # version, trace id, parent id, flags
 _PASSED_ON: Final = ("authorization", "tracestate", "baggage")
 _NEVER: Final = ("x-request-id", "x-forwarded-", "x-real-ip")
 
@@ -30,9 +33,9 @@ class Record:
 
     id: str
     path: str
-    traceparent: str
+    trace: TraceContext
+    root: Span  # the request as its user sees it
     headers: dict[str, str]  # of the user, for engines
-    began: float = field(default_factory=time.monotonic)
     time: float = field(default_factory=time.time)
     model: str = ""
     stream: bool = False
@@ -51,15 +54,31 @@ class Record:
     seconds: float = 0.0
     prefill_outcome: str = ""
     mismatch: bool = False
+    spans: list[Span] = field(default_factory=list)  # the parts of `root`
 
-    def for_engine(self, attempt: int = 0) -> dict[str, str]:
-        """-> the headers of a request to an engine: the same trace, a span of its own. A second attempt has another
-        id, because the engine may still know the first."""
-        version, trace, _, flags = self.traceparent.split("-")
-        span = secrets.token_hex(8)
+    @property
+    def began(self) -> float:
+        return self.root.began
+
+    @contextlib.contextmanager
+    def span(self, name: str, kind: Kind = "internal", row: str = "proxy") -> Iterator[Span]:
+        """A part of the request, which ends with the block."""
+        span = Span(name, kind, row)
+        self.spans.append(span)
+        try:
+            yield span
+        except BaseException as error:
+            span.failed(error)
+            raise
+        finally:
+            span.ended = time.monotonic()
+
+    def for_engine(self, span: Span, attempt: int = 0) -> dict[str, str]:
+        """-> the headers of a request to an engine, which is that span. A second attempt has another id, because the
+        engine may still know the first."""
         return {
             **self.headers,
-            "traceparent": f"{version}-{trace}-{span}-{flags}",
+            "traceparent": self.trace.header(span.id),
             "x-request-id": f"{self.id}-{attempt}" if attempt else self.id,
         }
 
@@ -68,7 +87,7 @@ class Record:
         return {
             "time": f"{seconds}.{int(self.time % 1 * 1000):03d}Z",
             "id": self.id,
-            "trace": self.traceparent.split("-")[1],
+            "trace": self.trace.trace_id,
             "path": self.path,
             "model": self.model,
             "stream": self.stream,
@@ -90,33 +109,19 @@ class Record:
         }
 
 
-def begin(path: str, headers: Mapping[str, str]) -> Record:
+def begin(method: str, path: str, headers: Mapping[str, str]) -> Record:
     """-> the record of a request with these headers, whose names are in small letters."""
+    trace = parse_traceparent(headers.get("traceparent", ""))
     given = headers.get("x-request-id", "")
     usable = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
     passed = {
         name: value
         for name, value in headers.items()
-        if name in _PASSED_ON or (name.startswith("x-") and not name.startswith(_NEVER))
+        if (name in _PASSED_ON and (trace is not None or name != "tracestate"))
+        or (name.startswith("x-") and not name.startswith(_NEVER))
     }
-    return Record(
-        given if usable else secrets.token_hex(16), path, _traceparent(headers.get("traceparent", "")), passed
-    )
-
-
-def _traceparent(given: str) -> str:
-    """-> what was given if it is one of W3C's, else a new one."""
-    parts = given.strip().split("-")
-    lengths = [2, 32, 16, 2]
-    if len(parts) == _TRACE_PARTS and [len(part) for part in parts] == lengths and parts[0] != "ff":
-        numbers = [_hexadecimal(part) for part in parts]
-        if None not in numbers and numbers[1] and numbers[2]:
-            return given.strip()
-    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
-
-
-def _hexadecimal(text: str) -> int | None:
-    return int(text, 16) if all(each in "0123456789abcdef" for each in text) else None
+    root = Span(f"{method} {path}", "server", "proxy", {"http.request.method": method, "http.route": path})
+    return Record(given if usable else secrets.token_hex(16), path, trace or new_trace(), root, passed)
 
 
 def _rounded(value: float | None) -> float | None:

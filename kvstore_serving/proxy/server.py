@@ -30,6 +30,7 @@ from kvstore_serving.proxy.record import AccessLog
 from kvstore_serving.proxy.serving import Serving
 from kvstore_serving.proxy.settings import Settings, SettingsError
 from kvstore_serving.proxy.store import StoreWatch
+from kvstore_serving.proxy.tracing import Tracing
 from kvstore_serving.proxy.upstream import Upstream
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class _Server(uvicorn.Server):
 
 
 async def _run(settings: Settings) -> None:
+    tracing = Tracing(settings)
     try:
         access_log = AccessLog(settings.access_log)
         sock = _listen(settings.host, settings.port)
@@ -73,8 +75,10 @@ async def _run(settings: Settings) -> None:
         raise SettingsError(f"--store: {error}") from None
     routes = _routes(settings)
     decider = Decider(settings, pools, upstream, Prefixes(routes), store)
-    serves = Serving(settings, pools, upstream, Metrics(pools, store), decider)
-    proxy = Proxy(serves, access_log, lambda: {"store": {"endpoint": list(store.endpoint), "answers": store.works}})
+    serves = Serving(settings, pools, upstream, Metrics(pools, store), decider, tracing.on)
+    proxy = Proxy(
+        serves, access_log, tracing, lambda: {"store": {"endpoint": list(store.endpoint), "answers": store.works}}
+    )
     stop = asyncio.Event()
     _on_signals(stop)
     following: Following | None = None
@@ -110,6 +114,7 @@ async def _run(settings: Settings) -> None:
         await store.close()
         await upstream.close()
         access_log.close()
+        await asyncio.to_thread(tracing.close)
         if routes is not None:
             await asyncio.to_thread(routes.close)
         sock.close()

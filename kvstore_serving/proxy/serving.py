@@ -6,15 +6,20 @@ stream.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
 
-from kvstore_serving.proxy.ask import Ask
+from kvstore_serving.proxy.ask import Ask, with_trace
 from kvstore_serving.proxy.decision import Decider, Decision
 from kvstore_serving.proxy.metrics import Metrics
 from kvstore_serving.proxy.pools import Engine, Pools
 from kvstore_serving.proxy.record import Record
 from kvstore_serving.proxy.settings import Settings
+from kvstore_serving.proxy.spans import Span
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Upstream
 from kvstore_serving.proxy.user import User, error_body
 
@@ -30,6 +35,19 @@ class Serving:
     upstream: Upstream
     metrics: Metrics
     decider: Decider
+    traced: bool = False  # whether engines are told the trace in the request's body, too
+
+
+@contextlib.contextmanager
+def engine_span(record: Record, name: str, row: str, engine: Engine, method: str = "POST") -> Iterator[Span]:
+    """A request to an engine."""
+    parts = urlsplit(engine.url)
+    with record.span(name, "client", row) as span:
+        span.attributes["server.address"] = parts.hostname or ""
+        span.attributes["http.request.method"] = method
+        if parts.port is not None:
+            span.attributes["server.port"] = parts.port
+        yield span
 
 
 @dataclass
@@ -47,8 +65,17 @@ class Request:
     def __post_init__(self) -> None:
         self.engine = self.decision.decode
 
-    def headers(self) -> dict[str, str]:
-        return self.record.for_engine(self.record.retries)
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[Span]:
+        """A request to the engine that answers now."""
+        with engine_span(self.record, "decode", "proxy to D", self.engine) as span:
+            if self.record.retries:
+                span.attributes["http.request.resend_count"] = self.record.retries
+            yield span
+
+    def traced(self, body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+        """-> the body of a request to an engine with these headers."""
+        return with_trace(body, headers["traceparent"]) if self.serving.traced else body
 
     def after(self, error: EngineFailed, when: str) -> bool:
         """Note that the engine failed, and choose another one. -> False: there were enough, or there is none."""
@@ -63,6 +90,7 @@ class Request:
         if engine is None:
             return False
         record.retries += 1
+        record.root.event("retry", **{"error.type": error.kind, "server.address": self.engine.url})
         serving.metrics.retries.labels(when).inc()
         self.engine = engine
         record.decode = engine.url

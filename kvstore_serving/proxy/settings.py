@@ -49,6 +49,8 @@ class Settings:
     max_header_bytes: int = 64 << 10
     max_in_flight: int = 1024
     access_log: str = "-"
+    trace_file: str = ""
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         for url in (*self.prefill, *self.decode):
@@ -68,6 +70,10 @@ class Settings:
         for name in ("drain_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "check_interval_s", "user_stall_s"):
             if not 0 < getattr(self, name) < 86_400:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; expected more than 0 and less than a day")
+        if self.otlp_endpoint:
+            parts = urlsplit(self.otlp_endpoint)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise SettingsError(f"--otlp-endpoint is {self.otlp_endpoint!r}; expected http://HOST:PORT")
         for name in ("split_tokens", "max_in_flight", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; expected 1 or more")

@@ -22,6 +22,7 @@ import msgspec
 from kvstore_serving.proxy import sse
 from kvstore_serving.proxy.pools import Engine
 from kvstore_serving.proxy.settings import Settings
+from kvstore_serving.proxy.spans import Span
 
 # Worth another engine: this one is broken, or has no room.
 _RETRIED: Final = frozenset({408, 425, 429, *range(500, 600)})
@@ -47,6 +48,11 @@ class EngineFailed(Exception):
         self.why = why
         self.answer = answer
 
+    @property
+    def kind(self) -> str:
+        """For statistics: the status, if there was one."""
+        return str(self.answer.status) if self.answer is not None else "EngineFailed"
+
 
 class EngineRefused(Exception):
     """The engine does not take this request; nor would another one."""
@@ -55,12 +61,17 @@ class EngineRefused(Exception):
         super().__init__(f"status {answer.status}")
         self.answer = answer
 
+    @property
+    def kind(self) -> str:
+        return str(self.answer.status)
+
 
 class Stream:
     """An engine's events. A context manager; leaving it ends the request at the engine."""
 
     def __init__(self, engine: Engine, response: aiohttp.ClientResponse, first_s: float, idle_s: float) -> None:
         self.engine = engine
+        self.span: Span | None = None  # which is told when the first event comes
         self._response = response
         self._wait_s = first_s
         self._idle_s = idle_s
@@ -88,6 +99,9 @@ class Stream:
             if not piece:
                 raise EngineFailed(self.engine, "its stream ended without [DONE]")
             self._wait_s = self._idle_s
+        if self.span is not None:
+            self.span.event("first token")
+            self.span = None
         event = self._events.popleft()
         return None if event == sse.DONE else event
 

@@ -30,7 +30,10 @@ class User:
     """A request's connection. One task writes."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            key, text = name.decode("latin-1"), value.decode("latin-1")
+            self.headers[key] = f"{self.headers[key]},{text}" if key in self.headers else text
         self.began = time.monotonic()
         self.status = 0  # of the reply, once it has begun
         self.ended = False  # whether the whole reply was sent

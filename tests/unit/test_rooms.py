@@ -52,6 +52,7 @@ REASON = "Over 400 lines because"
 DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",
     "zmq": "pyzmq",
+    "opentelemetry": "opentelemetry-sdk",  # and its exporters
 }  # where an import has another name than its distribution
 
 
@@ -123,7 +124,7 @@ def test_dependencies_are_what_the_packages_import() -> None:
     base = {Requirement(line).name for line in project["dependencies"]}
     extras = {
         Requirement(line).name
-        for name in ("cluster", "vllm", "torch", "routing", "serving")
+        for name in ("cluster", "vllm", "torch", "routing", "serving", "tracing")
         for line in project["optional-dependencies"][name]
     }
     imported = {

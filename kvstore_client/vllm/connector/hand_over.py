@@ -28,6 +28,7 @@ import numpy as np
 from kvstore_client.engine.flights import PROMISE_S, Flight, Flights
 from kvstore_client.engine.guard import Counters
 from kvstore_client.vllm.connector.block_groups import BlockGroups
+from kvstore_client.vllm.connector.request_spans import RequestSpans
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -96,7 +97,14 @@ class HandOvers:
     """The requests of one engine that others know of. ``flights``: what was promised for them."""
 
     def __init__(
-        self, flights: Flights, groups: BlockGroups, *, block_tokens: int, single_flight_s: float, counters: Counters
+        self,
+        flights: Flights,
+        groups: BlockGroups,
+        *,
+        block_tokens: int,
+        single_flight_s: float,
+        counters: Counters,
+        spans: RequestSpans | None = None,
     ) -> None:
         """single_flight_s: how long a request waits for what another computes, hand-overs apart; 0: not at all."""
         self._flights = flights
@@ -104,6 +112,7 @@ class HandOvers:
         self._block_tokens = block_tokens
         self._single_flight_s = single_flight_s
         self._counters = counters
+        self._spans = spans
         self._shared: dict[str, _Shared] = {}
         self._leaders: dict[bytes, Request] = {}  # key -> the request of this engine that computes it
         self._finishing: dict[str, _Shared] = {}
@@ -160,6 +169,11 @@ class HandOvers:
         """Whether another engine computes the request's prompt."""
         shared = self._shared.get(request.request_id)
         return shared is not None and shared.side is Side.DECODE
+
+    def answered_at(self, request: Request) -> float:
+        """When the store had answered who computes the request's prompt, by `time.monotonic`; 0: it has not."""
+        shared = self._shared.get(request.request_id)
+        return shared.flight.known_at if shared is not None else 0.0
 
     def loadable(self, request: Request) -> Sequence[bytes] | None:
         """The keys of all blocks of a prompt that another engine computes, the last one perhaps filled in part; None:
@@ -247,6 +261,8 @@ class HandOvers:
     def _end(self, request_id: str) -> None:
         shared = self._finishing.pop(request_id)
         self._flights.end(shared.flight)
+        if self._spans is not None:
+            self._spans.sent(request_id)
         if shared.side is Side.PREFILL:
             self._counters.add("hand_over_seconds_send", time.monotonic() - shared.finished)
 

@@ -51,6 +51,7 @@ from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.connector.page_probe import KNOWN, page_fingerprint
 from kvstore_client.vllm.connector.plan import RankStore, StepPlan, WorkerReport
 from kvstore_client.vllm.connector.rank_namespace import head_parts, rank_namespace, replica
+from kvstore_client.vllm.connector.request_spans import RequestSpans
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 from kvstore_client.vllm.connector.starting import SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
@@ -104,7 +105,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._traffic = TrafficLog(time.monotonic())
         self._waiting_told = 0
         self._registered = self._register() if role == KVConnectorRole.SCHEDULER and self._options.engines else None
+        self._spans = self._trace() if role == KVConnectorRole.SCHEDULER and self._options.trace_file else None
         recompute_failed_loads(transfer, get_current_vllm_config_or_none())
+
+    def _trace(self) -> RequestSpans:
+        """Raises ValueError. Every engine of a data-parallel group has a file of its own."""
+        number = self._vllm_config.parallel_config.data_parallel_index
+        path = self._options.trace_file + (f".dp{number}" if number else "")
+        return RequestSpans(path, self._options.engine_url)
 
     def _register(self) -> Registered:
         """Tell proxies of this engine, for as long as it runs. They find out themselves when it serves."""
@@ -195,7 +203,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 block_tokens=self._vllm_config.cache_config.block_size,
                 single_flight_s=self._options.single_flight_s,
                 counters=self._counters,
+                spans=self._spans,
             ),
+            spans=self._spans,
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:

@@ -33,6 +33,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
         for so many seconds at most, and then compute what has not come. Set it in all of them. 0: each computes.
     engines: the directory in which this engine registers itself for `kvstore proxy`: etcd://HOST:PORT/NAME.
     engine_url: with `engines`: where a proxy reaches this engine's API, such as http://gpu-7:8000.
+    trace_file: a file for the times of each request's parts, for `kvstore trace`; its own for each engine. Empty: none.
     save_decode: also save the blocks that generated tokens fill. They are part of the next turn's prompt.
     """
 
@@ -47,6 +48,7 @@ class ConnectorOptions(StoreOptions, frozen=True, kw_only=True):
     save_decode: bool = True
     engines: str = ""
     engine_url: str = ""
+    trace_file: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """load: whether blocks may be loaded for this request. save: whether its blocks are saved. max_load_tokens,
     max_save_tokens: at most so many, counted from where the engine's own cache ends, and from the prompt's beginning.
     priority, ttl_s: of the blocks that are stored for it, as `KVStoreClient.set` takes them. wait_s: how long at most
-    the engine waits for a prompt that another one computes; then it computes what has not come."""
+    the engine waits for a prompt that another one computes; then it computes what has not come. traceparent: to which
+    trace the request belongs, for engines that write traces."""
 
     load: bool = True
     save: bool = True
@@ -34,6 +35,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = 0
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] | None = None
+    traceparent: str = ""
 
 
 _DEFAULTS: Final = RequestOptions()

@@ -33,7 +33,7 @@ from kvstore_client.engine.transfer_out import SendAs
 from kvstore_client.vllm.connector.block_groups import NULL_BLOCK, BlockGroups, Place
 from kvstore_client.vllm.connector.block_keys import BlockKeys
 from kvstore_client.vllm.connector.events import KVEvents
-from kvstore_client.vllm.connector.hand_over import TAIL_S, HandOvers
+from kvstore_client.vllm.connector.hand_over import TAIL_S, HandOvers, Side, side_of
 from kvstore_client.vllm.connector.host_tier import HostTier, Slots
 from kvstore_client.vllm.connector.pending import (
     PendingCopies,
@@ -44,6 +44,7 @@ from kvstore_client.vllm.connector.pending import (
 )
 from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
 from kvstore_client.vllm.connector.request_options import request_options
+from kvstore_client.vllm.connector.request_spans import RequestSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,11 +83,13 @@ class SchedulerHalf:
         parts: int,
         groups: BlockGroups,
         hand_overs: HandOvers,
+        spans: RequestSpans | None = None,
     ) -> None:
         """ranks: workers, each of which reports on every plan. prefix_caching: whether the engine's own cache shares
         blocks between requests. admission: which loads pay. steps_ahead: how many steps the engine plans
         before it waits for one. parts: in how many parts the store has each block.
-        groups: of the engine's cache. hand_overs: prompts that other engines know of."""
+        groups: of the engine's cache. hand_overs: prompts that other engines know of. spans: what writes the times of
+        requests; None: nobody wants them."""
         self._lookups = lookups
         self._tier = tier
         self._keys = BlockKeys()
@@ -103,6 +106,7 @@ class SchedulerHalf:
         self._parts = parts
         self._groups = groups
         self._hand_overs = hand_overs
+        self._spans = spans
         self._prompt_tokens: int | None = None  # see `_tokens_before`; None: not added up yet in this step
         self._steps = StepTimes(self._admission.computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
@@ -147,6 +151,8 @@ class SchedulerHalf:
         waiting = self._waiting.get(request.request_id)
         if waiting is None:
             options = request_options(request, self._counters)
+            if self._spans is not None:
+                self._spans.added(request, options.traceparent, prefills=side_of(request) is Side.PREFILL)
             waiting = self._waiting[request.request_id] = WaitingRequest(options)
             usable = len(self._look_up(request, waiting))
             may_save = self._may_save and options.save and options.max_save_tokens is None
@@ -257,6 +263,8 @@ class SchedulerHalf:
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:  # the engine calls again after the load, when there is nothing to do
             return
+        if self._spans is not None:
+            self._spans.allocated(request.request_id, external_tokens)
         before = self._tokens_before(request)
         self._prompt_tokens = before + request.num_prompt_tokens - waiting.local * self._block_tokens
         self._counters.add("declined_tokens", waiting.declined * self._block_tokens)
@@ -431,6 +439,8 @@ class SchedulerHalf:
                 break
             elif place.index >= lacking:
                 self._send_again(request, names, place, how)
+        if self._spans is not None:
+            self._spans.saving(request.request_id)
         if end > whole:
             self._hand_overs.tail_is_saved(request)
         tracked.next_save = max(first, min(end, whole))
@@ -508,6 +518,8 @@ class SchedulerHalf:
             return
         if not load.waits:
             self._admission.end(load.from_store)
+        if self._spans is not None:
+            self._spans.loaded(request_id, len(load.keys), len(load.failed))
         tracked = self._tracked.get(request_id)
         if tracked is not None and self._hand_overs.is_expected(tracked.request):
             self._counters.add("hand_over_seconds_load", time.monotonic() - load.began)
@@ -580,6 +592,9 @@ class SchedulerHalf:
         self._waiting.pop(request_id, None)
         self._failed_loads.discard(request_id)
         unplaced = self._unplaced.get(request_id)
+        if self._spans is not None:
+            handed_over = self._hand_overs.is_handed_over(request)
+            self._spans.finished(request_id, self._hand_overs.answered_at(request), sending=handed_over)
         self._hand_overs.finish(request, self._keys_under_way(), whole=unplaced is None)
         if unplaced is not None:
             return True
@@ -617,5 +632,7 @@ class SchedulerHalf:
             tracked.outdated = True
 
     def close(self) -> None:
+        if self._spans is not None:
+            self._spans.close()
         self._hand_overs.close()
         self._lookups.close()
