@@ -61,9 +61,7 @@ def trace(
     }
     if not wanted:
         what = f"request {request}" if request else f"trace {trace_id}" if trace_id else "request"
-        fail(
-            "failed", f"no {what} in {', '.join(map(str, files))}; is --trace-file, or trace_file, that of these files?"
-        )
+        fail("failed", f"no {what} in {', '.join(map(str, files))}; name the files of the proxy and engines it went to")
     merged = _merged([each for each in events if each.trace_id in wanted])
     document = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": merged})
     try:

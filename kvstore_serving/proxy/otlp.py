@@ -8,6 +8,7 @@ SDK's own settings (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`, `OTEL_BSP
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from kvstore_serving.proxy.settings import SettingsError
 from kvstore_serving.proxy.spans import Span
 
 _PATH: Final = "/v1/traces"
+_CLOSE_S: Final = 3.0
 
 
 class Collector:
@@ -72,5 +74,7 @@ class Collector:
             self._processor.on_end(made)
 
     def close(self) -> None:
-        """Send what waits."""
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Send what waits, for at most 3 s: the SDK would try for longer where nobody answers."""
+        closing = threading.Thread(target=self._processor.shutdown, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)

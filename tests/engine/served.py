@@ -52,8 +52,10 @@ def save_served_model(folder: Path) -> Path:
 class ServedEngine:
     """One `vllm serve`. Its standard error and output go to the file `log`."""
 
-    def __init__(self, model: Path, log: Path, store: str | None, *arguments: str, max_model_len: int = 2048) -> None:
-        """store: its address, for the connector; None: without the connector."""
+    def __init__(
+        self, model: Path, log: Path, store: str | None, *arguments: str, max_model_len: int = 2048, **options: Any
+    ) -> None:
+        """store: its address, for the connector; None: without the connector. options: of the connector."""
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -62,7 +64,7 @@ class ServedEngine:
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "128MiB", "always_load": True},
+            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "128MiB", "always_load": True, **options},
         }
         # `vllm serve MODEL` is this module with --model.
         self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]

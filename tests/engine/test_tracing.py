@@ -1,0 +1,179 @@
+"""One request, seen by the proxy, P, the store's clients and D, on one timeline; and vLLM's own spans in its trace."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.served import MODEL, ServedEngine, post, save_served_model
+from tests.support.harness import ROOT, Server, environment, wait_until
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.proxies import ProxyProcess, Reading
+
+COMPLETIONS = "/v1/completions"
+TRACE, USER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+# Processes read the clock one after the other, and round to microseconds.
+TOLERANCE_S = 0.005
+
+
+class Fleet:
+    """A store, engines P and D and a proxy, all of which write traces; P and D send vLLM's own as well."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.receiver = OtlpReceiver()
+        model = save_served_model(folder / "model")
+        self.store = Server(folder / "store.log", "--memory", "512MiB")
+        self.files = [folder / f"{name}.json" for name in ("proxy", "p", "d")]
+        otlp = f"--otlp-traces-endpoint={self.receiver.url}/v1/traces"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+            self.p = ServedEngine(model, folder / "p.log", self.store.endpoint, otlp, trace_file=str(self.files[1]))
+            # D has no tracing of vLLM, which then drops the header: the proxy must tell its connector otherwise.
+            self.d = ServedEngine(model, folder / "d.log", self.store.endpoint, trace_file=str(self.files[2]))
+        for engine in (self.p, self.d):
+            engine.await_health()
+        roles = [f"--prefill={self.p.url}", f"--decode={self.d.url}"]
+        self.proxy = ProxyProcess(
+            *(folder / "proxy", f"--store={self.store.endpoint}", *roles, "--policy=split"),
+            *(f"--trace-file={self.files[0]}", f"--otlp-endpoint={self.receiver.url}"),
+        )
+
+    def stop(self) -> None:
+        self.proxy.stop()
+        for engine in (self.p, self.d):
+            engine.stop()
+        self.store.stop()
+        self.receiver.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    found = Fleet(tmp_path_factory.mktemp("fleet"))
+    yield found
+    found.stop()
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    """A request that nobody has made before."""
+    words = random.Random(number)
+    prompt = [words.randrange(300, 4000) for _ in range(1000)]
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
+
+
+def timeline(fleet: Fleet, request: str) -> list[dict[str, Any]]:
+    """-> the events of a request in one file, once P and D have told all: with `row`, and `began`, `ended` in s."""
+    out = fleet.folder / f"{request}.json"
+    command = [sys.executable, "-m", "kvstore_cli", "trace", *map(str, fleet.files), "-o", str(out)]
+    command += ["--request", request]
+    run: Any = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT, "env": environment()}
+
+    def complete() -> list[dict[str, Any]] | None:
+        done = subprocess.run(command, check=False, **run)
+        if done.returncode:
+            return None
+        events = json.loads(out.read_bytes())["traceEvents"]
+        rows = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+        timed = [
+            {**each, "row": rows[each["tid"]].partition(" (")[0], "began": each["ts"] / 1e6}
+            for each in events
+            if each["ph"] != "M"
+        ]
+        for each in timed:
+            each["ended"] = each["began"] + each.get("dur", 0) / 1e6
+        return timed if {"set", "decode"} <= {each["name"] for each in timed if each["row"] != "proxy to D"} else None
+
+    return list(wait_until(complete, 30, f"P and D have told of {request}"))
+
+
+def one(events: list[dict[str, Any]], row: str, name: str) -> dict[str, Any]:
+    [found] = [each for each in events if (each["row"], each["name"]) == (row, name)]
+    return found
+
+
+def inside(part: dict[str, Any], whole: dict[str, Any]) -> bool:
+    return bool(whole["began"] - TOLERANCE_S <= part["began"] <= part["ended"] <= whole["ended"] + TOLERANCE_S)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_has_all_rows_and_its_parts_nest_and_follow(fleet: Fleet, stream: bool) -> None:
+    name = f"seen-{stream}"
+    if stream:
+        with Reading(fleet.proxy.url, COMPLETIONS, body(1), **{"x-request-id": name}) as reading:
+            assert list(reading) and reading.done
+    else:
+        assert post(fleet.proxy.url, COMPLETIONS, body(2), **{"x-request-id": name})[0] == 200
+    events = timeline(fleet, name)
+    rows = ["proxy", "proxy to P", "proxy to D", "P", "store, from P", "store, to D", "D"]
+    assert list(dict.fromkeys(each["row"] for each in sorted(events, key=lambda each: each["tid"]))) == rows
+    assert {each["args"]["trace_id"] for each in events} == {fleet.proxy.record(name)["trace"]}
+    assert len({each["pid"] for each in events}) == 1
+
+    request = one(events, "proxy", f"POST {COMPLETIONS}")
+    asked_p, asked_d = one(events, "proxy to P", "prefill"), one(events, "proxy to D", "decode")
+    for part in (one(events, "proxy", "decide"), asked_p, asked_d):
+        assert inside(part, request)
+    for part in (one(events, "P", "queue"), one(events, "P", "prefill")):
+        assert inside(part, asked_p)
+    for part in (one(events, "D", each) for each in ("queue", "load", "decode")):
+        assert inside(part, asked_d)
+    assert one(events, "P", "queue")["ended"] <= one(events, "P", "prefill")["began"] + TOLERANCE_S
+    load, send = one(events, "D", "load"), one(events, "store, from P", "set")
+    assert load["args"]["tokens"] > 900 and not load["args"]["failed_blocks"]
+    assert inside(load, one(events, "store, to D", "get"))
+    # What D loads is what P sets: not before P has begun, and D waits for the last of it.
+    assert one(events, "P", "prefill")["began"] < load["ended"] and send["began"] < load["ended"]
+    assert load["ended"] <= one(events, "D", "decode")["began"] + TOLERANCE_S
+    if stream:
+        assert load["ended"] <= one(events, "proxy to D", "first token")["began"] + TOLERANCE_S
+        assert inside(one(events, "proxy to P", "first token"), asked_p)
+    assert one(events, "D", "decode")["args"]["output_tokens"] == 8
+
+
+@pytest.mark.timeout(400)
+def test_spans_of_the_proxy_and_of_vllm_are_in_the_trace_of_the_user(fleet: Fleet) -> None:
+    given = {"traceparent": f"00-{TRACE}-{USER}-01", "x-request-id": "mine"}
+    assert post(fleet.proxy.url, COMPLETIONS, body(3), **given)[0] == 200
+    receiver = fleet.receiver
+
+    def services() -> set[str]:
+        return {each["resource"]["service.name"] for each in receiver.of(TRACE)}
+
+    wait_until(lambda: len(services()) == 2, 30, "the spans of the proxy and of P")
+    spans = {each["name"]: each for each in receiver.of(TRACE) if each["resource"]["service.name"] == "kvstore-proxy"}
+    assert spans[f"POST {COMPLETIONS}"]["parent"] == USER
+    engine = [each for each in receiver.of(TRACE) if each["resource"]["service.name"] != "kvstore-proxy"]
+    roots = [each for each in engine if each["parent"] not in {other["id"] for other in engine}]
+    assert roots and {each["parent"] for each in roots} == {spans["prefill"]["id"]}
+    assert {each["args"]["trace_id"] for each in timeline(fleet, "mine")} == {TRACE}
+
+
+@pytest.mark.timeout(400)
+def test_an_engine_without_a_proxy_writes_its_requests_and_leaves_out_what_nobody_wants(fleet: Fleet) -> None:
+    unwanted = "2" * 32
+    header = {"traceparent": f"00-{unwanted}-{USER}-00"}
+    assert post(fleet.proxy.url, COMPLETIONS, body(4), **header)[0] == 200
+    assert post(fleet.d.url, COMPLETIONS, body(5), **{"x-request-id": "alone"})[0] == 200
+    path = fleet.files[2]
+    wait_until(lambda: "alone" in path.read_text(), 10, "it is written")
+    events = [each for each in json.loads(path.read_bytes()) if "alone" in each["args"].get("request_id", "")]
+    assert [each["name"] for each in events] == ["queue", "decode"]
+    assert not any(unwanted in file.read_text() for file in fleet.files)
+    assert not fleet.receiver.of(unwanted)
+
+
+@pytest.mark.timeout(400)
+def test_an_engine_whose_trace_file_cannot_be_written_says_so_and_does_not_start(fleet: Fleet, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    engine = ServedEngine(fleet.folder / "model", log, fleet.store.endpoint, trace_file="/no/such/trace.json")
+    assert engine.process.wait(170)
+    assert "kvstore: trace_file: [Errno 2] No such file or directory: '/no/such/trace.json'" in log.read_text()
