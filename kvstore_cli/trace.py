@@ -7,7 +7,7 @@ whose clocks differ show requests that begin before they were sent.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import typer
@@ -38,6 +38,9 @@ class Event(msgspec.Struct, omit_defaults=True):
     @property
     def row(self) -> tuple[str, int, str]:
         return self.trace_id, self.tid, str(self.args["writer"])
+
+
+_EVENTS: Final = msgspec.json.Decoder(list[Event])
 
 
 def trace(
@@ -78,7 +81,7 @@ def _read(file: Path) -> list[Event]:
     events: list[Event] = []
     for each in (older, file) if older.exists() else (file,):
         try:
-            found = msgspec.json.decode(_mended(each.read_bytes()), type=list[Event])
+            found = _EVENTS.decode(_mended(each.read_bytes()))
             events += [event for event in found if event.ph != "M" and event.row and row_name(*event.row[1:])]
         except OSError as error:
             fail("failed", f"{error}; name files that --trace-file or trace_file has written")
