@@ -99,7 +99,9 @@ class Lingering:
 
     def __init__(self) -> None:
         self._lendings: list[Lending] = []
-        self._gone: deque[weakref.ref[Any]] = deque()  # what finalizers found; its `append` is no Python code
+        # What the next call has to look for: what finalizers found, by `append`, which is no Python code, and what is
+        # being ended. Something in it: some of the lendings may be out of use.
+        self._gone: deque[weakref.ref[Any] | Lending] = deque()
 
     def watch(self, borrowed: Borrowed, lending: Lending) -> None:
         """Keep the lending until nothing uses it: neither `borrowed` nor, after it, a view."""
@@ -108,6 +110,7 @@ class Lingering:
 
     def end(self, lending: Lending) -> None:
         """Give back what is not in use, now; the rest when it is not in use any more."""
+        self._gone.append(lending)  # first: if this is interrupted, the next call does it again
         lending.forget_views()
         if lending.in_use():
             lending.call_when_gone(self._gone.append)
@@ -117,6 +120,8 @@ class Lingering:
             lending.return_loans()
             with contextlib.suppress(ValueError):  # another thread was faster
                 self._lendings.remove(lending)
+        with contextlib.suppress(ValueError):
+            self._gone.remove(lending)
 
     def sweep(self) -> None:
         """Give back what has come out of use since the last time."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import gc
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +27,6 @@ COUNT = 64
 KEYS = make_keys(COUNT)
 BLOCKS = np.array([np.frombuffer(block_of(key, NAMESPACE.block_bytes), dtype=np.uint8) for key in KEYS])
 ROUNDS = 3000 if FULL else 300
-CALL_S = 0.01  # about what one call takes
 
 
 class Interrupt(BaseException):
@@ -101,9 +105,13 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
             lambda: client.contains(KEYS),
             lambda: client.delete(KEYS[:8]),
         ]
+        began = time.monotonic()
+        for call in calls:
+            call()
+        call_s = (time.monotonic() - began) / len(calls)
         for _ in range(ROUNDS):
             try:
-                interrupter.arm(rng.uniform(0, CALL_S))
+                interrupter.arm(rng.uniform(0, call_s))
                 rng.choice(calls)()
                 interrupter.disarm()  # not only in `finally`, where an interrupt would not be counted
             except Interrupt:
@@ -120,3 +128,73 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
         client.ping()
         wait_until(lambda: client.info().shards[0].lent_blocks == 0, what="nothing is lent any more")
     assert interrupted > ROUNDS / 10
+
+
+class Interruption:
+    """Raises `Interrupt` in this thread at the n-th place of our code where the interpreter looks for signals."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.place = ""  # where it was raised
+
+    def __enter__(self) -> Interruption:
+        self._before = sys.gettrace()  # of whoever measures coverage
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if "/kvstore" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        return self._instruction
+
+    def _instruction(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+        if event == "opcode" and frame.f_lasti in looks(frame.f_code):
+            self._left -= 1
+            if not self._left:
+                sys.settrace(None)
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise Interrupt
+        return self._instruction
+
+
+@functools.lru_cache(maxsize=None)
+def looks(code: CodeType) -> frozenset[int]:
+    """-> the offsets of instructions before which the interpreter looks for signals: after calls, and at the start."""
+    found = list(dis.get_instructions(code))
+    after = zip(found, found[1:], strict=False)
+    return frozenset(this.offset for before, this in after if before.opname.startswith(("CALL", "RESUME")))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.parametrize("kind", ["borrow", "get_into", "stream_get"])
+def test_an_interrupt_at_any_place_of_a_read_leaves_nothing_lent(server: Server, kind: str) -> None:
+    keys, blocks = KEYS[:8], BLOCKS[:8]
+    out = np.zeros_like(blocks)
+
+    def read(client: KVStoreClient) -> None:
+        if kind == "borrow":
+            with client.borrow(keys):
+                pass
+        elif kind == "get_into":
+            client.get_into(keys, out)
+        else:
+            list(client.stream_get(keys))
+
+    with KVStoreClient(server.endpoint, make_namespace(65_536, "everywhere"), timeout_s=10) as client:
+        client.set(keys, blocks, deferred=False)
+        for number in range(1, 5000):
+            with Interruption(number) as interruption, contextlib.suppress(Interrupt):
+                read(client)
+            gc.collect(0)
+            with contextlib.suppress(KVStoreError):
+                client.ping()
+            told = f"interrupted at {interruption.place}"
+            wait_until(lambda: client.info().shards[0].lent_blocks == 0, what=f"nothing is lent, {told}")
+            assert client.get_into(keys, out).all(), told
+            if not interruption.place:
+                break
+    assert number > 200
