@@ -85,7 +85,7 @@ cdef object slots_before(Blocks blocks, slots):
     return answer
 
 
-cdef object slots_used_since(Blocks blocks, uint64_t since, bint transient):
+cdef object slots_used_since(Blocks blocks, uint64_t since, bint every):
     cdef Space *space = &blocks.space
     cdef Py_buffer result
     cdef Py_ssize_t count = 0, ordinal, slot
@@ -93,11 +93,11 @@ cdef object slots_used_since(Blocks blocks, uint64_t since, bint transient):
     answer = np.empty(blocks.ready, np.int32)
     PyObject_GetBuffer(answer, &result, PyBUF_WRITABLE)
     for ordinal in range(space.ordinals):
-        if space.segment[ordinal].records == NULL or (space.segment[ordinal].used >= 0 and not transient):
+        if space.segment[ordinal].records == NULL or (space.segment[ordinal].used >= 0 and not every):
             continue
         for slot in range(ordinal * space.slots_per_segment, (ordinal + 1) * space.slots_per_segment):
             record = blocks.record(<int32_t>slot)
-            if record.state == READY and record.tick >= since and not is_expired(space, record):
+            if record.state == READY and record.tick >= since and (every or not is_expired(space, record)):
                 (<int32_t *>result.buf)[count] = <int32_t>slot
                 count += 1
     PyBuffer_Release(&result)

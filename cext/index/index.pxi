@@ -292,11 +292,11 @@ cdef class BlockIndex:
         """
         return links_of(self.blocks, slots)
 
-    def ready_slots(self, uint64_t since=0, bint transient=False):
-        """Returns the READY slots, int32, ascending, that have a tick of at least ``since`` and have not expired.
+    def ready_slots(self, uint64_t since=0, bint every=False):
+        """Returns the READY slots, int32, ascending, that have a tick of at least ``since``.
 
-        Those of transient blocks only with ``transient``."""
-        return slots_used_since(self.blocks, since, transient)
+        Those of transient blocks, and of blocks that have expired and are not yet removed, only with ``every``."""
+        return slots_used_since(self.blocks, since, every)
 
     # -- removal ---------------------------------------------------------------------------------------------
 

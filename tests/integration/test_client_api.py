@@ -217,6 +217,19 @@ def test_what_was_purged_does_not_come_back_from_disk(
         assert others.get(KEYS).blocks == blocks_of(KEYS, BLOCK)
 
 
+def test_a_purge_frees_the_memory_of_blocks_that_have_expired(
+    start_server: StartServer, new_namespace: MakeNamespace
+) -> None:
+    """They take memory until the sweep for them comes by, which looks at some thousand slots at a time."""
+    server = start_server(memory="64MiB")
+    keys = make_keys(100_000)
+    with KVStoreClient(server.endpoint, new_namespace(64)) as client:
+        client.set(keys, np.zeros((len(keys), 64), dtype=np.uint8), ttl_s=0.13)
+        time.sleep(0.3)
+        assert client.purge() == 0, "nobody could read them any more"
+        assert namespace_info(client).blocks == 0
+
+
 def test_a_purge_holds_nobody_up(start_server: StartServer, new_namespace: MakeNamespace) -> None:
     server = start_server(memory="256MiB")
     many, keys = new_namespace(64), make_keys(400_000)
