@@ -40,8 +40,9 @@ chaos: ## clusters while things go wrong (needs root): every scenario, then KVST
 	@KVSTORE_CHAOS=full KVSTORE_CHAOS_ROUNDS=$${KVSTORE_CHAOS_ROUNDS:-200} scripts/run.sh full python -m pytest -s \
 		tests/chaos/test_cluster.py tests/chaos/test_cluster_links.py tests/chaos/test_fault_rounds.py
 
-faults: ## hand-overs while engines, store or links fail: KVSTORE_FAULTS=500 of them, of KVSTORE_FAULTS_SEED=
-	@KVSTORE_FAULTS=$${KVSTORE_FAULTS:-500} scripts/run.sh full python -m pytest -s tests/engine/test_hand_over_faults.py
+faults: ## hand-overs while engines, store, links or proxy fail: KVSTORE_FAULTS=500 of them, of KVSTORE_FAULTS_SEED=
+	@KVSTORE_FAULTS=$${KVSTORE_FAULTS:-500} scripts/run.sh full python -m pytest -s tests/engine/test_hand_over_faults.py \
+		tests/engine/test_proxy_faults.py
 
 attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
 	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack

@@ -29,6 +29,10 @@ def proxy(
         list[str] | None,
         typer.Option("--decode", metavar="URL", help="A decode engine; repeatable. One URL may be both."),
     ] = None,
+    pools: Annotated[
+        str,
+        typer.Option("--pools", metavar="FILE", help="A TOML file that names the engines; changes are followed."),
+    ] = "",
     engines: Annotated[
         str, typer.Option("--engines", metavar="URL", help="etcd://HOST:PORT/NAME where engines register themselves.")
     ] = "",
@@ -87,6 +91,7 @@ def proxy(
             store=tuple(store),
             prefill=tuple(prefill or ()),
             decode=tuple(decode or ()),
+            pools=pools,
             engines=engines,
             events=tuple(parse_events(each) for each in events or ()),
             policy=policy,  # type: ignore[arg-type] # `Settings` checks it

@@ -212,17 +212,28 @@ class Routes:
 
     def add(self, name: str, events: str, replay: str = "") -> None:
         """Listen to an engine's publisher at ``events``, and ask for what was missed at ``replay``: the addresses of
-        its ``--kv-events-config``. Without ``replay``, what an engine had before is not known."""
+        its ``--kv-events-config``. Without ``replay``, what an engine had before is not known. Raises `ValueError` for
+        an address that ZeroMQ cannot use, and a name that is there."""
         with self._lock:
             if name in self._engines:
                 raise ValueError(f"engine {name!r} was added before; expected another name")
-            live = self._context.socket(self._zmq.SUB)
-            live.connect(events)
+            live = self._connected(self._zmq.SUB, events)
+            try:
+                again = self._connected(self._zmq.DEALER, replay) if replay else None
+            except ValueError:
+                live.close(0)
+                raise
             live.subscribe(b"")
-            again = self._context.socket(self._zmq.DEALER) if replay else None
-            if again is not None:
-                again.connect(replay)
             self._engines[name] = _Engine(name, live, again)
+
+    def _connected(self, kind: int, address: str) -> Any:
+        made = self._context.socket(kind)
+        try:
+            made.connect(address)
+        except (self._zmq.ZMQError, ValueError) as error:
+            made.close(0)
+            raise ValueError(f"the address {address!r} cannot be used: {error}; expected tcp://HOST:PORT") from None
+        return made
 
     def remove(self, name: str) -> None:
         """Forget an engine."""

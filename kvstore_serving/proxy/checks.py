@@ -29,20 +29,22 @@ class Checks:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._asked: dict[Engine, asyncio.Event] = {}  # set: once at least
         self._unpaired: list[dict[str, Any]] = []  # logged
 
     def follow(self) -> None:
         """Begin and end the checks that the pools need now."""
         engines = set(self._pools.engines.values())
         for engine in engines - self._tasks.keys():
+            self._asked[engine] = asyncio.Event()
             self._tasks[engine] = asyncio.create_task(self._watch(engine))
         for engine in self._tasks.keys() - engines:
             self._tasks.pop(engine).cancel()
+            self._asked.pop(engine).set()
 
     async def first(self) -> None:
-        """Returns when every engine was asked once."""
-        await asyncio.gather(*(self.check(engine, 0) for engine in list(self._pools.engines.values())))
-        self._compare()
+        """Returns when every engine that is followed was asked once."""
+        await asyncio.gather(*(asked.wait() for asked in list(self._asked.values())))
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -69,11 +71,14 @@ class Checks:
         engine.up()
 
     async def _watch(self, engine: Engine) -> None:
-        number = 0 if not engine.healthy else 1
+        number, asked = 0, self._asked[engine]
         while True:
             await asyncio.sleep(self._interval_s if number else 0)
-            await self.check(engine, number)
-            self._compare()
+            try:
+                await self.check(engine, number)
+                self._compare()
+            finally:
+                asked.set()
             number += 1
 
     async def _identify(self, engine: Engine) -> None:

@@ -2,9 +2,9 @@
 
 Two sources. What this proxy has sent where: prompts are cut into pieces of `PIECE` tokens, each named by a digest of
 itself and all before it; whatever an engine was sent it has, and so has the store. And, for engines whose KV events are
-known, `Routes`, which hears what they really have, and asks the store. The longer of the two counts.
+known, what they really have, also if that is less.
 
-Bounded: the pieces that were sent last. One event loop; `Routes` has a thread of its own.
+Bounded: the pieces that were sent last. One event loop; events are heard by a thread of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from kvstore_client import KVStoreError
-from kvstore_client.engine.routing import Routes
+from kvstore_serving.proxy.engine_events import EngineEvents
 from kvstore_serving.proxy.pools import Engine
 
 log = logging.getLogger(__name__)
@@ -47,18 +47,18 @@ class Have:
 
 
 class Prefixes:
-    """See above. `routes` None: no engine's events are known."""
+    """See above."""
 
-    def __init__(self, routes: Routes | None = None) -> None:
-        self._routes = routes
+    def __init__(self, events: EngineEvents) -> None:
+        self._events = events
         self._sent: OrderedDict[bytes, set[tuple[str, int]]] = OrderedDict()
 
     async def find(self, tokens: Sequence[int], engines: Sequence[Engine]) -> Have:
         have = self._sent_there(tokens, engines)
-        if self._routes is None:
+        if not self._events.heard:
             return have
         try:
-            found = await asyncio.wait_for(asyncio.to_thread(self._routes.find, tokens), _FIND_S)
+            found = await asyncio.wait_for(asyncio.to_thread(self._events.find, tokens), _FIND_S)
         except (asyncio.TimeoutError, KVStoreError) as error:
             log.warning("where a prompt is could not be found out (%r): the proxy's own memory counts", error)
             return have

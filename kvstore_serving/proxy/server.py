@@ -17,14 +17,13 @@ from typing import Any, Final
 
 import uvicorn
 
-from kvstore.cluster.members import DirectoryError
-from kvstore_client.engine.routing import Routes
 from kvstore_serving.proxy.app import Proxy
 from kvstore_serving.proxy.checks import Checks
 from kvstore_serving.proxy.decision import Decider
+from kvstore_serving.proxy.engine_events import EngineEvents
 from kvstore_serving.proxy.following import Following
 from kvstore_serving.proxy.metrics import Metrics
-from kvstore_serving.proxy.pools import Pools, Role
+from kvstore_serving.proxy.pools import Pools
 from kvstore_serving.proxy.prefixes import Prefixes
 from kvstore_serving.proxy.record import AccessLog
 from kvstore_serving.proxy.serving import Serving
@@ -36,7 +35,6 @@ from kvstore_serving.proxy.upstream import Upstream
 log = logging.getLogger(__name__)
 
 _CANCELLED_S: Final = 5.0  # for what was ended to end
-_LIST_S: Final = 5.0  # for the first list of engines to come
 
 
 def run(settings: Settings) -> None:
@@ -60,38 +58,24 @@ async def _run(settings: Settings) -> None:
     except OSError as error:
         raise SettingsError(f"{error}; expected a free port in --listen, and a writable --access-log") from None
     pools = Pools(settings.backoff_s)
-    for url in dict.fromkeys((*settings.prefill, *settings.decode)):
-        roles: set[Role] = set()
-        if url in settings.prefill:
-            roles.add("prefill")
-        if url in settings.decode:
-            roles.add("decode")
-        pools.set(url, roles)
     upstream = Upstream(settings, os.environ.get("KVSTORE_ENGINE_API_KEY", ""))
     checks = Checks(pools, upstream, settings.check_interval_s, settings.check_timeout_s)
     try:
         store = StoreWatch(settings.store, settings.check_interval_s, settings.check_timeout_s)
     except ValueError as error:
         raise SettingsError(f"--store: {error}") from None
-    routes = _routes(settings)
-    decider = Decider(settings, pools, upstream, Prefixes(routes), store)
+    events = EngineEvents()
+    following = Following(settings, pools, checks, events)
+    decider = Decider(settings, pools, upstream, Prefixes(events), store)
     serves = Serving(settings, pools, upstream, Metrics(pools, store), decider, tracing.on)
     proxy = Proxy(
         serves, access_log, tracing, lambda: {"store": {"endpoint": list(store.endpoint), "answers": store.works}}
     )
     stop = asyncio.Event()
     _on_signals(stop)
-    following: Following | None = None
     try:
-        if settings.engines:
-            try:
-                following = Following(settings.engines, pools, checks)
-            except DirectoryError as error:
-                raise SettingsError(str(error)) from None
-            with contextlib.suppress(asyncio.TimeoutError):  # etcd may be away: engines come later
-                await asyncio.wait_for(following.first.wait(), _LIST_S)
+        await following.start()
         await asyncio.gather(checks.first(), store.check())
-        checks.follow()
         store.follow()
         server = _Server(_config(settings, proxy))
         serving = asyncio.create_task(server.serve([sock]))
@@ -108,29 +92,14 @@ async def _run(settings: Settings) -> None:
         server.should_exit = True
         await serving
     finally:
-        if following is not None:
-            await following.close()
+        await following.close()
         await checks.close()
         await store.close()
         await upstream.close()
         access_log.close()
         await asyncio.to_thread(tracing.close)
-        if routes is not None:
-            await asyncio.to_thread(routes.close)
+        await events.close()
         sock.close()
-
-
-def _routes(settings: Settings) -> Routes | None:
-    """-> what hears the events of engines; None: no engine's are known."""
-    if not settings.events:
-        return None
-    try:
-        routes = Routes()
-    except ImportError as error:
-        raise SettingsError(f'--events needs pyzmq ({error}): pip install "llm-kvstore[routing]"') from None
-    for url, events, replay in settings.events:
-        routes.add(url, events, replay)
-    return routes
 
 
 def _on_signals(stop: asyncio.Event) -> None:

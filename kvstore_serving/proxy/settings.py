@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
+from kvstore_client.engine.directory import EngineRecord
+
 Policy: TypeAlias = Literal["auto", "colocate", "split"]
 POLICIES: Final = get_args(Policy)
 _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s\[\]:/]*)):([0-9]{1,5})")
@@ -29,6 +31,7 @@ class Settings:
     store: tuple[str, ...]
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    pools: str = ""
     engines: str = ""
     events: tuple[tuple[str, str, str], ...] = ()
     policy: Policy = "auto"
@@ -57,14 +60,18 @@ class Settings:
             check_engine_url(url)
         known = {*self.prefill, *self.decode}
         for url, _, _ in self.events:
-            if not self.engines and url not in known:
+            if url not in known:
                 raise SettingsError(
                     f"--events names {url!r}, which is neither --prefill nor --decode; expected one of them"
                 )
-        if self.engines and known:
-            raise SettingsError("--engines and --prefill or --decode were given; expected one way to name engines")
-        if not self.engines and not known:
-            raise SettingsError("no engines were given; expected --prefill URL and --decode URL, or --engines etcd://…")
+        flags = {"--prefill or --decode": known, "--pools": self.pools, "--engines": self.engines}
+        ways = [name for name, given in flags.items() if given]
+        if len(ways) > 1:
+            raise SettingsError(f"{' and '.join(ways)} were given; expected one way to name engines")
+        if not ways:
+            raise SettingsError(
+                "no engines were given; expected --prefill URL and --decode URL, --pools FILE, or --engines etcd://…"
+            )
         if self.policy not in POLICIES:
             raise SettingsError(f"--policy is {self.policy!r}; expected one of {', '.join(POLICIES)}")
         for name in ("drain_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "check_interval_s", "user_stall_s"):
@@ -77,6 +84,20 @@ class Settings:
         for name in ("split_tokens", "max_in_flight", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; expected 1 or more")
+
+    def named(self) -> list[EngineRecord]:
+        """The engines of the flags."""
+        events = {url: addresses for url, *addresses in self.events}
+        records = []
+        for url in dict.fromkeys((*self.prefill, *self.decode)):
+            roles: list[Literal["prefill", "decode"]] = []
+            if url in self.prefill:
+                roles.append("prefill")
+            if url in self.decode:
+                roles.append("decode")
+            publisher, replay = events.get(url, ("", ""))
+            records.append(EngineRecord(url, tuple(roles), events=publisher, replay=replay))
+        return records
 
 
 def check_engine_url(url: str) -> None:

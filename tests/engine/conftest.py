@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.engines import Engine, Expected, StartEngine, save_model
+from tests.engine.fleet import Fleet
 from tests.support.harness import Server
 from tests.support.slow_link import SlowLink
 
@@ -98,6 +99,20 @@ def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
     yield start
     for engine in engines:
         engine.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    found = Fleet(tmp_path_factory.mktemp("fleet"))
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def fleet(shared_fleet: Fleet) -> Fleet:
+    """A store, two engines and a proxy that other tests use too. Its engines may be killed."""
+    shared_fleet.mend()
+    return shared_fleet
 
 
 @pytest.fixture(scope="session")

@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.served import MODEL, ServedEngine, post, save_served_model
-from tests.support.harness import Server, wait_until
+from tests.engine.fleet import CHAT, COMPLETIONS, GREEDY, SEEDED, Fleet, ask
+from tests.engine.served import MODEL, post
+from tests.support.harness import wait_until
 from tests.support.proxies import Asking, ProxyProcess, Reading, answer_of, chunks_of, text_of
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GREEDY, SEEDED = {"temperature": 0}, {"temperature": 0.8, "seed": 11}
-
-
-class Fleet:
-    """A store, prefill engine `p`, decode engine `d`, and a proxy that splits everything."""
-
-    def __init__(self, folder: Path) -> None:
-        model = save_served_model(folder / "model")
-        self.store = Server(folder / "store.log", "--memory", "512MiB")
-        self.p, self.d = (ServedEngine(model, folder / f"{name}.log", self.store.endpoint) for name in "pd")
-        for engine in (self.p, self.d):
-            engine.await_health()
-        self.proxy = ProxyProcess(folder / "proxy", *self.options, "--policy=split")
-
-    @property
-    def options(self) -> list[str]:
-        roles = [f"--prefill={self.p.url}", f"--decode={self.d.url}"]
-        return [f"--store={self.store.endpoint}", "--check-seconds=0.2", *roles]
-
-    def stop(self) -> None:
-        self.proxy.stop()
-        for engine in (self.p, self.d):
-            engine.stop()
-        self.store.stop()
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    found = Fleet(tmp_path_factory.mktemp("fleet"))
-    yield found
-    found.stop()
-
-
-def ask(path: str, number: int, **more: Any) -> dict[str, Any]:
-    """A request that nobody has made before, unless with the same number."""
-    chooser = random.Random(number)
-    words = [chooser.randrange(300, 4000) for _ in range(200)]
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": 32, **more}
-    if path == CHAT:
-        return {**body, "messages": [{"role": "user", "content": " ".join(f"w{word}" for word in words[:40])}]}
-    return {**body, "prompt": words}
 
 
 @pytest.mark.timeout(400)
@@ -113,6 +67,27 @@ def test_short_and_known_prompts_stay_on_the_decode_engine(fleet: Fleet, tmp_pat
 
 
 @pytest.mark.timeout(400)
+def test_what_an_engine_has_computed_for_others_is_known_by_its_events(fleet: Fleet, tmp_path: Path) -> None:
+    body = ask(COMPLETIONS, 63, **GREEDY)
+    assert post(fleet.d.url, COMPLETIONS, body)[0] == 200
+    for number, (more, why) in enumerate(
+        [([f"--events={fleet.d.url}={fleet.events}"], "8 uncached tokens"), ([], "200 uncached tokens")]
+    ):
+        with ProxyProcess(tmp_path / str(number), *fleet.options, "--split-tokens=150", *more) as proxy:
+
+            def decided(proxy: ProxyProcess = proxy, why: str = why, number: int = number) -> bool:
+                name = f"{number}-{len(proxy.access.read_text().splitlines())}"
+                fresh = {**body, "prompt": [*body["prompt"][:192], *range(300, 308)]}
+                assert post(proxy.url, COMPLETIONS, fresh, **{"x-request-id": name})[0] == 200
+                return bool(proxy.record(name)["why"] == why)
+
+            if more:
+                wait_until(decided, 10, "the events are heard")
+            else:
+                assert decided(), "the proxy itself has sent nothing"
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_user_who_leaves_frees_both_engines(fleet: Fleet, stream: bool) -> None:
     body = ask(COMPLETIONS, 70 + stream, max_tokens=1800, ignore_eos=True, **GREEDY)
@@ -135,31 +110,3 @@ def test_sigterm_lets_streams_finish_and_takes_no_new_requests(fleet: Fleet, tmp
     assert reading.done
     assert text_of(chunks) == text_of(chunks_of(fleet.d.url, COMPLETIONS, body))
     assert proxy.stop() == 0
-
-
-@pytest.mark.timeout(400)
-def test_a_decode_engine_that_is_killed_does_not_change_the_answers(fleet: Fleet) -> None:
-    """Last: the decode engine is gone then, and the prefill engine answers alone."""
-    asks = [
-        (path, ask(path, 90, ignore_eos=True, **sampling))
-        for path in (COMPLETIONS, CHAT)
-        for sampling in (GREEDY, SEEDED)
-    ]
-    for _, body in asks:
-        body["max_tokens"] = 300
-    right = [text_of(chunks_of(fleet.d.url, path, body)) for path, body in asks]
-    readings = [Reading(fleet.proxy.url, path, body) for path, body in asks]
-    begun = [list(islice(reading, 20)) for reading in readings]
-    fleet.d.kill()
-    with ThreadPoolExecutor(4) as pool:
-        rests = list(pool.map(list, readings))
-    for reading in readings:
-        assert reading.done
-        reading.leave()
-    assert [text_of(chunks + rest) for chunks, rest in zip(begun, rests, strict=True)] == right
-    metrics = fleet.proxy.metrics()
-    assert metrics['kvstore_proxy_retries_total{when="in the stream"}'] == 4
-    wait_until(lambda: not fleet.proxy.status()["pools"]["decode"][0]["healthy"], 10, "the decode engine is down")
-    path, body = asks[0]
-    assert post(fleet.proxy.url, path, body, **{"x-request-id": "alone"})[1]["choices"][0]["text"] == right[0]
-    assert fleet.proxy.record("alone")["why"] == "no decode engine"

@@ -10,6 +10,7 @@ from kvstore_client.engine.directory import EngineList, EngineRecord
 from tests.engine.engines import StartEngine
 from tests.support.etcd import Etcd
 from tests.support.harness import Server, wait_until
+from tests.support.ports import free_ports
 
 URL = "http://127.0.0.1:8000"
 
@@ -21,9 +22,13 @@ def test_an_engine_is_in_the_directory_while_it_runs(
         heard: list[dict[str, EngineRecord]] = []
         engines = EngineList(etcd.url("fleet"), heard.append)
         options = {"engines": etcd.url("fleet"), "engine_url": URL, "weights_version": "7"}
-        engine = start_engine(server.endpoint, options=options)
+        publisher, replay = free_ports(2)
+        addresses = {"endpoint": f"tcp://*:{publisher}", "replay_endpoint": f"tcp://*:{replay}"}
+        events = {"enable_kv_cache_events": True, **addresses}
+        engine = start_engine(server.endpoint, options=options, kv_events_config=events)
         wait_until(lambda: heard and heard[-1], what="it is registered")
-        record = EngineRecord(URL, ("prefill", "decode"), str(model), "7", 1)
+        reached = f"tcp://127.0.0.1:{publisher}", f"tcp://127.0.0.1:{replay}"
+        record = EngineRecord(URL, ("prefill", "decode"), str(model), "7", 1, *reached)
         assert heard[-1] == {"127.0.0.1-8000": record}
         assert engine.stop() == 0
         wait_until(lambda: not heard[-1], 20, what="it has left")

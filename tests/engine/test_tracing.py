@@ -6,16 +6,15 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.served import MODEL, ServedEngine, post, save_served_model
+from tests.engine.engines import StartEngine
+from tests.engine.fleet import Fleet
+from tests.engine.served import MODEL, post
 from tests.support.harness import ROOT, Server, environment, wait_until
-from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.proxies import ProxyProcess, Reading
+from tests.support.proxies import Reading
 
 COMPLETIONS = "/v1/completions"
 TRACE, USER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -23,48 +22,9 @@ TRACE, USER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TOLERANCE_S = 0.005
 
 
-class Fleet:
-    """A store, engines P and D and a proxy, all of which write traces; P and D send vLLM's own as well."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.receiver = OtlpReceiver()
-        model = save_served_model(folder / "model")
-        self.store = Server(folder / "store.log", "--memory", "512MiB")
-        self.files = [folder / f"{name}.json" for name in ("proxy", "p", "d")]
-        otlp = f"--otlp-traces-endpoint={self.receiver.url}/v1/traces"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-            self.p = ServedEngine(model, folder / "p.log", self.store.endpoint, otlp, trace_file=str(self.files[1]))
-            # D has no tracing of vLLM, which then drops the header: the proxy must tell its connector otherwise.
-            self.d = ServedEngine(model, folder / "d.log", self.store.endpoint, trace_file=str(self.files[2]))
-        for engine in (self.p, self.d):
-            engine.await_health()
-        roles = [f"--prefill={self.p.url}", f"--decode={self.d.url}"]
-        self.proxy = ProxyProcess(
-            *(folder / "proxy", f"--store={self.store.endpoint}", *roles, "--policy=split"),
-            *(f"--trace-file={self.files[0]}", f"--otlp-endpoint={self.receiver.url}"),
-        )
-
-    def stop(self) -> None:
-        self.proxy.stop()
-        for engine in (self.p, self.d):
-            engine.stop()
-        self.store.stop()
-        self.receiver.close()
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    found = Fleet(tmp_path_factory.mktemp("fleet"))
-    yield found
-    found.stop()
-
-
 def body(number: int, **more: Any) -> dict[str, Any]:
     """A request that nobody has made before."""
-    words = random.Random(number)
+    words = random.Random(f"traced {number}")  # no beginning of what other tests ask
     prompt = [words.randrange(300, 4000) for _ in range(1000)]
     return {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
 
@@ -171,9 +131,10 @@ def test_an_engine_without_a_proxy_writes_its_requests_and_leaves_out_what_nobod
     assert not fleet.receiver.of(unwanted)
 
 
-@pytest.mark.timeout(400)
-def test_an_engine_whose_trace_file_cannot_be_written_says_so_and_does_not_start(fleet: Fleet, tmp_path: Path) -> None:
-    log = tmp_path / "engine.log"
-    engine = ServedEngine(fleet.folder / "model", log, fleet.store.endpoint, trace_file="/no/such/trace.json")
-    assert engine.process.wait(170)
-    assert "kvstore: trace_file: [Errno 2] No such file or directory: '/no/such/trace.json'" in log.read_text()
+def test_an_engine_whose_trace_file_cannot_be_written_says_so_and_does_not_start(
+    server: Server, start_engine: StartEngine
+) -> None:
+    engine = start_engine(server.endpoint, options={"trace_file": "/no/such/trace.json"}, wait=False)
+    assert not engine.ready()
+    says = "kvstore: trace_file: [Errno 2] No such file or directory: '/no/such/trace.json'"
+    assert says in engine.log_text()

@@ -17,12 +17,10 @@ Over 400 lines because vLLM wants one class for both halves.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -34,10 +32,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstore.cluster.members import DirectoryError
 from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
-from kvstore_client.engine.directory import EngineRecord, Registered
 from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
@@ -51,6 +47,7 @@ from kvstore_client.vllm.connector.options import ConnectorOptions
 from kvstore_client.vllm.connector.page_probe import KNOWN, page_fingerprint
 from kvstore_client.vllm.connector.plan import RankStore, StepPlan, WorkerReport
 from kvstore_client.vllm.connector.rank_namespace import head_parts, rank_namespace, replica
+from kvstore_client.vllm.connector.registration import register
 from kvstore_client.vllm.connector.request_spans import RequestSpans
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 from kvstore_client.vllm.connector.starting import SchedulerStart
@@ -104,8 +101,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counters = Counters()
         self._traffic = TrafficLog(time.monotonic())
         self._waiting_told = 0
-        self._registered = self._register() if role == KVConnectorRole.SCHEDULER and self._options.engines else None
-        self._spans = self._trace() if role == KVConnectorRole.SCHEDULER and self._options.trace_file else None
+        schedules = role == KVConnectorRole.SCHEDULER
+        self._registered = (
+            register(vllm_config, transfer, self._options) if schedules and self._options.engines else None
+        )
+        self._spans = self._trace() if schedules and self._options.trace_file else None
         recompute_failed_loads(transfer, get_current_vllm_config_or_none())
 
     def _trace(self) -> RequestSpans:
@@ -113,24 +113,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         number = self._vllm_config.parallel_config.data_parallel_index
         path = self._options.trace_file + (f".dp{number}" if number else "")
         return RequestSpans(path, self._options.engine_url)
-
-    def _register(self) -> Registered:
-        """Tell proxies of this engine, for as long as it runs. They find out themselves when it serves."""
-        transfer, url = self._kv_transfer_config, self._options.engine_url
-        prefill: tuple[Literal["prefill"], ...] = ("prefill",) if transfer.is_kv_producer else ()
-        decode: tuple[Literal["decode"], ...] = ("decode",) if transfer.is_kv_consumer else ()
-        record = EngineRecord(
-            url,
-            (*prefill, *decode),
-            self._vllm_config.model_config.model,
-            self._options.weights_version,
-            self._vllm_config.parallel_config.tensor_parallel_size,
-        )
-        name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.partition("://")[2])[:64]
-        try:
-            return Registered(self._options.engines, name, record)
-        except (DirectoryError, msgspec.ValidationError) as error:
-            raise ValueError(f"kvstore: the engine cannot be registered at {self._options.engines}: {error}") from None
 
     @property
     def _scheduler(self) -> SchedulerHalf | None:

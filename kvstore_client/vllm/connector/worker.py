@@ -106,9 +106,8 @@ class WorkerHalf:
         self._held: dict[str, int] = {}
         self._report = WorkerReport([store])
         self._released: deque[tuple[tuple[int, int], bool]] = deque()  # job and slot; whether the store has the block
-        self._parts_left: dict[
-            tuple[int, int], tuple[int, bool]
-        ] = {}  # of a job's slot; whether the store has the others
+        # By job and slot: how many parts are on their way, and whether the store has the others.
+        self._parts_left: dict[tuple[int, int], tuple[int, bool]] = {}
         self._saves: Saves | None = None  # of the current step
         self._to_compute: list[set[str]] = []  # by part, the layers that its blocks wait for
         self._copied_parts = 0  # of the job that is being copied

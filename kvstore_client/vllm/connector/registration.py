@@ -1,0 +1,61 @@
+"""The engine's entry in the directory of `kvstore proxy`: what it is, and where its API and its KV events are."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvstore.cluster.members import DirectoryError
+from kvstore_client.engine.directory import EngineRecord, Registered
+from kvstore_client.vllm.connector.options import ConnectorOptions
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+
+def register(config: VllmConfig, transfer: KVTransferConfig, options: ConnectorOptions) -> Registered:
+    """Tell proxies of this engine, for as long as it runs. They find out themselves when it serves. Raises
+    `ValueError`."""
+    prefill: tuple[Literal["prefill"], ...] = ("prefill",) if transfer.is_kv_producer else ()
+    decode: tuple[Literal["decode"], ...] = ("decode",) if transfer.is_kv_consumer else ()
+    publisher, replay = "", ""
+    published = config.kv_events_config
+    # Engines of a data-parallel group share one URL, so no proxy can choose among them by what they have.
+    if (
+        published is not None
+        and published.enable_kv_cache_events
+        and published.publisher == "zmq"
+        and config.parallel_config.data_parallel_size == 1
+    ):
+        publisher = as_reached(published.endpoint, options.engine_url)
+        replay = as_reached(published.replay_endpoint or "", options.engine_url)
+    record = EngineRecord(
+        options.engine_url,
+        (*prefill, *decode),
+        config.model_config.model,
+        options.weights_version,
+        config.parallel_config.tensor_parallel_size,
+        publisher,
+        replay,
+    )
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", options.engine_url.partition("://")[2])[:64]
+    try:
+        return Registered(options.engines, name, record)
+    except (DirectoryError, msgspec.ValidationError) as error:
+        raise ValueError(f"kvstore: the engine cannot be registered at {options.engines}: {error}") from None
+
+
+def as_reached(endpoint: str, engine_url: str) -> str:
+    """-> the address at which others reach what an engine binds: one of all interfaces gets the host of its URL. Empty
+    if only the engine's own process does."""
+    if endpoint.startswith("inproc:"):
+        return ""
+    scheme, separator, rest = endpoint.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or host not in ("*", "0.0.0.0", "[::]"):
+        return endpoint
+    reached = urlsplit(engine_url).hostname or ""
+    return f"{scheme}{separator}{f'[{reached}]' if ':' in reached else reached}{colon}{port}"

@@ -1,0 +1,77 @@
+"""A whole fleet for the tests of its parts together: a store, a prefill and a decode engine, and a proxy.
+
+Starting it takes most of a minute, so one serves all tests of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.served import MODEL, ServedEngine, save_served_model
+from tests.support.harness import Server
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.proxies import ProxyProcess
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GREEDY, SEEDED = {"temperature": 0}, {"temperature": 0.8, "seed": 11}
+
+
+class Fleet:
+    """A store, prefill engine `p`, decode engine `d`, and a proxy that splits everything. All three write traces, the
+    proxy and `p` send spans to `receiver`, and `d` publishes KV events."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.receiver = OtlpReceiver()
+        model = save_served_model(folder / "model")
+        self.store = Server(folder / "store.log", "--memory", "512MiB")
+        self.files = [folder / f"{name}.json" for name in ("proxy", "p", "d")]
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder}/events"}
+        events["replay_endpoint"] = f"ipc://{folder}/replay"
+        self.events = f"{events['endpoint']},{events['replay_endpoint']}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+            otlp = f"--otlp-traces-endpoint={self.receiver.url}/v1/traces"
+            self.p = ServedEngine(model, folder / "p.log", self.store.endpoint, otlp, trace_file=str(self.files[1]))
+            # D has no tracing of vLLM, which then drops the header: the proxy must tell its connector otherwise.
+            told = ("--kv-events-config", json.dumps(events))
+            self.d = ServedEngine(model, folder / "d.log", self.store.endpoint, *told, trace_file=str(self.files[2]))
+        for engine in (self.p, self.d):
+            engine.await_health()
+        traced = (f"--trace-file={self.files[0]}", f"--otlp-endpoint={self.receiver.url}")
+        self.proxy = ProxyProcess(folder / "proxy", *self.options, "--policy=split", *traced)
+
+    @property
+    def options(self) -> list[str]:
+        roles = [f"--prefill={self.p.url}", f"--decode={self.d.url}"]
+        return [f"--store={self.store.endpoint}", "--check-seconds=0.2", *roles]
+
+    def mend(self) -> None:
+        """Start engines again that a test has killed."""
+        for engine in (self.p, self.d):
+            if engine.process.poll() is not None:
+                engine.start()
+                engine.await_health()
+
+    def stop(self) -> None:
+        self.proxy.stop()
+        for engine in (self.p, self.d):
+            engine.stop()
+        self.store.stop()
+        self.receiver.close()
+
+
+def ask(path: str, number: int, **more: Any) -> dict[str, Any]:
+    """A request that nobody has made before, unless with the same number."""
+    chooser = random.Random(number)
+    words = [chooser.randrange(300, 4000) for _ in range(200)]
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 32, **more}
+    if path == CHAT:
+        return {**body, "messages": [{"role": "user", "content": " ".join(f"w{word}" for word in words[:40])}]}
+    return {**body, "prompt": words}

@@ -1,0 +1,180 @@
+"""Requests through the proxy while the proxy, an engine or the store fails, at any instant: right tokens, nothing left.
+
+Each round sends one new prompt to a fleet of real engines, and one process of it is killed or frozen, or the user
+leaves. The answer is compared with that of an engine that has no store. Engines that were killed take half a minute to
+start again, so only `make faults` kills them, KVSTORE_FAULTS=500 rounds divided by ten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from tests.engine.engines import Engine, namespaces
+from tests.engine.fleet import COMPLETIONS, Fleet
+from tests.engine.served import MODEL
+from tests.engine.test_hand_over import nothing_left
+from tests.support.harness import wait_until
+from tests.support.proxies import ProxyProcess, Reading
+
+FULL: Final = "KVSTORE_FAULTS" in os.environ
+ROUNDS: Final = int(os.environ.get("KVSTORE_FAULTS", "80")) // 10
+FROZEN: Final = ("proxy frozen", "prefill frozen", "decode frozen", "store frozen")
+KILLED: Final = ("prefill killed", "decode killed")
+KINDS: Final = ("proxy killed", "user left", "store killed", *FROZEN, *(KILLED if FULL else ()))
+PHASES: Final = ("before a token", "in the stream", "afterwards")
+ROUND_S: Final = 60.0  # at most, on a busy machine
+# What an answer takes beside the fault: the promise's time, 0.5 s, and the prompt computed again on a busy machine.
+ANSWER_S: Final = 20.0
+TOKENS: Final = 200
+
+
+class Round:
+    """One request, and what befalls the fleet meanwhile."""
+
+    def __init__(self, fleet: Fleet, proxy: ProxyProcess, choose: random.Random) -> None:
+        self.fleet, self.proxy, self._choose = fleet, proxy, choose
+        self.prompt = [choose.randrange(300, 4000) for _ in range(choose.randrange(200, 1800))]
+        self.chunks: list[dict[str, Any]] = []
+        self.done = False
+        self._reading: Reading | None = None
+
+    def read(self) -> None:
+        """Ask, and read the answer to its end, whatever that is."""
+        asked = {"model": MODEL, "prompt": self.prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        try:
+            self._reading = Reading(self.proxy.url, COMPLETIONS, {**asked, "return_token_ids": True})
+            for chunk in self._reading:
+                self.chunks.append(chunk)
+            self.done = self._reading.done
+        except (OSError, ValueError, AttributeError):  # the connection ended: by the proxy's death, or by `leave`
+            self.done = False
+        finally:
+            if self._reading is not None:
+                self._reading.leave()
+
+    @property
+    def tokens(self) -> list[int]:
+        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", [])]
+        return [token for choice in choices for token in choice.get("token_ids") or []]
+
+    @property
+    def phase(self) -> str:
+        return "afterwards" if self.done else "in the stream" if self.tokens else "before a token"
+
+    def fail(self, kind: str) -> str:
+        """Let it happen, and end it after a while if it can end. -> the phase in which it began."""
+        who, _, what = kind.partition(" ")
+        time.sleep(self._choose.uniform(0, 1) ** 2)
+        phase = self.phase
+        wait_s = self._choose.uniform(0.05, 1.5)
+        engine = {"prefill": self.fleet.p, "decode": self.fleet.d}.get(who)
+        if kind == "user left":
+            wait_until(lambda: self._reading, 10, "the answer has begun")
+            assert self._reading is not None
+            self._reading.leave()
+        elif kind == "store killed":
+            self.fleet.store.kill()
+            time.sleep(wait_s / 3)
+            self.fleet.store.restart()
+        elif kind == "store frozen":
+            with self.fleet.store.stopped():
+                time.sleep(wait_s)
+        elif kind == "proxy killed":
+            self.proxy.process.kill()
+        elif what == "killed" and engine is not None:
+            engine.kill()
+        else:
+            process = self.proxy.process if engine is None else engine.process
+            with frozen(process.pid):
+                time.sleep(wait_s)
+        return phase
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A process and its children are stopped (SIGSTOP) while the body runs."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for each in family:
+        each.suspend()
+    try:
+        yield
+    finally:
+        for each in family:
+            each.resume()
+
+
+@pytest.fixture
+def alone(fleet: Fleet, tmp_path: Path) -> Iterator[Engine]:
+    """An engine of the same model that computes everything."""
+    model, log = fleet.folder / "model", tmp_path / "alone.log"
+    engine = Engine(model, log, connector=None, enable_prefix_caching=False, max_model_len=2048)
+    yield engine
+    engine.stop()
+
+
+@pytest.mark.timeout(400 + ROUNDS * ROUND_S)
+def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
+    fleet: Fleet, alone: Engine, tmp_path: Path
+) -> None:
+    seed = int(os.environ.get("KVSTORE_FAULTS_SEED", random.randrange(1 << 32)))
+    print(f"KVSTORE_FAULTS_SEED={seed}")
+    choose = random.Random(seed)
+    options = (*fleet.options, "--policy=split", "--backoff-seconds=0.2")
+    proxy = ProxyProcess(tmp_path / "proxy", *options)
+    met: Counter[tuple[str, str]] = Counter()
+    kinds = list[str]()
+    for number in range(ROUNDS):
+        kinds = kinds or choose.sample(KINDS, len(KINDS))
+        kind = kinds.pop()
+        told = f"round {number} of KVSTORE_FAULTS_SEED={seed}: {kind}"
+        this = Round(fleet, proxy, choose)
+        right = alone.generate(this.prompt, max_tokens=TOKENS)[0].token_ids
+        with ThreadPoolExecutor(1) as user:
+            began = time.monotonic()
+            reading = user.submit(this.read)
+            phase = this.fail(kind)
+            fault_s = time.monotonic() - began
+            reading.result(ANSWER_S + 10)
+            waited_s = time.monotonic() - began - fault_s
+        assert waited_s <= ANSWER_S, told
+        assert this.tokens == right[: len(this.tokens)], told
+        if kind == "proxy killed":
+            proxy.stop()
+            proxy = ProxyProcess(tmp_path / "proxy", *options)
+        if kind in ("proxy killed", "user left"):
+            again = Round(fleet, proxy, choose)
+            again.prompt = this.prompt
+            again.read()  # as a user does
+            assert again.done and again.tokens == right, told
+        else:
+            assert this.done and this.tokens == right, told
+        for engine in (fleet.p, fleet.d):
+            if engine.process.poll() is None:
+                wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), 10, f"{told}: free")
+        nothing_left(fleet.store)
+        assert not sum(each.writing for each in namespaces(fleet.store)), told
+        fleet.mend()
+        wait_until(lambda proxy=proxy: all_well(proxy), 30, f"{told}: both engines take requests")
+        met[kind, phase] += 1
+        print(f"{number + 1} {kind} {phase}: {waited_s:.2f} s, {len(this.tokens)} tokens")
+    assert proxy.stop() == 0
+    assert "Traceback" not in proxy.log.read_text()
+    for kind in KINDS:
+        print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))
+    assert met.total() - sum(met[kind, PHASES[2]] for kind in KINDS) >= ROUNDS // 3, "most came too late"
+
+
+def all_well(proxy: ProxyProcess) -> bool:
+    pools = proxy.status()["pools"]
+    return all(each["healthy"] and not each["shunned"] for pool in pools.values() for each in pool)

@@ -1,0 +1,161 @@
+"""How the proxy hears of engines, and of what they have: from a real etcd where they register, or from a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvstore_client.engine.directory import EngineRecord, Registered
+from tests.support.etcd import Etcd
+from tests.support.harness import ROOT, Server, environment, wait_until
+from tests.support.ports import free_ports
+from tests.support.proxies import ProxyProcess, StandInEngine, post
+from tests.support.stand_in_engine import MODEL
+
+ASK = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+
+
+def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(server: Server, tmp_path: Path) -> None:
+    with Etcd(tmp_path / "etcd") as etcd:
+        url = etcd.url("fleet")
+        arguments = (f"--store={server.endpoint}", f"--engines={url}", "--policy=split", "--check-seconds=0.1")
+        engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
+        try:
+            with ProxyProcess(tmp_path / "proxy", *arguments) as proxy:
+                assert proxy.ready_line.endswith("prefill=0 decode=0")
+                assert post(proxy.url, "/v1/completions", ASK)[0] == 503
+
+                def decision() -> tuple[int, str]:
+                    name = f"request-{len(proxy.access.read_text().splitlines())}"
+                    status = post(proxy.url, "/v1/completions", ASK, **{"x-request-id": name})[0]
+                    return status, proxy.record(name)["decision"]
+
+                decode = EngineRecord(engines[0].url, ("decode",), weights="1")
+                with Registered(url, "d", decode, ttl_s=3):
+                    wait_until(lambda: decision() == (200, "colocate"), 10, "the decode engine is used")
+                    with Registered(url, "p", EngineRecord(engines[1].url, ("prefill",), weights="2"), ttl_s=3):
+                        wait_until(lambda: proxy.status()["unpaired"], 10, "other weights are noticed")
+                        assert decision() == (200, "colocate")
+                        assert proxy.metrics()["kvstore_proxy_unpaired_engines"] == 1
+                    wait_until(lambda: not proxy.status()["pools"]["prefill"], 10, "the prefill engine has left")
+                    with Registered(url, "p", EngineRecord(engines[1].url, ("prefill",), weights="1"), ttl_s=3):
+                        wait_until(lambda: decision() == (200, "split"), 10, "the pair is used")
+                        etcd.kill()
+                        assert decision() == (200, "split")
+                        etcd.restart(empty=True)
+                        wait_until(lambda: decision() == (200, "split"), 20, "both have registered again")
+        finally:
+            for engine in engines:
+                engine.kill()
+
+
+class Publisher:
+    """Publishes KV events as vLLM does: batches with a number, and all of them again to who asks."""
+
+    def __init__(self) -> None:
+        self.live, self.replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+        self._context = zmq.Context()
+        self._publisher = self._context.socket(zmq.PUB)
+        self._publisher.bind(self.live)
+        self._sent = 0
+
+    def store(self, tokens: list[int]) -> None:
+        """The engine has one block of these tokens, at the beginning of a prompt."""
+        event = {"type": "BlockStored", "block_hashes": [bytes(32)], "parent_block_hash": None, "token_ids": tokens}
+        batch = [0.0, [{**event, "block_size": len(tokens)}], None]
+        self._publisher.send_multipart([b"", self._sent.to_bytes(8, "big"), msgspec.msgpack.encode(batch)])
+        self._sent += 1
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    found = Publisher()
+    yield found
+    found.close()
+
+
+def entry(engine: StandInEngine, role: str, more: str = "") -> str:
+    return f'[[engines]]\nurl = "{engine.url}"\nroles = ["{role}"]\n{more}\n'
+
+
+def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
+    server: Server, tmp_path: Path, publisher: Publisher
+) -> None:
+    engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
+    pools, new = tmp_path / "pools.toml", tmp_path / "new.toml"
+    pools.write_text(entry(engines[0], "decode"))
+    options = (f"--store={server.endpoint}", f"--pools={pools}", "--split-tokens=64", "--check-seconds=0.1")
+    asked = 0
+
+    def ask(prompt: list[int]) -> tuple[str, str]:
+        nonlocal asked
+        asked += 1
+        name = f"request-{asked}"
+        assert post(proxy.url, "/v1/completions", {**ASK, "prompt": prompt}, **{"x-request-id": name})[0] == 200
+        record = proxy.record(name)
+        return record["decision"], record["why"]
+
+    try:
+        with ProxyProcess(tmp_path / "proxy", *options) as proxy:
+            assert proxy.ready_line.endswith("prefill=0 decode=1")
+            assert ask(list(range(100)))[0] == "colocate"
+            both = entry(engines[0], "decode", f'events = "{publisher.live}"') + entry(engines[1], "prefill")
+            new.write_text(both)
+            os.replace(new, pools)
+            wait_until(lambda: proxy.status()["pools"]["prefill"], 10, "the prefill engine is there")
+            wait_until(lambda: ask(list(range(asked * 200, asked * 200 + 100)))[0] == "split", 10, "the pair is used")
+            # What this proxy has never seen, the decode engine says that it has.
+            told = list(range(50_000, 50_096))
+
+            def heard() -> bool:
+                publisher.store(told)  # to who listens by now
+                return ask([*told, asked])[1] == "1 uncached tokens"
+
+            wait_until(heard, 10, "its events are heard")
+            pools.write_text("[[engines")
+            log = proxy.log
+            wait_until(lambda: "stay as they are" in log.read_text(), 10, "the wrong file is told of")
+            assert ask(list(range(60_000, 60_100)))[0] == "split"
+            pools.write_text(entry(engines[1], "decode"))
+            wait_until(lambda: not proxy.status()["pools"]["prefill"], 10, "it is a decode engine now")
+            assert [each["url"] for each in proxy.status()["pools"]["decode"]] == [engines[1].url]
+            assert ask([*told, 1])[0] == "colocate"
+            assert log.read_text().count("stay as they are") == 1
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "engines"),
+        ('[[engines]]\nurl = "http://127.0.0.1:1"\nroles = ["decode"]\nevents = "nonsense"', "'nonsense'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_ends_the_start(server: Server, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "pools.toml").write_text(text)
+    command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", server.endpoint]
+    command += ["--pools", str(tmp_path / "pools.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60, check=False)
+    assert done.returncode == 2 and says in done.stderr and "expected" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_records_that_cannot_be_used_are_refused_where_they_are_made() -> None:
+    with pytest.raises(ValueError, match="engine's name"):
+        Registered("etcd://127.0.0.1:2379/fleet", "a/b", EngineRecord("http://h:1", ("decode",)))
+    with pytest.raises(ValueError, match="url"):
+        Registered("etcd://127.0.0.1:2379/fleet", "a", EngineRecord("ftp://h:1", ("decode",)))
+    with pytest.raises(ValueError, match="etcd"):
+        Registered("dns://cache:7070", "a", EngineRecord("http://h:1", ("decode",)))

@@ -1,0 +1,224 @@
+"""How the engines of the proxy are named: flags, a file, the directory; and which publishers are listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore_client.engine.directory import EngineRecord
+from kvstore_client.engine.routing import Routes
+from kvstore_client.vllm.connector.registration import as_reached
+from kvstore_serving.proxy.engine_events import EngineEvents
+from kvstore_serving.proxy.pools_file import PoolsFile, read_pools
+from kvstore_serving.proxy.settings import Settings, SettingsError
+
+A, B = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
+STORE = ("tcp://127.0.0.1:7070",)
+
+
+def entry(url: str, *roles: str, more: str = "") -> str:
+    names = ", ".join(f'"{role}"' for role in roles)
+    return f'[[engines]]\nurl = "{url}"\nroles = [{names}]\n{more}\n'
+
+
+def test_a_file_names_engines(tmp_path: Path) -> None:
+    file = tmp_path / "pools.toml"
+    more = 'weights = "7"\nevents = "tcp://h:5557"\nreplay = "tcp://h:5558"'
+    file.write_text(entry(A, "prefill", "decode", more=more) + entry(B, "decode"))
+    both = ("prefill", "decode")
+    assert [(each.url, each.roles, each.weights, each.events, each.replay) for each in read_pools(file)] == [
+        (A, both, "7", "tcp://h:5557", "tcp://h:5558"),
+        (B, ("decode",), "", "", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "engines"),
+        ("engines = []", "engines"),
+        ("[[engines]]\nurl = 1", "url"),
+        (entry(A), "roles"),
+        (entry(A, "reader"), "reader"),
+        (entry("127.0.0.1:8001", "decode"), "url"),
+        (entry(A, "decode", more="role = 1"), "role"),
+        (entry(A, "decode") + "[pools]\n", "pools"),
+        (entry(A, "decode") + entry(A, "prefill"), "named twice"),
+        ("[[engines", "end of an array"),
+        (f"engines = {'[' * 20_000}", "pools.toml"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error_that_names_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "pools.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match="pools") as raised:
+        read_pools(file)
+    assert says in str(raised.value) and "expected" in str(raised.value)
+
+
+def test_a_file_that_is_not_there_or_is_not_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="No such file"):
+        PoolsFile(str(tmp_path / "pools.toml"))
+    (tmp_path / "pools.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="pools"):
+        PoolsFile(str(tmp_path / "pools.toml"))
+
+
+def test_changes_of_the_file_are_followed_also_through_a_link_and_wrong_ones_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Kubernetes changes a ConfigMap: the path is a link to a link, which is pointed elsewhere."""
+    for name, text in (("1", entry(A, "decode")), ("2", entry(B, "decode")), ("3", "[[engines")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pools.toml").write_text(text)
+    (tmp_path / "data").symlink_to("1")
+    path = tmp_path / "pools.toml"
+    path.symlink_to("data/pools.toml")
+    heard: list[list[str]] = []
+
+    def point_at(name: str) -> None:
+        (tmp_path / "new").symlink_to(name)
+        os.replace(tmp_path / "new", tmp_path / "data")
+
+    async def changed(engines: Sequence[EngineRecord]) -> None:
+        heard.append([each.url for each in engines])
+
+    async def follow() -> None:
+        file = PoolsFile(str(path))
+        following = asyncio.create_task(file.follow(changed, 0.01))
+        await asyncio.sleep(0.1)
+        assert not heard
+        point_at("2")
+        await asyncio.sleep(0.3)
+        assert heard == [[B]]
+        point_at("3")
+        await asyncio.sleep(0.3)
+        path.unlink()
+        await asyncio.sleep(0.3)
+        assert heard == [[B]]
+        path.write_text(entry(A, "decode") + entry(B, "decode"))
+        await asyncio.sleep(0.3)
+        assert heard == [[B], [A, B]]
+        following.cancel()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(follow())
+    assert [record.getMessage().count("stay as they are") for record in caplog.records] == [1, 1]
+
+
+def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "pools.toml"
+    path.write_text(entry(A, "decode") + entry(B, "decode"))
+    heard: list[int] = []
+
+    async def changed(engines: Sequence[EngineRecord]) -> None:
+        heard.append(len(engines))
+
+    async def follow() -> None:
+        file = PoolsFile(str(path))
+        following = asyncio.create_task(file.follow(changed, 0.05))
+        with path.open("w") as writing:
+            for number in range(20):  # each part is a file that could be read
+                writing.write(entry(f"{A}{number}", "decode"))
+                writing.flush()
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        following.cancel()
+
+    asyncio.run(follow())
+    assert heard == [20]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"decode": (A,), "pools": "pools.toml"},
+        {"pools": "pools.toml", "engines": "etcd://127.0.0.1:2379/fleet"},
+        {"prefill": (A,), "engines": "etcd://127.0.0.1:2379/fleet"},
+        {},
+        {"pools": "pools.toml", "events": ((A, "tcp://h:1", ""),)},
+    ],
+)
+def test_engines_are_named_in_one_way(given: dict[str, object]) -> None:
+    with pytest.raises(SettingsError, match="expected"):
+        Settings(host="127.0.0.1", port=0, store=STORE, **given)  # type: ignore[arg-type]
+
+
+def test_flags_are_records() -> None:
+    settings = Settings("127.0.0.1", 0, STORE, prefill=(A, B), decode=(B,), events=((B, "tcp://h:1", "tcp://h:2"),))
+    both = EngineRecord(B, ("prefill", "decode"), events="tcp://h:1", replay="tcp://h:2")
+    assert settings.named() == [EngineRecord(A, ("prefill",)), both]
+
+
+def test_publishers_are_listened_to_while_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, ...]] = []
+    add, remove = Routes.add, Routes.remove
+
+    def added(routes: Routes, name: str, events: str, replay: str = "") -> None:
+        calls.append(("add", name, events, replay))
+        add(routes, name, events, replay)
+
+    def removed(routes: Routes, name: str) -> None:
+        calls.append(("remove", name))
+        remove(routes, name)
+
+    monkeypatch.setattr(Routes, "add", added)
+    monkeypatch.setattr(Routes, "remove", removed)
+
+    async def follow() -> None:
+        events = EngineEvents()
+        assert await events.follow({}) == [] and not events.heard
+        assert await events.follow({A: ("tcp://127.0.0.1:9", "")}) == []
+        assert await events.follow({A: ("tcp://127.0.0.1:9", "")}) == []
+        assert events.find([1, 2, 3]).tokens == 0
+        [problem] = await events.follow({A: ("tcp://127.0.0.1:9", "tcp://127.0.0.1:10"), B: ("nonsense", "")})
+        assert B in problem and "'nonsense'" in problem and "expected tcp://HOST:PORT" in problem
+        [problem] = await events.follow({B: ("tcp://127.0.0.1:9", "tcp://127.0.0.1")})
+        assert not events.heard, "nothing of an engine is left whose replay address is wrong"
+        assert await events.follow({}) == []
+        await events.close()
+
+    asyncio.run(follow())
+    first, second = ("tcp://127.0.0.1:9", ""), ("tcp://127.0.0.1:9", "tcp://127.0.0.1:10")
+    assert [call for call in calls if call[1] == A] == [
+        ("add", A, *first),
+        ("remove", A),
+        ("add", A, *second),
+        ("remove", A),
+    ]
+
+
+def test_events_without_pyzmq_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+
+    async def follow() -> list[str]:
+        events = EngineEvents()
+        found = await events.follow({A: ("tcp://127.0.0.1:9", "")})
+        assert not events.heard
+        await events.close()
+        return found
+
+    [problem] = asyncio.run(follow())
+    assert 'pip install "llm-kvstore[routing]"' in problem
+
+
+@pytest.mark.parametrize(
+    ("bound", "url", "reached"),
+    [
+        ("tcp://*:5557", "http://gpu-7:8000", "tcp://gpu-7:5557"),
+        ("tcp://0.0.0.0:5557", "http://10.0.0.7:8000", "tcp://10.0.0.7:5557"),
+        ("tcp://[::]:5557", "http://[fe80::1]:8000", "tcp://[fe80::1]:5557"),
+        ("tcp://10.1.0.7:5557", "http://gpu-7:8000", "tcp://10.1.0.7:5557"),
+        ("ipc:///run/events", "http://gpu-7:8000", "ipc:///run/events"),
+        ("inproc://events", "http://gpu-7:8000", ""),
+        ("", "http://gpu-7:8000", ""),
+    ],
+)
+def test_an_engine_registers_its_events_as_others_reach_them(bound: str, url: str, reached: str) -> None:
+    assert as_reached(bound, url) == reached
