@@ -67,6 +67,38 @@ def checksum_blocks(base, Py_ssize_t block_bytes, out):
             sums[i] = xxh3_64(data + i * block_bytes, block_bytes, 0, _best)
 
 
+def checksum_at(base, offsets, Py_ssize_t block_bytes):
+    """Returns the xxh3-64 of n blocks as (n,) uint64: block i is the ``block_bytes`` bytes at ``offsets[i]`` of ``base``.
+
+    ``base``: one C-contiguous buffer. ``offsets``: n numbers, contiguous int64. Raises TypeError, ValueError or
+    IndexError, before anything is hashed, when an argument is not as described or a block does not lie within ``base``.
+    Thread-safe as long as no other thread writes to the blocks; hashes without the GIL.
+    """
+    cdef _Buffers held = _Buffers(3)
+    cdef Py_buffer *view = held.take(base, PyBUF_SIMPLE, "base")
+    cdef Py_buffer *numbers = _int64s(held, offsets, "offsets", True)
+    cdef Py_ssize_t i, count = numbers.shape[0]
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes must be at least 1, got {block_bytes}")
+    found = np.empty(count, dtype=np.uint64)
+    cdef uint64_t *sums = _sums(held, found, count, True, "found")
+    cdef const uint8_t **blocks = <const uint8_t **>malloc(max(count, 1) * sizeof(uint8_t *))
+    try:
+        if blocks == NULL:
+            raise MemoryError()
+        for i in range(count):  # here, so that no thread can change what was checked
+            if not 0 <= (<const int64_t *>numbers.buf)[i] <= view.len - block_bytes:
+                raise IndexError(f"offsets[{i}] is {(<const int64_t *>numbers.buf)[i]}: a block of {block_bytes} bytes "
+                                 f"there is not within the {view.len} bytes of base")
+            blocks[i] = <const uint8_t *>view.buf + (<const int64_t *>numbers.buf)[i]
+        with nogil:
+            for i in range(count):
+                sums[i] = xxh3_64(blocks[i], block_bytes, 0, _best)
+    finally:
+        free(blocks)
+    return found
+
+
 # ---- prefix hash chains ----
 
 cdef Py_ssize_t _pack_tokens(uint32_t *dst, const char *src, Py_ssize_t stride, Py_ssize_t itemsize,

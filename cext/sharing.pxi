@@ -136,6 +136,68 @@ def distinct_files(numbers):
     return distinct, found
 
 
+def slot_offsets(slots, starts, Py_ssize_t slots_per_segment, Py_ssize_t block_bytes):
+    """Returns where the blocks in ``slots`` begin, as int64: segment ``slot // slots_per_segment`` begins at
+    ``starts[segment]``, and its slots follow each other.
+
+    ``slots``: int32, ``starts``: int64, both contiguous. Raises IndexError for a slot outside the segments.
+    """
+    cdef const int32_t[::1] given = slots
+    cdef const int64_t[::1] begins = starts
+    cdef Py_ssize_t i, segment, count = given.shape[0]
+    found = np.empty(count, dtype=np.int64)
+    cdef int64_t[::1] offsets = found
+    for i in range(count):
+        segment = given[i] // slots_per_segment
+        if given[i] < 0 or segment >= begins.shape[0]:
+            raise IndexError(f"slots[{i}] is {given[i]}: expected one of {begins.shape[0]} segments")
+        offsets[i] = begins[segment] + (given[i] - segment * slots_per_segment) * block_bytes
+    return found
+
+
+def references_to(offsets, Py_ssize_t segment_bytes, numbers, told):
+    """Returns references to the blocks at ``offsets`` of an arena of segments of ``segment_bytes``, and the segments,
+    each once, whose number is 0 or is not the one that was ``told``.
+
+    ``offsets``: int64; ``numbers``, ``told``: uint64, by segment; all contiguous. A reference is the segment's number and
+    the offset in it: (n, 2) uint64. Raises IndexError for an offset outside the segments.
+    """
+    cdef const int64_t[::1] given = offsets
+    cdef const uint64_t[::1] number = numbers
+    cdef const uint64_t[::1] known = told
+    cdef Py_ssize_t i, segment, last = -1, count = given.shape[0], segments = min(number.shape[0], known.shape[0])
+    cdef list strange = []
+    found = np.empty((count, 2), dtype=np.uint64)
+    cdef uint64_t[:, ::1] references = found
+    for i in range(count):
+        segment = given[i] // segment_bytes
+        if given[i] < 0 or segment >= segments:
+            raise IndexError(f"offsets[{i}] is {given[i]}: expected one in {segments} segments of {segment_bytes} bytes")
+        references[i, 0] = number[segment]
+        references[i, 1] = <uint64_t>(given[i] - segment * segment_bytes)
+        if segment != last and (number[segment] == 0 or known[segment] != number[segment]) and segment not in strange:
+            strange.append(segment)
+        last = segment
+    return found, strange
+
+
+def all_inside(offsets, int64_t size, which, pieces) -> bool:
+    """Whether all blocks of ``size`` bytes at these offsets lie within their pieces: block i in the one number
+    ``which[i]``, which has ``pieces[which[i]]`` bytes. All contiguous int64; IndexError if there is no such piece."""
+    cdef const int64_t[::1] offset = offsets
+    cdef const int64_t[::1] piece = which
+    cdef const int64_t[::1] nbytes = pieces
+    cdef Py_ssize_t i
+    if piece.shape[0] != offset.shape[0]:
+        raise ValueError(f"{offset.shape[0]} offsets in {piece.shape[0]} pieces: expected as many")
+    for i in range(offset.shape[0]):
+        if not 0 <= piece[i] < nbytes.shape[0]:
+            raise IndexError(f"which[{i}] is {piece[i]}, but there are {nbytes.shape[0]} pieces")
+        if not 0 <= offset[i] <= nbytes[piece[i]] - size:
+            return False
+    return True
+
+
 cdef class LentBlocks:
     """Blocks that another process shares: block i is the ``block_bytes`` bytes at ``offsets[i]`` of
     ``sources[files[i]]``, contiguous buffers; ``files`` and ``offsets`` are n numbers each, contiguous int64.

@@ -28,6 +28,8 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None) -> 
 
 def seconds(name: str, value: Any, most: float, zero: bool = False) -> float:
     """`value` as a float: more than 0 (or 0, if `zero`), at most `most`."""
+    if type(value) is float and (value > 0 or (zero and value == 0)) and value <= most:  # the usual case
+        return value
     expected = f"expected {'0 or more' if zero else 'more than 0'}, at most {most:g} seconds"
     if isinstance(value, bool | str | bytes):
         raise TypeError(f"{name}={value!r}: a {type(value).__name__}: {expected}")

@@ -220,8 +220,8 @@ class KVStoreClient:
         if not len(packed):
             return SetResult(0, 0, 0, 0, 0, 0)
         result = self._writer.set(packed, unique, source, options)
-        self.stats.blocks_set += result.created + result.forced
-        self.stats.bytes_out += len(packed) * self.namespace.block_bytes
+        self._core.stats.blocks_set += result.created + result.forced
+        self._core.stats.bytes_out += len(packed) * self.namespace.block_bytes
         return result
 
     def contains(
@@ -289,8 +289,8 @@ class KVStoreClient:
         present = self._place(packed, rows, list(range(len(packed))), None, options)
         gaps = np.flatnonzero(~present)
         length = int(gaps[0]) if len(gaps) else len(packed)
-        self.stats.hits += length
-        self.stats.misses += len(packed) - length
+        self._core.stats.hits += length
+        self._core.stats.misses += len(packed) - length
         return length
 
     def get(self, keys: Keys, *, timeout_s: float | None = None) -> GetResult:
@@ -373,8 +373,8 @@ class KVStoreClient:
             blocks += found if len(unique) == len(packed) else [found[origin] for origin in first.tolist()]
             del found
             hits = int(np.count_nonzero(borrowed.present[first]))
-            self.stats.hits += hits
-            self.stats.misses += len(packed) - hits
+            self._core.stats.hits += hits
+            self._core.stats.misses += len(packed) - hits
             yield blocks
         finally:
             blocks[:] = [None] * len(blocks)
@@ -505,8 +505,8 @@ class KVStoreClient:
 
     def _count(self, present: npt.NDArray[np.bool_]) -> None:
         hits = int(present.sum())
-        self.stats.hits += hits
-        self.stats.misses += len(present) - hits
+        self._core.stats.hits += hits
+        self._core.stats.misses += len(present) - hits
 
     def _stream(
         self,
@@ -525,5 +525,5 @@ class KVStoreClient:
                             yield repeat, block
                         del block
         finally:
-            self.stats.hits += hits
-            self.stats.misses += len(packed) - hits
+            self._core.stats.hits += hits
+            self._core.stats.misses += len(packed) - hits

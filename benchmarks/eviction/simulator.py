@@ -156,7 +156,7 @@ class ServerCache:
             outgoing = stream.next_part(self._state.now)
             assert outgoing is not None
             if outgoing.release is not None:
-                outgoing.release()
+                outgoing.release(True)
         stream.close()
 
     def _contains(self, keys: bytes) -> None:

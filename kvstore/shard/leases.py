@@ -35,14 +35,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import IdRing
+from kvstore._cext import IdRing, references_to
 from kvstore.pages import FileMap
 from kvstore.shard.account import LEASES, Share
 from kvstore.store.arena import Arena
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.tier import Slots
 from kvstore.wire.remote_memory import Handle, Sharing
-from kvstore.wire.shared import MAX_DESCRIPTORS, MAX_REFERENCES, REFERENCE
+from kvstore.wire.shared import MAX_DESCRIPTORS, MAX_REFERENCES
 from kvstore.wire.zmtp import frame
 
 LENT_SHARE: Final = 0.5  # of the shard's memory, that may be lent at a time
@@ -73,7 +73,7 @@ class Lending:
 class References(NamedTuple):
     """Where blocks are: entries as PART carries them, and the files that the client has not got."""
 
-    entries: npt.NDArray[np.void]
+    entries: npt.NDArray[np.uint64]
     new: list[tuple[int, Handle]]  # by segment
 
 
@@ -136,24 +136,22 @@ class Leases:
         """-> where these slots are in memory that a client can map; None: not all of them are, or no descriptor is
         free. `lend` must follow: it takes the descriptors."""
         arena = self._lending.arena
-        segments, offsets = namespace.memory.places(slots)
-        numbers = arena.numbers[segments]
-        if not numbers.all():
-            for segment in set(segments[numbers == 0].tolist()):
-                if not arena.export(segment):
-                    return None
-            numbers = arena.numbers[segments]
+        offsets = namespace.memory.offsets(slots)
+        entries, segments = references_to(offsets, arena.segment_bytes, arena.numbers, self._told)
+        if not segments:
+            return References(entries, [])
+        if not all(arena.export(segment) for segment in segments):
+            return None
         new: list[tuple[int, Handle]] = []
         try:
-            for segment in set(segments[self._told[segments] != numbers].tolist()):
+            for segment in segments:
                 opened = functools.partial(arena.open_to_read, segment)
                 new.append((segment, self._sharing.offer(arena.view(segment), opened)))
         except OSError:
             for _, handle in new:
                 handle.close()
             return None
-        entries = np.empty(len(slots), dtype=REFERENCE)
-        entries["file"], entries["offset"] = numbers, offsets
+        entries, _ = references_to(offsets, arena.segment_bytes, arena.numbers, self._told)
         return References(entries, new)
 
     def lend(self, request_id: int, namespace: NamespaceStore, slots: Slots, places: References) -> Lent:

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 READ_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one writer does not starve the others
 HANDSHAKE_S: Final = 5.0
 PREFERRED_BYTES: Final = 4096  # as much of a new connection is read before what others have sent
+_LARGE_REPLIES: Final = (wire.Hello, wire.Info, wire.Hottest)
+_AT_A_PLACE: Final = (wire.Hottest, wire.Purge)  # beside those with keys: not for who waits for a place
 MESSAGE_S: Final = 30.0  # for a message whose header has not arrived yet
 
 
@@ -297,7 +299,7 @@ class MessageReader:
 
     def _take_header(self, header: bytes | bytearray, more: bool) -> None:
         request = wire.decode_request(header)
-        if isinstance(request, wire.Set | wire.KeyedRequest):
+        if isinstance(request, wire.WITH_KEYS):
             self._request = request
             self.deadline = self._state.now + request.deadline_ms / 1000
             if not more:
@@ -313,9 +315,9 @@ class MessageReader:
                 request.id,
             )
         # These requests are small, but their replies may be large.
-        if self.peer.backed_up and isinstance(request, wire.Hello | wire.Info | wire.Hottest):
+        if self.peer.backed_up and isinstance(request, _LARGE_REPLIES):
             raise WireError(ErrorCode.LIMIT, "earlier replies were not read yet; read them first", request.id)
-        if isinstance(request, wire.Hottest | wire.Purge):
+        if isinstance(request, _AT_A_PLACE):
             self._answers.places.check(self.peer, self._state.now, request.id)
         self._answers.handle(self.peer, request)
 

@@ -45,6 +45,7 @@ class Search:
         "count",
         "fetched",
         "misses",
+        "untouched",
         "wait_until",
     )
 
@@ -74,11 +75,13 @@ class Search:
         self.misses = 0
         self.fetched = False  # at least one block was read from disk
         self.wait_until = now + request.wait_ms / 1000 if request.wait_ms else 0.0  # for blocks that were promised
-        ticks = store.ticks(request.count)
+        self.untouched = False  # the use of its blocks is not counted yet
         if request.prefix:
-            self._cut_to_prefix(keys, now, request.refresh, ticks, pin_until)
-        else:  # touch the chain as a whole, because its parts may be sent in any order
-            namespace.contains(keys, now, request.refresh, ticks)
+            self._cut_to_prefix(keys, now, request.refresh, store.ticks(request.count), pin_until)
+        elif disk is not None:  # reading one block from disk must not evict another
+            namespace.contains(keys, now, request.refresh, store.ticks(request.count))
+        else:
+            self.untouched = request.refresh
 
     def _cut_to_prefix(self, keys: bytes, now: float, used: bool, ticks: int, pin_until: float) -> None:
         """Reduce the request to the leading run of blocks that are there or will be.
@@ -107,7 +110,8 @@ class Search:
         return self.count - self._next + len(self._waiting) + len(self._again)
 
     def touch(self, now: float) -> None:
-        """Count a use of the chain as a whole, so that its tail is evicted first."""
+        """Count a use of the chain as a whole, so that its tail is evicted first, in whatever order parts are sent."""
+        self.untouched = False
         self._namespace.memory.index.contains(bytes(self._keys), now, True, self._store.ticks(self.count))
 
     def give_up(self) -> None:
@@ -170,7 +174,8 @@ class Search:
             known = np.array([*self._waiting, *self._again], dtype=np.uint32)
             del self._again[:]
             self.stop_waiting()
-            positions, slots, rest = self._find(known, now)
+            every = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)
+            positions, slots, rest = self._find(known, every[known].tobytes(), now)
             self.put_back(rest)
             if len(positions) > room:  # one look-up of all of them is cheaper than several look-ups of some
                 self._namespace.memory.index.release(slots[room:])
@@ -179,7 +184,8 @@ class Search:
             room -= len(found[0][0])
         while self._next < self._ahead and room > 0 and len(self._waiting) < MAX_WAITING:
             end = min(self._ahead, self._next + room)
-            positions, slots, rest = self._find(np.arange(self._next, end, dtype=np.uint32), now)
+            named = self._keys[self._next * self._key_bytes : end * self._key_bytes]
+            positions, slots, rest = self._find(np.arange(self._next, end, dtype=np.uint32), named, now)
             self._next = end - len(rest)
             found.append((positions, slots))
             room -= len(positions)
@@ -190,15 +196,16 @@ class Search:
         positions, slots = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return positions, slots
 
-    def _find(self, positions: Positions, now: float) -> tuple[Positions, Slots, Positions]:
-        """Reference the blocks that are in memory; wait for the others, or count them as misses. -> positions and slots
-        of those that are there, and the positions at the end that were not looked at, because it waits for enough."""
+    def _find(self, positions: Positions, named: bytes | memoryview, now: float) -> tuple[Positions, Slots, Positions]:
+        """Reference the blocks that are in memory; wait for the others, or count them as misses. `named`: their keys.
+        -> positions and slots of those that are there, and the positions at the end that were not looked at, because it
+        waits for enough."""
         namespace = self._namespace
-        keys = np.frombuffer(self._keys, dtype=np.uint8).reshape(-1, self._key_bytes)[positions]
-        slots = namespace.memory.index.acquire(keys.reshape(-1), now, 0, False, True)
+        slots = namespace.memory.index.acquire(named, now, 0, False, True)
         there = slots >= 0
         if there.all():
             return positions, slots, positions[:0]
+        keys = np.frombuffer(named, dtype=np.uint8).reshape(-1, self._key_bytes)
         expected = slots == -2
         absent = slots == -1
         if absent.any() and namespace.disk is not None and not namespace.disk.empty:

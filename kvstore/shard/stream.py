@@ -174,6 +174,8 @@ class Stream:
             search.read_ahead(now)
             return False
         positions, slots = search.take(room, now)
+        if search.untouched and search.undecided:  # others may be evicted before their turn comes
+            search.touch(now)
         if not len(positions) and search.undecided:
             return False
         if self.credit is not None:
@@ -233,8 +235,12 @@ class Stream:
         if self._disk is not None and self._used:
             self._disk.writing.was_read(namespace, slots, now)
         if self._parts is None:
-            return self._lend(namespace, positions, slots, now)
-        return Outgoing([], self._parts, functools.partial(namespace.memory.index.release, slots))
+            outgoing = self._lend(namespace, positions, slots, now)
+        else:
+            outgoing = Outgoing([], self._parts, functools.partial(namespace.memory.index.release, slots))
+        if self.done and search.untouched:
+            outgoing.release = functools.partial(_release_and_touch, outgoing.release, search, now)
+        return outgoing
 
     def _lend(self, namespace: NamespaceStore, positions: Positions, slots: Slots, now: float) -> Outgoing:
         assert self._leases is not None and self._places is not None
@@ -255,3 +261,12 @@ class Stream:
 
     def _empty_part(self) -> Outgoing:
         return Outgoing([frame(encode(Part(self.id, b"", b"", self.done, self._hit, self._miss)), False)])
+
+
+def _release_and_touch(release: Callable[[bool], object] | None, search: Search, now: float, all_sent: bool) -> None:
+    """Called when the last part of a reply is sent: only then is the use of its blocks counted, while the client reads
+    them."""
+    if release is not None:
+        release(all_sent)
+    if search.untouched:
+        search.touch(now)

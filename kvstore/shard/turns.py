@@ -32,7 +32,7 @@ class Pace(enum.IntEnum):
     SLOW = 3
 
 
-LIMITS_S: Final = {Pace.PREFERRED: 0.005, Pace.CHEAP: 0.005, Pace.QUICK: 0.002, Pace.SLOW: 0.001}  # of a turn
+LIMITS_S: Final = (0.005, 0.005, 0.002, 0.001)  # of a turn, by pace
 _CHEAP_S: Final = 0.0002  # the most that a slice of a cheap connection costs, and of a quick one
 _QUICK_S: Final = 0.001
 _MOST_S: Final = 0.002  # what one slice counts at most: it may have had to pay for a collection of garbage
@@ -79,10 +79,12 @@ class Line(Generic[T]):
 
         Items that are added meanwhile wait for the next turn.
         """
-        for pace, line in enumerate(self._lines):
+        if not self._waiting:
+            return
+        for limit_s, line in zip(LIMITS_S, self._lines, strict=True):
             if not line:
                 continue
-            until = time.monotonic() + LIMITS_S[Pace(pace)]
+            until = time.monotonic() + limit_s
             for _ in range(len(line)):
                 item = line.popitem(last=False)[0]
                 self._waiting.discard(item)

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex
+from kvstore._cext import BlockIndex, slot_offsets
 
 Slots = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
@@ -114,14 +114,7 @@ class NamespaceTier:
 
     def offsets(self, slots: Slots) -> Offsets:
         """-> the offset of each slot in the space, in bytes."""
-        ordinals, places = np.divmod(slots, self.index.slots_per_segment)
-        offsets: Offsets = self._starts[ordinals] + places.astype(np.int64) * self.block_bytes
-        return offsets
-
-    def places(self, slots: Slots) -> tuple[Offsets, Offsets]:
-        """-> the segment of each slot, and the offset in it, in bytes."""
-        segments, offsets = np.divmod(self.offsets(slots), self.space.segment_bytes)
-        return segments, offsets
+        return slot_offsets(slots, self._starts, self.index.slots_per_segment, self.block_bytes)
 
 
 Member = TypeVar("Member", bound=NamespaceTier)

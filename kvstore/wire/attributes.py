@@ -5,6 +5,7 @@ A PART has one entry a block if the GET asks for them, and a SET takes one a blo
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ TTL_STEP_S: Final = 0.125
 Attributes = npt.NDArray[np.void]  # (n,) of dtype `attributes_dtype(key_bytes)`
 
 
+@functools.cache
 def attributes_dtype(key_bytes: int) -> np.dtype[Any]:
     """-> the layout of an entry. `ttl`: what is left, in steps of `TTL_STEP_S`; 0: none of its
     own, so the rule of the namespace applies. `priority`: 0 to 3. `reads`: 0, or how often the block may still be read:

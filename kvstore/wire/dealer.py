@@ -53,6 +53,9 @@ from kvstore.wire.zmtp import Landing
 
 MAX_REPLY_HEADER_BYTES: Final = 16 << 20  # fits INFO of as many namespaces as a shard keeps
 _HANDSHAKE_BYTES: Final = 1 << 16
+_NO_ATTRIBUTES: Final[Attributes] = np.empty(0, dtype=attributes_dtype(0))
+_NO_POSITIONS: Final[npt.NDArray[np.uint32]] = np.empty(0, dtype=np.uint32)
+_NO_SUMS: Final[npt.NDArray[np.uint64]] = np.empty(0, dtype=np.uint64)
 
 
 class Refusal(Exception):
@@ -147,9 +150,9 @@ class GetAnswer(Answer):
         super().__init__(request_id)
         self.block_bytes = block_bytes
         self._dtype = attributes_dtype(key_bytes) if key_bytes else None
-        self.part_attributes: Attributes = np.empty(0, dtype=self._dtype or attributes_dtype(0))
-        self.part_positions: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
-        self.part_sums: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        self.part_attributes: Attributes = np.empty(0, dtype=self._dtype) if self._dtype else _NO_ATTRIBUTES
+        self.part_positions = _NO_POSITIONS
+        self.part_sums = _NO_SUMS
         self._most = frame_blocks(max(1, block_bytes))
         self._wanted = np.ones(count, dtype=np.bool_)  # by position: the block has not come yet
         self._left = count

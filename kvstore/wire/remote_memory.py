@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import IdRing, LentBlocks, copy_blocks, distinct_files
+from kvstore._cext import IdRing, LentBlocks, all_inside, copy_blocks, distinct_files
 from kvstore.pages import FileMap
 
 TOUCHED_BYTES: Final = 32 << 20  # of others' memory that this process has read, before it lets go of the pages
@@ -145,8 +145,7 @@ def places_inside(
     """-> the offsets of blocks of `size` bytes, block i in the piece number `which[i]`, whose sizes are `pieces`.
     Raises `RemoteMemoryError` if one is not inside."""
     places = offsets.astype(np.int64)
-    ends = np.array(pieces, dtype=np.int64) - size
-    if len(places) and not (places.min() >= 0 and (places <= ends[which]).all()):
+    if not all_inside(places, size, which, np.array(pieces, dtype=np.int64)):
         raise RemoteMemoryError(f"a block of {size} bytes outside its piece of memory")
     return places
 

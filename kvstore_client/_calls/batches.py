@@ -32,9 +32,8 @@ def take(packed: KeyArray, positions: npt.NDArray[np.intp]) -> KeyArray:
 def first_occurrences(packed: KeyArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """For each key the position of its first occurrence; and the positions of all first occurrences, in order."""
     first = first_of_each(packed)
-    everything = np.arange(len(packed))
-    repeated = first != everything
-    return first, np.flatnonzero(~repeated) if repeated.any() else everything
+    is_first = first == np.arange(len(packed))
+    return first, first if is_first.all() else np.flatnonzero(is_first)
 
 
 def keyed_message(request: wire.Request, keys: KeyArray) -> Message:
@@ -58,8 +57,8 @@ def staged_message(
         region = None
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
-    size = staging.group if region is None else staging.named
-    for start in range(0, len(positions), size):
+    start = 0
+    for size in staging.sizes(region is not None):
         some = positions[start : start + size]
         end = start + len(some)
         if region is not None:
@@ -69,7 +68,9 @@ def staged_message(
                 yield staging.has_room
             entries = staging.stage(source, some.tolist(), answer, end)
         yield [head + frame(entries.tobytes(), end < len(positions))]
-        head = b""
+        if end == len(positions):
+            return
+        start, head = end, b""
 
 
 def set_message(request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource) -> Message:

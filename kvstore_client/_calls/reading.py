@@ -36,6 +36,9 @@ from kvstore_client.results import Lookup
 STREAM_CREDIT_BYTES: Final = 8 << 20
 DISCARD_TIMEOUT_S: Final = 0.2  # how long a reader waits at most for the deletion of a damaged block
 
+_ABSENT: Final = int(wire.Presence.ABSENT)  # NumPy takes long to find out that a member of an enumeration is a number
+_PRESENT: Final = int(wire.Presence.PRESENT)
+
 Present = npt.NDArray[np.bool_]
 
 log = logging.getLogger("kvstore_client")
@@ -59,13 +62,13 @@ class Reader:
 
     def contains(self, packed: KeyArray, options: Options) -> Present:
         """-> one bool per key."""
-        present: Present = self._states(packed, options, False) == wire.Presence.PRESENT
+        present: Present = self._states(packed, options, False) == _PRESENT
         return present
 
     def lookup(self, packed: KeyArray, options: Options) -> Lookup:
         """-> how many leading keys of the chain are present, and how many present or promised."""
         states = self._states(packed, options, True)
-        return Lookup(_leading(states == wire.Presence.PRESENT), _leading(states != wire.Presence.ABSENT))
+        return Lookup(_leading(states == _PRESENT), _leading(states != _ABSENT))
 
     def _states(self, packed: KeyArray, options: Options, promised: bool) -> npt.NDArray[np.uint8]:
         """-> one `wire.Presence` per key. `promised`: whether to tell what was promised."""
@@ -93,8 +96,11 @@ class Reader:
                     call.fail(protocol_error(call.link, reply))
                     continue
                 found = np.frombuffer(reply.present, dtype=np.uint8)
-                states[call.positions] = np.where(found, found, states[call.positions])
-            rounds.settle(calls, states == wire.Presence.PRESENT)
+                if call.count == len(states):
+                    np.copyto(states, found, where=found != _ABSENT)
+                else:
+                    states[call.positions] = np.where(found, found, states[call.positions])
+            rounds.settle(calls, states == _PRESENT)
         self._end(rounds, options)
         return states
 

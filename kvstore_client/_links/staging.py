@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import checksum_into, copy_blocks
+from kvstore._cext import checksum_at, copy_blocks
 from kvstore.wire.dealer import Answer
 from kvstore.wire.shared import MAX_FILES, STAGED, staged_blocks
 from kvstore_client._links.buffers import BlockSource
@@ -25,6 +26,7 @@ from kvstore_client.memory import SharedRegion
 
 GROUP_BYTES: Final = 4 << 20  # staged at a time, or one block
 NAMED_BYTES: Final = 8 << 20  # named at a time, or one block
+FIRST_BYTES: Final = 1 << 20  # the first time of a SET: until then the shard has nothing to do
 GROUPS: Final = 4  # of them in the ring
 
 Entries = npt.NDArray[np.void]  # of dtype `STAGED`
@@ -71,6 +73,14 @@ class Staging:
             return self.refused or region is None or region.number in self.shared or self.full
         return region is not None and region.number in self.shared
 
+    def sizes(self, named: bool) -> Iterator[int]:
+        """-> how many blocks to name, or to stage, at a time: few at first, then more each time."""
+        most = self.named if named else self.group
+        size = min(most, max(1, FIRST_BYTES // self.block_bytes))
+        while True:
+            yield size
+            size = min(most, 2 * size)
+
     def make_ring(self) -> SharedRegion:
         """-> a ring, which is to be shared. Raises `OSError`."""
         ring = SharedRegion(GROUPS * self.group * self.block_bytes)
@@ -88,10 +98,8 @@ class Staging:
         """Hash blocks that are in a region that the shard has. -> their entries."""
         entries = np.empty(len(numbers), dtype=STAGED)
         entries["file"] = region.number
-        entries["offset"] = source.addresses(numbers) - region.address
-        sums = np.empty(len(numbers), dtype=np.uint64)
-        checksum_into(map(source.view, numbers.tolist()), sums)
-        entries["sum"] = sums
+        entries["offset"] = offsets = source.addresses(numbers) - region.address
+        entries["sum"] = checksum_at(region.memory, offsets, self.block_bytes)
         return entries
 
     def stage(self, source: BlockSource, numbers: list[int], answer: SetAnswer, end: int) -> Entries:

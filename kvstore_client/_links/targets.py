@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from kvstore._cext import LentBlocks, checksum_into
 from kvstore.wire import ErrorCode, Part, Reply, WireError, frame_blocks
-from kvstore.wire.attributes import Attributes
 from kvstore.wire.dealer import FrameBuffers, GetAnswer, Lent
 from kvstore.wire.remote_memory import RemoteBlocks
 from kvstore.wire.shared import MAX_REFERENCES
@@ -35,7 +34,9 @@ class PlacedBlocks(GetAnswer):
         self, request_id: int, positions: npt.NDArray[np.intp], target: BlockTarget, key_bytes: int = 0
     ) -> None:
         super().__init__(request_id, len(positions), target.block_bytes, key_bytes)
-        self.attributes: Attributes = np.zeros(len(positions) if key_bytes else 0, dtype=self.part_attributes.dtype)
+        self.attributes = self.part_attributes
+        if key_bytes:
+            self.attributes = np.zeros(len(positions), dtype=self.part_attributes.dtype)
         self.positions = positions
         self.target = target
         self.arrived = self.hit = 0  # blocks that arrived, and how many of them have the right bytes

@@ -6,6 +6,7 @@ import contextlib
 import dis
 import functools
 import gc
+import itertools
 import random
 import signal
 import subprocess
@@ -26,7 +27,7 @@ NAMESPACE = make_namespace(65_536, "interrupts")
 COUNT = 64
 KEYS = make_keys(COUNT)
 BLOCKS = np.array([np.frombuffer(block_of(key, NAMESPACE.block_bytes), dtype=np.uint8) for key in KEYS])
-ROUNDS = 3000 if FULL else 300
+INTERRUPTED = 1000 if FULL else 60  # calls; in how many rounds so many are depends on the machine
 
 
 class Interrupt(BaseException):
@@ -109,7 +110,7 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
         for call in calls:
             call()
         call_s = (time.monotonic() - began) / len(calls)
-        for _ in range(ROUNDS):
+        while interrupted < INTERRUPTED:
             try:
                 interrupter.arm(rng.uniform(0, call_s))
                 rng.choice(calls)()
@@ -127,7 +128,6 @@ def test_an_interrupted_client_goes_on_and_reads_what_was_set(server: Server, in
         gc.collect()
         client.ping()
         wait_until(lambda: client.info().shards[0].lent_blocks == 0, what="nothing is lent any more")
-    assert interrupted > ROUNDS / 10
 
 
 class Interruption:
@@ -161,12 +161,12 @@ class Interruption:
         return self._instruction
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def looks(code: CodeType) -> frozenset[int]:
     """-> the offsets of instructions before which the interpreter looks for signals: after calls, and at the start."""
     found = list(dis.get_instructions(code))
-    after = zip(found, found[1:], strict=False)
-    return frozenset(this.offset for before, this in after if before.opname.startswith(("CALL", "RESUME")))
+    pairs = itertools.pairwise(found)
+    return frozenset(this.offset for before, this in pairs if before.opname.startswith(("CALL", "RESUME")))
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

@@ -9,7 +9,16 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore._cext import _copy_and_hash_with, _xxh3_variants, copy_blocks, distinct_files, first_of_each
+from kvstore._cext import (
+    _copy_and_hash_with,
+    _xxh3_variants,
+    all_inside,
+    copy_blocks,
+    distinct_files,
+    first_of_each,
+    references_to,
+    slot_offsets,
+)
 
 GUARD = 0xA5
 BYTES = np.random.default_rng(7).integers(0, 256, 70_000, dtype=np.uint8)
@@ -89,3 +98,43 @@ def test_distinct_files_are_in_the_order_in_which_they_come(numbers: list[int]) 
 def test_the_first_of_each_key_is_found(numbers: list[int], key_bytes: int) -> None:
     keys = np.array([[number] * key_bytes for number in numbers], dtype=np.uint8).reshape(len(numbers), key_bytes)
     assert first_of_each(keys).tolist() == [numbers.index(number) for number in numbers]
+
+
+def _int64(*numbers: int) -> npt.NDArray[np.int64]:
+    return np.array(numbers, dtype=np.int64)
+
+
+def test_slots_are_found_in_the_segments_that_a_namespace_holds() -> None:
+    starts = _int64(3000, 0, 1000)
+    slots = np.array([0, 1, 2, 3, 5, 6, 8], dtype=np.int32)
+    assert slot_offsets(slots, starts, 3, 100).tolist() == [3000, 3100, 3200, 0, 200, 1000, 1200]
+    for wrong in (-1, 9):
+        with pytest.raises(IndexError, match=f"slots.0. is {wrong}: expected one of 3 segments"):
+            slot_offsets(np.array([wrong], dtype=np.int32), starts, 3, 100)
+
+
+def test_references_name_files_and_tell_which_segments_the_client_has_not_got() -> None:
+    numbers = np.array([7, 0, 9, 8], dtype=np.uint64)
+    told = np.array([7, 0, 5, 8], dtype=np.uint64)
+    entries, strange = references_to(_int64(0, 250, 999, 1000, 2010, 2020, 3000), 1000, numbers, told)
+    assert entries.tolist() == [[7, 0], [7, 250], [7, 999], [0, 0], [9, 10], [9, 20], [8, 0]]
+    assert strange == [1, 2]
+    for wrong in (-1, 4000):
+        with pytest.raises(IndexError, match=f"offsets.0. is {wrong}"):
+            references_to(_int64(wrong), 1000, numbers, told)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "which", "inside"),
+    [((), (), True), ((0, 36, 0), (0, 0, 1), True), ((37,), (0,), False), ((-1,), (0,), False), ((0,), (2,), False)],
+)
+def test_blocks_are_inside_their_pieces_or_not(offsets: tuple[int, ...], which: tuple[int, ...], inside: bool) -> None:
+    assert all_inside(_int64(*offsets), 64, _int64(*which), _int64(100, 64, 63)) is inside
+
+
+def test_a_block_in_a_piece_that_is_not_there_is_an_error() -> None:
+    for wrong in (-1, 1):
+        with pytest.raises(IndexError, match=f"which.0. is {wrong}"):
+            all_inside(_int64(0), 64, _int64(wrong), _int64(100))
+    with pytest.raises(ValueError, match="expected as many"):
+        all_inside(_int64(0, 1), 64, _int64(0), _int64(100))

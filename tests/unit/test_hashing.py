@@ -142,6 +142,23 @@ def test_blocks_must_fill_their_buffer():
         _cext.checksum_blocks(bytes(128), 64, sums)
 
 
+@given(st.integers(1, 2000), st.lists(st.integers(0, 20_000), max_size=6))
+def test_checksum_at_sums_blocks_anywhere(block_bytes, offsets):
+    found = _cext.checksum_at(NOISE, np.array(offsets, np.int64), block_bytes)
+    blocks = [NOISE[at : at + block_bytes].tobytes() for at in offsets]
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(block) for block in blocks]
+
+
+@pytest.mark.parametrize("offset", [-1, 37, 1 << 62])
+def test_blocks_to_be_summed_must_lie_in_their_buffer(offset):
+    with pytest.raises(IndexError, match=rf"offsets\[1\] is {offset}: a block of 64 bytes"):
+        _cext.checksum_at(bytes(100), np.array([36, offset], np.int64), 64)
+    with pytest.raises(ValueError, match="block_bytes must be at least 1"):
+        _cext.checksum_at(bytes(100), np.array([0], np.int64), 0)
+    with pytest.raises(TypeError, match="offsets must be a 1-D int64 array"):
+        _cext.checksum_at(bytes(100), np.array([0], np.int32), 64)
+
+
 # ---- prefix keys ----
 
 token = st.integers(0, 2**31 - 1)

@@ -36,7 +36,7 @@ def test_who_is_added_during_a_turn_waits_for_the_next() -> None:
 
 
 def test_a_turn_ends_when_its_time_is_over_and_each_line_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "LIMITS_S", dict.fromkeys(Pace, 0.0))
+    monkeypatch.setattr(turns, "LIMITS_S", (0.0,) * len(Pace))
     line: Line[int] = Line()
     for number in range(6):
         line.add(number, Pace.SLOW if number % 2 else Pace.QUICK)
