@@ -14,12 +14,14 @@ from typing import Final, TypeVar
 import numpy as np
 
 from kvstore import wire
+from kvstore.wire.dealer import GetAnswer
 from kvstore.wire.zmtp import frame
 from kvstore_client._calls.borrowed import Lingering
 from kvstore_client._calls.options import Options
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.core import Core
+from kvstore_client._links.in_turn import SILENT_S
 from kvstore_client._links.lanes import usable
 from kvstore_client._links.link import Link
 from kvstore_client._links.sending import Sending, send_all
@@ -36,6 +38,7 @@ _T = TypeVar("_T", bound=wire.Reply)
 ANSWER_SHARE: Final = 0.1
 MOST_ANSWER_S: Final = 0.2
 SHARE_S: Final = 1.0  # for a shard on this host to map memory
+NEARLY_BYTES: Final = 4 << 20  # before the last block: the next shard takes as long to send its first ones
 _LOOK_S: Final = 0.05
 _READ_BYTES: Final = 64 << 20
 
@@ -53,14 +56,20 @@ class Exchange:
         deadline: float,
         patience_s: float | None = None,
         enough: Callable[[], bool] | None = None,
+        groups: Sequence[Sequence[Call]] = (),
     ) -> None:
         """Send all calls and wait for all answers, or until `enough()`. At `deadline`, every call is done in any case.
 
         `patience_s`: a request to a shard that is silent for so long is given up, because another shard can be asked.
-        The answers of calls that `enough` left undone are read and ignored when they come.
+        The answers of calls that `enough` left undone are read and ignored when they come. `groups`: all calls, in
+        groups of which one is sent when the blocks that the one before it asked for are nearly there, or do not come.
         """
         try:
-            self.send(calls, deadline, patience_s)
+            for group in groups[:-1]:
+                arrived = [call.link.received for call in group]
+                self.send(group, deadline, patience_s)
+                self._while_blocks_come(group, arrived, deadline)
+            self.send(groups[-1] if groups else calls, deadline, patience_s)
             self.wait(calls, deadline, patience_s, enough)
             again = [call for call in calls if call.retry]
             if again and not (enough is not None and enough()):
@@ -211,6 +220,23 @@ class Exchange:
                 self.core.lost(call.link, call.answer)
             while call.read_lent():  # another thread may have read it meanwhile
                 pass
+
+    def _while_blocks_come(self, calls: Sequence[Call], arrived: Sequence[int], deadline: float) -> None:
+        """Wait for the blocks of GETs until they are nearly there, as long as any come. `arrived`: how many bytes had
+        come on each call's link before."""
+        expected: dict[Link, int] = {}
+        for call, before in zip(calls, arrived, strict=True):
+            blocks = call.count * call.answer.block_bytes if isinstance(call.answer, GetAnswer) else 0
+            expected[call.link] = expected.get(call.link, before - NEARLY_BYTES) + blocks
+
+        def nearly() -> bool:
+            return all(call.done or call.link.received >= expected[call.link] for call in calls)
+
+        came = 0
+        while not self.core.wait(nearly, min(deadline, time.monotonic() + SILENT_S)):
+            before, came = came, sum(link.received for link in expected)
+            if came == before or time.monotonic() >= deadline:
+                return
 
     def _wait(
         self, calls: Sequence[Call], ready: Callable[[], bool], deadline: float, patience_s: float | None

@@ -71,6 +71,7 @@ class Link:
         self.host = host
         self.port = port
         self.fixed_name = False  # whether only a shard of this name may answer
+        self.on_this_host = False  # whether the shard is, as far as is known
         self.retired = False  # it left the view, so it is not connected again
         self.sock: socket.socket | None = None
         self.broken: KVStoreError | None = None
@@ -126,6 +127,12 @@ class Link:
         return dealer is not None and dealer.receiver.landing
 
     @property
+    def received(self) -> int:
+        """Bytes that came on the present connection."""
+        dealer = self._dealer
+        return dealer.receiver.received if dealer is not None else 0
+
+    @property
     def by_reference(self) -> bool:
         """Whether GETs are answered by references to blocks in the shard's memory."""
         dealer = self._dealer
@@ -159,6 +166,7 @@ class Link:
         except OSError as error:
             raise ConnectionLost(f"{self}: {error.strerror or error}") from None
         try:
+            self.on_this_host = sock.getpeername()[0] == sock.getsockname()[0]
             dealer, welcome = self.shake_hands(sock, deadline)
             name = welcome.shards[welcome.shard].name
             if self.fixed_name and name != self.name:

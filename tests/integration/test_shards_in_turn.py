@@ -1,0 +1,103 @@
+"""Shards on the client's host move blocks in turn, when there are more of them than cores; one that hangs keeps the
+others waiting for a moment only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvstore_client import KVStoreClient
+from kvstore_client._calls import exchange, reading
+from kvstore_client._links import in_turn
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys
+
+MiB = 1 << 20
+BLOCK, COUNT = MiB, 48
+KEYS = make_keys(COUNT)
+SILENT_S = 1.5  # after so long a silence a shard gets a PING, but is not given up yet
+MOMENT_S = 0.5  # what the others may lose, on a busy machine
+
+
+@pytest.fixture
+def server(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(in_turn, "AT_A_TIME", 1)
+    return start_server("--shards", "3", memory="256MiB", segment="8MiB")
+
+
+@pytest.fixture
+def client(server: Server, new_namespace: MakeNamespace) -> Iterator[KVStoreClient]:
+    with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=SILENT_S, fail_open=True) as client:
+        assert client.set(KEYS, blocks_of(KEYS, BLOCK), deferred=False).created == COUNT
+        yield client
+
+
+def get_into(client: KVStoreClient) -> int:
+    out = np.zeros((COUNT, BLOCK), dtype=np.uint8)
+    present = client.get_into(KEYS, out)
+    for row, block, there in zip(out, blocks_of(KEYS, BLOCK), present, strict=True):
+        assert not there or row.tobytes() == block
+    return int(present.sum())
+
+
+def stream(client: KVStoreClient) -> int:
+    blocks = blocks_of(KEYS, BLOCK)
+    return sum(bytes(block) == blocks[position] for position, block in client.stream_get(KEYS))
+
+
+def test_blocks_come_from_all_shards(client: KVStoreClient) -> None:
+    assert get_into(client) == stream(client) == COUNT
+
+
+def test_they_are_asked_one_after_the_other(client: KVStoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    send = type(client._core.links[0]).owe
+
+    def owe(link: object, answer: object) -> int:
+        nonlocal most
+        number: int = send(link, answer)  # type: ignore[arg-type]
+        most = max(most, sum(bool(each.pending) for each in client._core.links))
+        return number
+
+    monkeypatch.setattr(type(client._core.links[0]), "owe", owe)
+    for module in (exchange, reading):  # on a busy machine, shards are silent for longer
+        monkeypatch.setattr(module, "SILENT_S", 10.0)
+    monkeypatch.setattr(exchange, "NEARLY_BYTES", 0)
+    assert stream(client) == get_into(client) == COUNT
+    assert most == 1
+
+
+@pytest.mark.exclusive
+@pytest.mark.parametrize("read", [get_into, stream])
+def test_one_that_hangs_costs_its_own_blocks(
+    server: Server, client: KVStoreClient, read: Callable[[KVStoreClient], int]
+) -> None:
+    namespace = client.namespace.id
+    counts = [next(each.blocks for each in shard.namespaces if each.id == namespace) for shard in client.info().shards]
+    for number, shard in enumerate(server.shards()):
+        shard.suspend()
+        try:
+            began = time.monotonic()
+            assert read(client) == COUNT - counts[number]
+            assert time.monotonic() - began < SILENT_S + MOMENT_S
+        finally:
+            shard.resume()
+        while client.get(KEYS).hit < COUNT:  # the connection is made again in the background
+            assert time.monotonic() - began < 30
+            time.sleep(0.05)
+
+
+@pytest.mark.exclusive
+def test_blocks_are_set_at_the_others_while_one_hangs(server: Server, client: KVStoreClient) -> None:
+    keys = make_keys(COUNT, first=10_000)
+    shard = server.shards()[0]
+    shard.suspend()
+    try:
+        began = time.monotonic()
+        result = client.set(keys, blocks_of(keys, BLOCK), deferred=False)
+        assert time.monotonic() - began < SILENT_S + MOMENT_S
+    finally:
+        shard.resume()
+    assert COUNT // 6 < result.created < COUNT and result.created + result.error == COUNT
