@@ -136,6 +136,23 @@ def distinct_files(numbers):
     return distinct, found
 
 
+def outcomes_of(slots, bytes codes):
+    """Returns one byte a slot: ``codes[0]`` for a slot, and for a negative verdict the code at its negative.
+
+    ``slots``: contiguous int32. Raises IndexError for a verdict that has no code.
+    """
+    cdef const int32_t[::1] given = slots
+    cdef Py_ssize_t i, count = given.shape[0], known = len(codes)
+    cdef const char *code = codes
+    cdef bytes outcomes = PyBytes_FromStringAndSize(NULL, count)
+    cdef char *out = PyBytes_AS_STRING(outcomes)
+    for i in range(count):
+        if given[i] <= -known:
+            raise IndexError(f"slots[{i}] is {given[i]}: expected a slot or a verdict above {-known}")
+        out[i] = code[0] if given[i] >= 0 else code[-given[i]]
+    return outcomes
+
+
 def slot_offsets(slots, starts, Py_ssize_t slots_per_segment, Py_ssize_t block_bytes):
     """Returns where the blocks in ``slots`` begin, as int64: segment ``slot // slots_per_segment`` begins at
     ``starts[segment]``, and its slots follow each other.

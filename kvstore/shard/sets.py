@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore._cext import BlockIndex, Payload
+from kvstore._cext import BlockIndex, Payload, outcomes_of
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVALS
 from kvstore.shard.leases import Lending
@@ -29,13 +29,14 @@ from kvstore.wire.attributes import TTL_STEP_S, Attributes, attributes_of
 from kvstore.wire.shared import STAGED
 
 # By the negative of a verdict of `BlockIndex.reserve`; 0 stands for a slot:
-_OUTCOME_OF_VERDICT: Final = np.zeros(4, dtype=np.uint8)
-_OUTCOME_OF_VERDICT[[0, -BlockIndex.EXISTED, -BlockIndex.DUPLICATE, -BlockIndex.NO_SPACE]] = (
-    Outcome.CREATED,
-    Outcome.EXISTED,
-    Outcome.DUPLICATED,
-    Outcome.ERROR,
-)
+_OUTCOME_OF: Final = {
+    0: Outcome.CREATED,
+    -BlockIndex.EXISTED: Outcome.EXISTED,
+    -BlockIndex.DUPLICATE: Outcome.DUPLICATED,
+    -BlockIndex.NO_SPACE: Outcome.ERROR,
+}
+_OUTCOMES: Final = bytes(_OUTCOME_OF[verdict] for verdict in range(len(_OUTCOME_OF)))
+_EXISTED, _DUPLICATED, _ERROR = (bytes([each]) for each in (Outcome.EXISTED, Outcome.DUPLICATED, Outcome.ERROR))
 
 
 @dataclass
@@ -160,7 +161,8 @@ class Sets:
         replaced = None if write.existed is None else write.existed & (slots >= 0)
         forced = 0 if replaced is None else int(np.count_nonzero(replaced))
         namespace.created += placed
-        existed = int((slots == BlockIndex.EXISTED).sum())
+        outcomes = outcomes_of(slots, _OUTCOMES)
+        existed = outcomes.count(_EXISTED)
         if existed:  # touch the blocks that existed, so that the chain's head is not evicted before its new tail
             namespace.contains(write.keys, self._state.now, True, self._store.ticks(request.count))
             if request.reads:
@@ -173,13 +175,16 @@ class Sets:
             created=placed - forced,
             existed=existed,
             forced=forced,
-            duplicated=int((slots == BlockIndex.DUPLICATE).sum()),
-            error=int((slots == BlockIndex.NO_SPACE).sum()),
-            outcomes=self._outcomes(write, replaced) if request.outcomes else b"",
+            duplicated=outcomes.count(_DUPLICATED),
+            error=outcomes.count(_ERROR),
+            outcomes=self._outcomes(write, outcomes, replaced) if request.outcomes else b"",
             evicted=write.evicted,
         )
+        if self._disk is None or request.reads:  # transient blocks are never written to disk
+            peer.reply(reply)
+            return
         written = slots[slots >= 0]
-        if self._disk is None or not len(written) or request.reads:  # transient blocks are never written to disk
+        if not len(written):
             peer.reply(reply)
             return
         if request.force and namespace.disk is not None:  # the copies on disk are outdated
@@ -190,9 +195,11 @@ class Sets:
         else:
             peer.reply(reply)
 
-    def _outcomes(self, write: Write, replaced: npt.NDArray[np.bool_] | None) -> bytes:
-        """-> one `Outcome` a block."""
-        outcomes = _OUTCOME_OF_VERDICT[-np.minimum(write.slots, 0)]
+    def _outcomes(self, write: Write, by_slot: bytes, replaced: npt.NDArray[np.bool_] | None) -> bytes:
+        """-> one `Outcome` a block. `by_slot`: as far as the slots tell."""
+        if replaced is None and _EXISTED not in by_slot:
+            return by_slot
+        outcomes = np.frombuffer(bytearray(by_slot), dtype=np.uint8)
         if replaced is not None:
             outcomes[replaced] = Outcome.FORCED
         namespace, now = write.namespace, self._state.now

@@ -53,6 +53,7 @@ _REFUSED: Final = 1
 _RANKS: Final = np.zeros(256, dtype=np.uint8)
 _RANKS[_OUTCOMES[_REFUSED:]] = np.arange(_REFUSED, len(_OUTCOMES))
 _RANKS[Outcome.PENDING] = _RANKS[Outcome.EXISTED]
+_PENDING: Final = int(Outcome.PENDING)
 
 
 class Writer:
@@ -338,8 +339,7 @@ class _Tally:
                 self._failed.append(call.positions)
                 continue
             ranks = _RANKS[told]
-            if self._waits:
-                pending = told == Outcome.PENDING
+            if self._waits and (pending := told == _PENDING).any():
                 ranks[pending] = 0
                 self._pending.append(call.positions[pending])
             self.evicted += reply.evicted

@@ -15,6 +15,7 @@ from kvstore_client.memory import SharedRegion, any_regions, region_of
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 KEPT_BYTES: Final = 64 << 20
+_FIRST: Final = np.zeros(1, dtype=np.int64)
 
 
 def _is_tensor(value: object) -> bool:
@@ -142,16 +143,18 @@ class BlockSource:
         """Where these blocks are in this process's memory."""
         if self._address is None:
             views = self._views if self._flat is None else [self._flat]
-            self._address = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in views], dtype=np.int64)
+            addresses = [np.frombuffer(view, np.uint8).__array_interface__["data"][0] for view in views]
+            self._address = np.array(addresses, dtype=np.int64)
         return self._address[0] + numbers * self.block_bytes if self._flat is not None else self._address[numbers]
 
     def only_region(self) -> SharedRegion | None:
         """The memory that a server on this host can read in which all blocks lie; None: not all are in one such."""
         if not self.count or not any_regions():
             return None
-        addresses = self.addresses(np.arange(self.count))
+        addresses = self.addresses(_FIRST if self._flat is not None else np.arange(self.count))
         first = int(addresses.min())
-        return region_of(first, int(addresses.max()) + self.block_bytes - first)
+        last = first + (self.count - 1) * self.block_bytes if self._flat is not None else int(addresses.max())
+        return region_of(first, last + self.block_bytes - first)
 
     def view(self, number: int) -> memoryview:
         """One block."""
