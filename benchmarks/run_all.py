@@ -74,6 +74,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_slow_store", 10, engine=True),
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),
     Entry(f"{REMOTE}.test_hand_over", 12, engine=True),
+    Entry(f"{REMOTE}.test_request_time", 6, engine=True),
     Entry(f"{REMOTE}.test_layer_parts", 14, engine=True),
     Entry(f"{REMOTE}.test_apart", 10, engine=True),
     Entry(f"{REMOTE}.test_demo", 4, engine=True),

@@ -15,6 +15,8 @@ from benchmarks.remote_kv_cache.test_apart import FIRST
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_layer_parts import COMPUTE as COMPUTE_IT
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
+from benchmarks.remote_kv_cache.test_request_time import D_QUEUE, PARTS, PERCENTILES
+from benchmarks.remote_kv_cache.test_request_time import FIRST as FIRST_OF_D
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import BATCH_SIZES, STORED
 from benchmarks.results_reader import Results, Spread
@@ -164,6 +166,36 @@ def layer_parts(results: Results, path: Path) -> None:
     )
 
 
+def request_time(results: Results, path: Path) -> None:
+    """The parts of a request's time, by rate; and how long the way took for which share of requests."""
+    from matplotlib.figure import Figure
+
+    cases = results["test_request_time"].cases
+    parts = [part for part in PARTS if part not in (FIRST_OF_D, D_QUEUE)]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        bars, shares = figure.subplots(1, 2, width_ratios=(3, 2))
+        names = [case.name for case in cases]
+        begin = [0.0] * len(cases)
+        for part, colour in zip(parts, COLOURS, strict=False):
+            widths = [case.seconds(part).median * 1e3 for case in cases]
+            bars.barh(names, widths, left=begin, color=colour, label=part, height=0.5)
+            begin = [left + width for left, width in zip(begin, widths, strict=True)]
+        bars.set_xlabel("ms, medians")
+        bars.set_title("From the request to D's first token", loc="left", fontsize=10)
+        bars.invert_yaxis()
+        for case, colour in zip(cases, COLOURS[::-1], strict=False):
+            milliseconds = [1e3 * each for each in case.parameters["way_percentiles_s"]]
+            shares.plot(milliseconds, PERCENTILES, color=colour, label=case.name)
+        shares.set_xlabel("ms at most")
+        shares.set_ylabel("requests, %")
+        shares.set_ylim(0, 105)
+        shares.set_title("Way from P to D", loc="left", fontsize=10)
+        shares.legend(frameon=False, loc="lower right")
+        figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
 def apart(results: Results, path: Path) -> None:
     """The share of requests that attain, by what was promised; a panel for each rate."""
     from matplotlib.figure import Figure
@@ -193,5 +225,6 @@ ENGINE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "first_token": ("test_long_prefill", first_token),
     "hand_over": ("test_hand_over", hand_over),
     "layer_parts": ("test_layer_parts", layer_parts),
+    "request_time": ("test_request_time", request_time),
     "apart": ("test_apart", apart),
 }

@@ -12,6 +12,7 @@ from benchmarks.remote_kv_cache.test_apart import FIGURES, WAYS
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
+from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, BATCH_SIZES, PREFILL, STORED
 from benchmarks.results_reader import CaseResult, Result, Results
@@ -107,6 +108,19 @@ def hand_over(results: Results) -> str:
         first.append((f"{case.parameters['prompt_tokens']}", *milliseconds))
     headings = ("to the first token, ms, prompts of", *names)
     return f"{between}\n\n{markdown(headings, first)}\n\n{_checked(result)}"
+
+
+def request_time(results: Results) -> str:
+    """Where the time of requests goes that are handed over."""
+    result = results["test_request_time"]
+    rows = []
+    for case in result.cases:
+        median = (f"{case.seconds(part).median * 1e3:.1f}" for part in PARTS)
+        rows.append((case.name, "median", *median))
+        rows.append(("", "p90", *(f"{case.parameters['p90_s'][part] * 1e3:.1f}" for part in PARTS)))
+    shares = [f"{case.seconds(WAY).median / case.seconds(FIRST).median:.1%} at {case.name}" for case in result.cases]
+    told = f"The way takes {' and '.join(shares)} of the time to the first token (medians)."
+    return f"{markdown(('requests', 'ms', *PARTS), rows)}\n\n{told} {_checked(result)}"
 
 
 def layer_parts(results: Results) -> str:
@@ -207,6 +221,7 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "long_prefill": ("test_long_prefill", long_prefill),
     "first_token": ("test_long_prefill", first_token),
     "slow_store": ("test_slow_store", slow_store),
+    "request_time": ("test_request_time", request_time),
     "layer_parts": ("test_layer_parts", layer_parts),
     "apart": ("test_apart", apart),
     "hooks": ("test_hooks", hooks),

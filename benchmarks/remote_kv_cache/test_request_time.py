@@ -1,0 +1,235 @@
+"""Where the time of requests goes that are handed over: to the prefill engine's queue, the prefill, the way, the decode
+engine's queue, and its first token.
+
+Requests of 1000 tokens come as a Poisson process to a prefill and a decode engine, each on one core, which are asked at
+once. The times are those that both engines write to their trace files (docs/tracing.md): *waits at P* and *waits at D*
+until the engine gives the request blocks, *prefill*, *way to D* from the end of the prefill to the moment when all
+blocks are in D's cache, and *first step of D* from then to D's first token. What an engine does for other requests
+meanwhile is part of it. D waits for blocks while P computes, so the parts of P and the way are one after the other, and
+*waits at D* is beside them.
+
+Needs vLLM and two cores; without them nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
+from benchmarks.remote_kv_cache.engine_models import (
+    ENGINE_MODELS,
+    EngineModel,
+    add_engine_model_option,
+    full_blocks,
+)
+from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
+from benchmarks.remote_kv_cache.engines import Engine
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console, time_text
+from benchmarks.remote_kv_cache.test_hand_over import DECODE, PREFILL
+from kvstore_client.engine.trace_file import LANES, ROWS
+
+P_QUEUE: Final = "waits at P"
+COMPUTED: Final = "prefill"
+WAY: Final = "way to D"
+D_QUEUE: Final = "waits at D"
+D_STEP: Final = "first step of D"
+FIRST: Final = "first token"
+PARTS: Final = (P_QUEUE, COMPUTED, WAY, D_QUEUE, D_STEP, FIRST)
+PROMPT_TOKENS: Final = 1000
+RATES: Final = (1.0, 3.0)  # requests/s
+PERCENTILES: Final = tuple(range(0, 101, 5))
+
+_ANSWER_TOKENS: Final = 20
+_REQUESTS: Final = 24  # a round
+_CHUNK: Final = 512
+_MOST_AT_ONCE: Final = 32
+_WARM_UP: Final = 1_000_000  # seeds from here on
+_LEAD_S: Final = 0.3  # from the order to the first request
+
+Seconds = npt.NDArray[np.float64]
+
+
+def slices(path: Path, row: str, name: str, count: int) -> tuple[Seconds, Seconds]:
+    """-> when the last `count` slices of a trace file began and ended that have this row and name, by their begin."""
+    number = ROWS.index(row)
+    found = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in json.loads(path.read_bytes())
+        if event["ph"] == "X" and (event["tid"] - 1) // LANES == number and event["name"] == name
+    )
+    if len(found) < count:
+        raise AssertionError(f"{path} has {len(found)} of {name} at {row}: expected {count}")
+    times = np.array(found[-count:], dtype=np.float64) / 1e6
+    return times[:, 0], times[:, 1]
+
+
+class Rig:
+    """Both engines, and the files that they write."""
+
+    def __init__(self, model: EngineModel, endpoint: str, stack: ExitStack, cores: Sequence[int], folder: Path) -> None:
+        self._model = model
+        blocks = (_MOST_AT_ONCE + 8) * (full_blocks(PROMPT_TOKENS + _ANSWER_TOKENS) + 1)
+        arguments: dict[str, Any] = {
+            "max_model_len": PROMPT_TOKENS + _ANSWER_TOKENS + 32,
+            "max_num_seqs": _MOST_AT_ONCE,
+            "max_num_batched_tokens": _CHUNK,
+            "kv_cache_memory_bytes": blocks * model.block_bytes,
+        }
+        self.files = [folder / "p.json", folder / "d.json"]
+        self.prefill, self.decode = (
+            stack.enter_context(
+                Engine(
+                    model,
+                    {"endpoint": endpoint, "save_decode": False, "trace_file": str(file)},
+                    cores=[cores[core]],
+                    **arguments,
+                )
+            )
+            for core, file in enumerate(self.files)
+        )
+        self.alone = stack.enter_context(Engine(model, None, cores=[cores[1]], **arguments))
+        for number, each in enumerate((self.prefill, self.decode, self.alone)):
+            each.generate(model.prompts(_WARM_UP + number, 2, 300), 4)
+        self.serve(_WARM_UP + 10, [0.0])
+
+    def prompts(self, seed: int, count: int) -> list[list[int]]:
+        """Those of a round."""
+        return self._model.prompts(seed, count, PROMPT_TOKENS)
+
+    def serve(self, seed: int, times: Sequence[float]) -> list[Served]:
+        """-> what became of the requests that come at these times."""
+        begin = time.perf_counter() + _LEAD_S
+        asked = list(zip(times, self.prompts(seed, len(times)), strict=True))
+        self.decode.begin([Arrival(at, prompt, _ANSWER_TOKENS, DECODE) for at, prompt in asked], begin)
+        self.prefill.begin([Arrival(at, prompt, 1, PREFILL) for at, prompt in asked], begin)
+        self.prefill.served()
+        return self.decode.served()
+
+
+def measure(benchmark: Benchmark, rig: Rig, checks: Checks) -> tuple[int, dict[float, list[list[float]]]]:
+    """All rounds. -> requests a round, and by rate and round how long each request waited for its first token."""
+    requests = _REQUESTS // (4 if benchmark.quick else 1)
+    seeds = iter(range(1, 1_000_000))
+    first: dict[float, list[list[float]]] = {rate: [] for rate in RATES}
+    with benchmark.progress() as bar:
+        task = bar.add_task("rounds", total=benchmark.rounds * len(RATES))
+        bar.refresh()
+        for rate in RATES:
+            for _ in range(benchmark.rounds):
+                seed = next(seeds)
+                chooser = random.Random(seed)
+                times = np.cumsum([0.0, *(chooser.expovariate(rate) for _ in range(requests - 1))]).tolist()
+                served = rig.serve(seed, times)
+                first[rate].append([each.token_s[0] - at for each, at in zip(served, times, strict=True)])
+                told = [Answer(each.token_ids, each.cached_tokens, 0.0) for each in served]
+                prompts = rig.prompts(seed, requests)
+                right = rig.alone.generate(prompts, _ANSWER_TOKENS).answers
+                checks.tokens(f"handed over, {rate:g} requests/s", prompts, told, right, rig.alone)
+                bar.update(task, advance=1, refresh=True)
+    return requests, first
+
+
+def parts_of(files: Sequence[Path], first: Seconds) -> dict[str, Seconds]:
+    """-> the parts of each request, in the order in which they came. first: their times to the first token."""
+    p, d = files
+    count = len(first)
+    p_came, p_began = slices(p, "P", "queue", count)
+    _, p_ended = slices(p, "P", "prefill", count)
+    d_came, d_began = slices(d, "D", "queue", count)
+    _, d_loaded = slices(d, "D", "load", count)
+    return {
+        P_QUEUE: p_began - p_came,
+        COMPUTED: p_ended - p_began,
+        WAY: np.maximum(0.0, d_loaded - p_ended),
+        D_QUEUE: d_began - d_came,
+        D_STEP: np.maximum(0.0, first - (d_loaded - d_came)),
+        FIRST: first,
+    }
+
+
+def conclude_parts(
+    benchmark: Benchmark,
+    model: EngineModel,
+    files: Sequence[Path],
+    requests: int,
+    first: dict[float, list[list[float]]],
+) -> None:
+    """Make the cases from what the engines have written."""
+    found = parts_of(files, np.array(list(first.values())).reshape(-1))
+    for number, rate in enumerate(RATES):
+        rounds = len(first[rate])
+        some = {
+            name: each.reshape(len(RATES), rounds, requests)[number] if len(each) else each
+            for name, each in found.items()
+        }
+        medians = {name: np.median(each, axis=1).tolist() for name, each in some.items()}
+        benchmark.cases.append(
+            Case(
+                name=f"{rate:g} requests/s",
+                seconds=medians,
+                moved=dict.fromkeys(medians, 0),
+                limits={},
+                references=(),
+                parameters={
+                    "model": model.to_json(),
+                    "requests_per_s": rate,
+                    "requests": requests * rounds,
+                    "prompt_tokens": PROMPT_TOKENS,
+                    "p90_s": {name: float(np.percentile(each, 90)) for name, each in some.items()},
+                    "way_percentiles_s": [float(np.percentile(some[WAY], each)) for each in PERCENTILES],
+                },
+            )
+        )
+
+
+def show(cases: Sequence[Case]) -> None:
+    table = Table("", *PARTS)
+    for case in cases:
+        table.add_row(case.name, *(time_text(case.median(name)) for name in PARTS))
+        table.add_row("  p90", *(time_text(case.parameters["p90_s"][name]) for name in PARTS))
+    console().print(table)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_model_option(parser, "--model", "tiny")
+
+
+def main() -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=_add_options)
+    cores = sorted(os.sched_getaffinity(0))
+    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
+    if missing:
+        benchmark.say(f"request_time: {missing}, so it is not measured")
+        return 0
+    checks = Checks()
+    model = ENGINE_MODELS[benchmark.options.model or "tiny"]
+    most = (benchmark.rounds * len(RATES) + 1) * _REQUESTS
+    with tempfile.TemporaryDirectory() as folder:
+        with ExitStack() as stack:
+            endpoint = stack.enter_context(kvstore_server(most * model.block_bytes * (full_blocks(PROMPT_TOKENS) + 1)))
+            rig = Rig(model, endpoint, stack, cores, Path(folder))
+            requests, first = measure(benchmark, rig, checks)
+        conclude_parts(benchmark, model, rig.files, requests, first)
+    show(benchmark.cases)
+    return conclude(benchmark, checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
