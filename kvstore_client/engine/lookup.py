@@ -123,6 +123,12 @@ class PrefixLookups:
                 self._send(lookup.keys[lookup.known :])
         return lookup.stored
 
+    def came(self, key: bytes) -> None:
+        """The store has this block now: that it was missing is not believed any longer."""
+        fact = self._facts.get(key)
+        if fact is not None and not fact[1]:
+            del self._facts[key]
+
     def forget(self) -> None:
         """Drop all answers: a read has shown that blocks that were found are not there."""
         self._facts.clear()

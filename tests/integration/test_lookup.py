@@ -219,6 +219,25 @@ def test_what_is_missing_is_asked_for_again_soon_and_what_was_found_later(
     wait_until(lambda: answer(lookups, lookups.ask(keys)) == 0)
 
 
+def test_what_this_engine_has_stored_is_not_missing_any_more(
+    server: Server,
+    new_namespace: MakeNamespace,
+    start_lookups: StartLookups,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup_module, "MISSING_VALID_S", 60.0)
+    namespace, keys = new_namespace(BLOCK_BYTES), make_keys(4)
+    lookups = start_lookups(server.endpoint, namespace)
+    assert answer(lookups, lookups.ask(keys)) == 0
+    put(server, namespace, keys)
+    assert lookups.ask(keys).stored == 0, "believed for a moment"
+    for key in (keys[3], keys[0], b"never asked for."):
+        lookups.came(key)
+    assert answer(lookups, lookups.ask(keys)) == 4
+    lookups.came(keys[0])
+    assert lookups.ask(keys).stored == 4, "what was found is believed as before"
+
+
 def test_nothing_is_believed_any_more_after_a_read_has_shown_it_wrong(
     server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
 ) -> None:
