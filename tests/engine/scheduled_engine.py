@@ -78,6 +78,9 @@ class FakeLookups:
         there = (everywhere.issuperset(self._groups.keys([key])) for key in keys)  # as `PartsStore` tells it
         return next((index for index, present in enumerate(there) if not present), len(keys))
 
+    def came(self, key: bytes) -> None:
+        """It believes nothing for longer than a question."""
+
     def forget(self) -> None:
         self.forgotten += 1
 

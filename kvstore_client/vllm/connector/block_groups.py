@@ -80,6 +80,10 @@ class BlockGroups:
         """The keys of blocks in all groups, block by block."""
         return part_keys(keys, range(self.count)) if self.count > 1 else keys
 
+    def of_chain(self, key: bytes) -> bytes:
+        """The key in its chain of one of the `keys`."""
+        return key[:-1] if self.count > 1 else key
+
     def keys_of(self, request: Request, chain: Sequence[bytes]) -> Sequence[bytes]:
         """`keys` of a request's chain, of which those that are known are not made again."""
         if self.count == 1:

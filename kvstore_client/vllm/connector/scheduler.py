@@ -564,7 +564,7 @@ class SchedulerHalf:
             key = self._sent_keys.pop(sent)
             if self._stored.pop(sent, 0) >= self._parts:
                 self.events.stored([key], MEDIUM_STORAGE)
-                self._lookups.came(key)
+                self._lookups.came(self._groups.of_chain(key))
             self.events.forget(key)
             self._tier.release([sent[1]])
             self._hand_overs.sent(key)
