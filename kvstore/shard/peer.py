@@ -160,6 +160,8 @@ class Peer:
         self.share.check(stream.nbytes)
         self.share.take(STREAMS, stream.nbytes)
         self._state.streams += 1
+        if self.streams or self._busy:
+            stream.count_use(self._state.now)
         self.streams[stream.id] = stream
         self.next_due = min(self.next_due, stream.due)
         self.resume(stream)

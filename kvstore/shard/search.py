@@ -24,6 +24,7 @@ from kvstore.wire import Get
 
 READ_AHEAD_BYTES: Final = 32 << 20  # how far ahead of its next part a GET has blocks read from disk
 MAX_WAITING: Final = 8  # blocks that a GET waits for at a time
+LATE_BYTES: Final = 16 << 10  # what a search takes whose use is counted late: until then nobody's account has it
 
 Positions = npt.NDArray[np.uint32]
 
@@ -75,13 +76,13 @@ class Search:
         self.misses = 0
         self.fetched = False  # at least one block was read from disk
         self.wait_until = now + request.wait_ms / 1000 if request.wait_ms else 0.0  # for blocks that were promised
-        self.untouched = False  # the use of its blocks is not counted yet
+        self.untouched = False  # the use of its blocks is to be counted, and is not yet
         if request.prefix:
             self._cut_to_prefix(keys, now, request.refresh, store.ticks(request.count), pin_until)
-        elif disk is not None:  # reading one block from disk must not evict another
-            namespace.contains(keys, now, request.refresh, store.ticks(request.count))
-        else:
+        elif request.references and disk is None and self.nbytes <= LATE_BYTES:
             self.untouched = request.refresh
+        else:  # touch the chain as a whole, because its parts may be sent in any order
+            namespace.contains(keys, now, request.refresh, store.ticks(request.count))
 
     def _cut_to_prefix(self, keys: bytes, now: float, used: bool, ticks: int, pin_until: float) -> None:
         """Reduce the request to the leading run of blocks that are there or will be.

@@ -153,6 +153,7 @@ class Stream:
             self.done = True
             return self._empty_part()
         if not self._group and not self._make_group(namespace, search, now):
+            self.count_use(now)
             return None
         return self._part(namespace, search, *self._group.popleft(), now)
 
@@ -174,8 +175,6 @@ class Stream:
             search.read_ahead(now)
             return False
         positions, slots = search.take(room, now)
-        if search.untouched and search.undecided:  # others may be evicted before their turn comes
-            search.touch(now)
         if not len(positions) and search.undecided:
             return False
         if self.credit is not None:
@@ -191,6 +190,8 @@ class Stream:
                 positions, slots = positions[:group], slots[:group]
         for at in range(0, max(1, len(positions)), per_frame):
             self._group.append((positions[at : at + per_frame], slots[at : at + per_frame]))
+        if self._places is None or search.undecided:
+            self.count_use(now)
         self._ends, self._miss = not search.undecided, search.misses
         self._parts = None
         if len(positions) and self._places is None:
@@ -209,6 +210,11 @@ class Stream:
                 attributes,
             )
         return True
+
+    def count_use(self, now: float) -> None:
+        """Count the use of its blocks now: it waits, and others may be evicted meanwhile."""
+        if self._search is not None and self._search.untouched:
+            self._search.touch(now)
 
     def close(self) -> None:
         """The stream is over, complete or not: release the slots of parts that were ready and not sent."""

@@ -131,6 +131,8 @@ class Lingering:
         for lending in list(self._lendings):
             if not lending.in_use():
                 self.end(lending)
-        for reference in seen:  # only now: if this is interrupted, the next call does it again
+        for found in seen:  # only now: if this is interrupted, the next call does it again
+            if isinstance(found, Lending) and found in self._lendings:  # another thread is ending it
+                continue
             with contextlib.suppress(ValueError):  # another thread was faster
-                self._gone.remove(reference)
+                self._gone.remove(found)

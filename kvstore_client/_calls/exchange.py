@@ -14,14 +14,13 @@ from typing import Final, TypeVar
 import numpy as np
 
 from kvstore import wire
-from kvstore.wire.dealer import GetAnswer
 from kvstore.wire.zmtp import frame
 from kvstore_client._calls.borrowed import Lingering
 from kvstore_client._calls.options import Options
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message, protocol_error
 from kvstore_client._links.core import Core
-from kvstore_client._links.in_turn import SILENT_S
+from kvstore_client._links.in_turn import Turn
 from kvstore_client._links.lanes import usable
 from kvstore_client._links.link import Link
 from kvstore_client._links.sending import Sending, send_all
@@ -38,7 +37,6 @@ _T = TypeVar("_T", bound=wire.Reply)
 ANSWER_SHARE: Final = 0.1
 MOST_ANSWER_S: Final = 0.2
 SHARE_S: Final = 1.0  # for a shard on this host to map memory
-NEARLY_BYTES: Final = 4 << 20  # before the last block: the next shard takes as long to send its first ones
 _LOOK_S: Final = 0.05
 _READ_BYTES: Final = 64 << 20
 
@@ -62,14 +60,17 @@ class Exchange:
 
         `patience_s`: a request to a shard that is silent for so long is given up, because another shard can be asked.
         The answers of calls that `enough` left undone are read and ignored when they come. `groups`: all calls, in
-        groups of which one is sent when the blocks that the one before it asked for are nearly there, or do not come.
+        groups of which one is sent when the turn of the one before it is over, and the rest at once after a turn in
+        which not all came.
         """
         try:
-            for group in groups[:-1]:
-                arrived = [call.link.received for call in group]
-                self.send(group, deadline, patience_s)
-                self._while_blocks_come(group, arrived, deadline)
-            self.send(groups[-1] if groups else calls, deadline, patience_s)
+            left = list(groups) or [calls]
+            while len(left) > 1:
+                turn = Turn(left[0])
+                self.send(left.pop(0), deadline, patience_s, more=True)
+                if not self.core.wait(turn.over, min(deadline, time.monotonic() + turn.turn_s)):
+                    left = [[call for group in left for call in group]]
+            self.send(left[0], deadline, patience_s)
             self.wait(calls, deadline, patience_s, enough)
             again = [call for call in calls if call.retry]
             if again and not (enough is not None and enough()):
@@ -154,9 +155,9 @@ class Exchange:
             call.renew(self.core.next_id())
         self.send(calls, deadline, patience_s)
 
-    def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
+    def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool = False) -> None:
         """Send the calls. Links that are up are sent to first, while the others connect; calls to links that cannot be
-        connected fail."""
+        connected fail. `more`: other calls are sent afterwards."""
         now = time.monotonic()
         if patience_s is not None:
             deadline = min(deadline, now + patience_s)
@@ -164,7 +165,7 @@ class Exchange:
         by_link: dict[Link, list[Call]] = {}
         for call in calls:
             by_link.setdefault(call.link, []).append(call)
-        if len(by_link) > 1:
+        if more or len(by_link) > 1:
             deadline -= min(MOST_ANSWER_S, ANSWER_SHARE * max(0.0, deadline - now))
         up = [link for link in by_link if link.sock is not None]
         down = [link for link in by_link if link not in up]
@@ -220,23 +221,6 @@ class Exchange:
                 self.core.lost(call.link, call.answer)
             while call.read_lent():  # another thread may have read it meanwhile
                 pass
-
-    def _while_blocks_come(self, calls: Sequence[Call], arrived: Sequence[int], deadline: float) -> None:
-        """Wait for the blocks of GETs until they are nearly there, as long as any come. `arrived`: how many bytes had
-        come on each call's link before."""
-        expected: dict[Link, int] = {}
-        for call, before in zip(calls, arrived, strict=True):
-            blocks = call.count * call.answer.block_bytes if isinstance(call.answer, GetAnswer) else 0
-            expected[call.link] = expected.get(call.link, before - NEARLY_BYTES) + blocks
-
-        def nearly() -> bool:
-            return all(call.done or call.link.received >= expected[call.link] for call in calls)
-
-        came = 0
-        while not self.core.wait(nearly, min(deadline, time.monotonic() + SILENT_S)):
-            before, came = came, sum(link.received for link in expected)
-            if came == before or time.monotonic() >= deadline:
-                return
 
     def _wait(
         self, calls: Sequence[Call], ready: Callable[[], bool], deadline: float, patience_s: float | None

@@ -25,7 +25,7 @@ from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.rounds import Rounds
 from kvstore_client._links.call import Call, Message, protocol_error
-from kvstore_client._links.in_turn import SILENT_S, in_turn
+from kvstore_client._links.in_turn import Turn, in_turn
 from kvstore_client._links.lanes import least_busy, spread
 from kvstore_client._links.link import Link
 from kvstore_client._links.targets import BlockTarget, BorrowTarget, IntoTarget, PlacedBlocks, QueueTarget
@@ -43,10 +43,6 @@ _PRESENT: Final = int(wire.Presence.PRESENT)
 Present = npt.NDArray[np.bool_]
 
 log = logging.getLogger("kvstore_client")
-
-
-def _link_of(call: Call) -> Link:
-    return call.link
 
 
 def _leading(flags: Present) -> int:
@@ -171,7 +167,9 @@ class Reader:
         while groups := rounds.next():
             lacking = rounds.lacking()
             calls = self._get_calls(packed, groups, target, options, 0, bool(lacking), wait_until)
-            self._exchange.run(calls, rounds.deadline, rounds.patience_s, groups=in_turn(calls, _link_of))
+            # Shards that wait for blocks must all wait at once.
+            turns = () if options.wait_s else in_turn(calls)
+            self._exchange.run(calls, rounds.deadline, rounds.patience_s, groups=turns)
             self._settle(rounds, calls, target.present, packed, target)
             copied = Copied(packed, calls) if lacking else None
             for link, owned in lacking:
@@ -192,7 +190,7 @@ class Reader:
             while groups := rounds.next():
                 calls = self._get_calls(packed, groups, target, options, 0, False)
                 borrowed.calls.extend(calls)
-                self._exchange.run(calls, rounds.deadline, rounds.patience_s, groups=in_turn(calls, _link_of))
+                self._exchange.run(calls, rounds.deadline, rounds.patience_s, groups=in_turn(calls))
                 self._settle(rounds, calls, target.present, packed, target)
             self._end(rounds, options)
         except BaseException:
@@ -240,23 +238,28 @@ class Reader:
         exchange, patience_s = self._exchange, rounds.patience_s
         granted = [0] * len(calls)
         hits = 0
-        first, *later = in_turn(calls, _link_of)
-        exchange.send(first, rounds.deadline, patience_s)
-        sent = list(first)
+        later = in_turn(calls)
+        sent: list[Call] = []
 
         def something() -> bool:
             return bool(target.ready) or all(call.done for call in sent)
 
         while True:
+            while later and all(call.done for call in sent):
+                turn_ends = time.monotonic() + Turn(later[0]).turn_s
+                exchange.send(later[0], rounds.deadline, patience_s, more=len(later) > 1)
+                sent += later.pop(0)
             if later:
-                self._core.wait(something, min(rounds.deadline, time.monotonic() + SILENT_S))
-                if not target.ready:
-                    exchange.send(later[0], rounds.deadline, patience_s)
-                    sent += later.pop(0)
+                self._core.wait(something, min(rounds.deadline, turn_ends))
+                if time.monotonic() >= min(rounds.deadline, turn_ends):
+                    rest = [call for group in later for call in group]
+                    exchange.send(rest, rounds.deadline, patience_s)
+                    sent += rest
+                    later = []
                     continue
             else:
                 exchange.wait(calls, rounds.deadline, patience_s, something)
-            if not target.ready:
+            if not target.ready and not later:
                 again = [call for call in calls if call.retry and not hits]
                 if not again:
                     return

@@ -1,37 +1,66 @@
-"""Shards on this host that move blocks in turn, so that they do not fight for the same cores.
+"""Shards on this host that are read in turn, so that they do not fight for the same cores.
 
-A client that reads or sends keeps one core busy, and each shard at the other end another one. If there are more of them
-than cores, they take turns anyway, at the scheduler's choice: on two cores, reads from two shards at once took 1.2 to
-1.3 times as long as from one. So a client moves blocks to or from no more shards of its own host at a time than there
-are cores beside its own. A shard that is silent keeps the others waiting for `SILENT_S` only. Shards on other hosts,
-and those whose memory the client reads, do not wait.
+A client that reads keeps one core busy, and each shard that sends another one. If there are more of them than cores,
+they take turns anyway, at the scheduler's choice: on two cores, reads from two shards at once took 1.2 to 1.3 times as
+long as from one. So no more shards of the client's host are asked for blocks at a time than there are cores beside the
+client's. A turn lasts as long as a shard on this host needs at the slowest (`turn_s`): one that is slower, whatever it
+waits for, costs the others no more, and then all are asked.
+
+In turn are only connections that are up and free over TCP. Where the client reads a shard's memory, no shard sends.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
+from kvstore.wire.dealer import GetAnswer
+from kvstore_client._links.call import Call
 from kvstore_client._links.link import Link
 
-AT_A_TIME: Final = max(
-    1, len(os.sched_getaffinity(0)) - 1
-)  # shards on this host to or from which one client moves blocks
-SILENT_S: Final = 0.02
-
-_T = TypeVar("_T")
+AT_A_TIME: Final = max(1, (os.cpu_count() or 1) - 1)  # shards on this host that send to one client
+SHORTEST_TURN_S: Final = 0.02
+LEAST_BYTES_PER_S: Final = 1e9  # a shard on this host that sends less takes longer than its turn
+NEARLY_BYTES: Final = 4 << 20  # before the last block: the next shard takes as long to send its first ones
 
 
-def in_turn(items: Sequence[_T], link_of: Callable[[_T], Link]) -> list[Sequence[_T]]:
-    """-> calls, or whatever is moved over the links that `link_of` tells, in groups of which one begins when the one
-    before it has ended. At least one group."""
-    links = dict.fromkeys(map(link_of, items))
-    here = [link for link in links if link.on_this_host and not link.by_reference]
+def in_turn(calls: Sequence[Call]) -> list[Sequence[Call]]:
+    """-> the GETs, in groups that are to be sent one after the other; at least one group."""
+    links = dict.fromkeys(call.link for call in calls)
+    if any(link.by_reference for link in links):
+        return [calls]
+    here = dict.fromkeys(link.first for link in links if _takes_a_turn(link))
     if len(here) <= AT_A_TIME:
-        return [items]
-    group_of = {link: number // AT_A_TIME for number, link in enumerate(here)}
-    groups: list[list[_T]] = [[] for _ in range(group_of[here[-1]] + 1)]
-    for item in items:
-        groups[group_of.get(link_of(item), 0)].append(item)
+        return [calls]
+    turns = {first: number // AT_A_TIME for number, first in enumerate(here)}
+    groups: list[list[Call]] = [[] for _ in range(max(turns.values()) + 1)]
+    for call in calls:
+        link = call.link
+        # Who sends to a shard elsewhere waits for nobody; and nobody waits for a connection to be made, or to be free.
+        others = 0 if link.sock is not None and link.sending.owner is None else -1
+        groups[turns[link.first] if _takes_a_turn(link) else others].append(call)
     return list(groups)
+
+
+def _takes_a_turn(link: Link) -> bool:
+    return link.on_this_host and link.sock is not None and link.sending.owner is None
+
+
+class Turn:
+    """The turn of one group. Made before it is sent."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = [call for call in calls if call.link.on_this_host]
+        self._expected: dict[Link, int] = {}  # bytes received on it when the blocks are nearly there
+        nbytes = 0
+        for call in self._calls:
+            blocks = call.count * call.answer.block_bytes if isinstance(call.answer, GetAnswer) else 0
+            self._expected.setdefault(call.link, call.link.received - NEARLY_BYTES)
+            self._expected[call.link] += blocks
+            nbytes += blocks
+        self.turn_s = SHORTEST_TURN_S + nbytes / LEAST_BYTES_PER_S
+
+    def over(self) -> bool:
+        """Whether the blocks are nearly there, or will not come."""
+        return all(call.done or call.link.received >= self._expected[call.link] for call in self._calls)

@@ -17,7 +17,6 @@ from typing import Final
 from kvstore._cext import BlockFrames, send_views
 from kvstore.wire import zmtp
 from kvstore_client._links.call import Call, Piece
-from kvstore_client._links.in_turn import in_turn
 from kvstore_client._links.leading import WAIT_S
 from kvstore_client._links.link import Link
 from kvstore_client.errors import ConnectionLost, KVStoreError, Timeout
@@ -41,7 +40,6 @@ class Sending:
         self._frames: BlockFrames | None = None
         self.wait_s = 0.0  # how long blocks wait for room in the socket, before it is the turn of others
         self._blocked = False  # the socket was full at the last try
-        self.moves = 0  # how often the socket took some of it
         self.waits_for: Callable[[], bool] | None = None  # what must hold before the next piece can be made
 
     @property
@@ -129,7 +127,6 @@ class Sending:
             except BlockingIOError:
                 return False
             full, moved = False, True
-        self.moves += moved
         if self._blocked and moved:  # the full socket takes bytes again, so the shard is alive
             self._blocked = False
             self.link.last_moved = time.monotonic()
@@ -171,16 +168,12 @@ def send_all(
     called now and then while no socket takes bytes; it drops the links of shards that are silent for too long.
     `read(ready, deadline)` reads replies until `ready()`, which may tell that a shard has read more."""
     active = list(sendings)
-    together = False  # the shards whose turn it is took nothing, so the others do not wait for them
     try:
         while True:
-            turn = active if together or len(active) == 1 else in_turn(active, _link_of)[0]
-            wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_AFTER_S)) if len(turn) == 1 else _LOCK_WAIT_S
-            for sending in turn:
-                sending.wait_s = min(wait_s, WAIT_S) if len(turn) == 1 else 0.0
-            moves = sum(sending.moves for sending in turn)
-            blocked = [sending for sending in turn if not sending.advance(wait_s)]
-            together = together or (len(blocked) == len(turn) and moves == sum(sending.moves for sending in turn))
+            wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_AFTER_S)) if len(active) == 1 else _LOCK_WAIT_S
+            for sending in active:
+                sending.wait_s = min(wait_s, WAIT_S) if len(active) == 1 else 0.0
+            blocked = [sending for sending in active if not sending.advance(wait_s)]
             active = [sending for sending in active if not sending.done]
             if not active:
                 return []
@@ -190,8 +183,6 @@ def send_all(
                 for sending in active:
                     sending.abandon(Timeout(f"{sending.link}: it did not take the request by its deadline"))
                 return stuck
-            if len(blocked) < len(turn):
-                continue
             if len(blocked) == len(active):
                 conditions = [sending.waits_for for sending in blocked if sending.waits_for is not None]
                 if conditions:  # the others' sockets are looked at again soon
@@ -199,15 +190,11 @@ def send_all(
                     read(functools.partial(_one_holds, conditions), min(deadline, time.monotonic() + wait_s))
                 else:
                     _await_room(blocked, min(left, _LOOK_AFTER_S))
-            look_after()
+                look_after()
     except BaseException:
         for sending in active:
             sending.abandon(ConnectionLost(f"{sending.link}: the call was broken off"))
         raise
-
-
-def _link_of(sending: Sending) -> Link:
-    return sending.link
 
 
 def _one_holds(conditions: Sequence[Callable[[], bool]]) -> bool:

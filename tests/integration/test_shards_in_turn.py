@@ -1,4 +1,4 @@
-"""Shards on the client's host move blocks in turn, when there are more of them than cores; one that hangs keeps the
+"""Shards on the client's host are read in turn, when there are more of them than cores; one that hangs keeps the
 others waiting for a moment only."""
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvstore_client import KVStoreClient
-from kvstore_client._calls import exchange, reading
 from kvstore_client._links import in_turn
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys
 
@@ -62,9 +61,8 @@ def test_they_are_asked_one_after_the_other(client: KVStoreClient, monkeypatch: 
         return number
 
     monkeypatch.setattr(type(client._core.links[0]), "owe", owe)
-    for module in (exchange, reading):  # on a busy machine, shards are silent for longer
-        monkeypatch.setattr(module, "SILENT_S", 10.0)
-    monkeypatch.setattr(exchange, "NEARLY_BYTES", 0)
+    monkeypatch.setattr(in_turn, "SHORTEST_TURN_S", 10.0)  # on a busy machine, they take longer
+    monkeypatch.setattr(in_turn, "NEARLY_BYTES", 0)
     assert stream(client) == get_into(client) == COUNT
     assert most == 1
 
