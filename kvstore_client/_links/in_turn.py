@@ -30,21 +30,21 @@ def in_turn(calls: Sequence[Call]) -> list[Sequence[Call]]:
     links = dict.fromkeys(call.link for call in calls)
     if any(link.by_reference for link in links):
         return [calls]
-    here = dict.fromkeys(link.first for link in links if _takes_a_turn(link))
+    # Looked at once: other threads may use the links meanwhile.
+    free = {link for link in links if link.sock is not None and link.sending.owner is None}
+    shards = {link: link.first for link in links if link in free and link.on_this_host}
+    here = dict.fromkeys(shards.values())
     if len(here) <= AT_A_TIME:
         return [calls]
     turns = {first: number // AT_A_TIME for number, first in enumerate(here)}
     groups: list[list[Call]] = [[] for _ in range(max(turns.values()) + 1)]
     for call in calls:
         link = call.link
-        # Who sends to a shard elsewhere waits for nobody; and nobody waits for a connection to be made, or to be free.
-        others = 0 if link.sock is not None and link.sending.owner is None else -1
-        groups[turns[link.first] if _takes_a_turn(link) else others].append(call)
+        if link in shards:
+            groups[turns[shards[link]]].append(call)
+        else:  # shards elsewhere wait for nobody; nobody waits for a connection that is to be made, or that others use
+            groups[0 if link in free else -1].append(call)
     return list(groups)
-
-
-def _takes_a_turn(link: Link) -> bool:
-    return link.on_this_host and link.sock is not None and link.sending.owner is None
 
 
 class Turn:
