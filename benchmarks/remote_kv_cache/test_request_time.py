@@ -61,22 +61,36 @@ _CHUNK: Final = 512
 _MOST_AT_ONCE: Final = 32
 _WARM_UP: Final = 1_000_000  # seeds from here on
 _LEAD_S: Final = 0.3  # from the order to the first request
+_APART_S: Final = 0.1  # between the times at which both engines get a request, at most
 
 Seconds = npt.NDArray[np.float64]
 
 
-def slices(path: Path, row: str, name: str, count: int) -> tuple[Seconds, Seconds]:
-    """-> when the last `count` slices of a trace file began and ended that have this row and name, by their begin."""
+def requests_of(path: Path, row: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """-> by id, when the slices of each request began and ended that are on this row, by their name."""
     number = ROWS.index(row)
-    found = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in json.loads(path.read_bytes())
-        if event["ph"] == "X" and (event["tid"] - 1) // LANES == number and event["name"] == name
-    )
-    if len(found) < count:
-        raise AssertionError(f"{path} has {len(found)} of {name} at {row}: expected {count}")
-    times = np.array(found[-count:], dtype=np.float64) / 1e6
-    return times[:, 0], times[:, 1]
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for event in json.loads(path.read_bytes()):
+        if event["ph"] == "X" and (event["tid"] - 1) // LANES == number:
+            began, ended = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            found.setdefault(event["args"]["trace_id"], {})[event["name"]] = began, ended
+    return found
+
+
+def times_of(
+    requests: dict[str, dict[str, tuple[float, float]]], names: Sequence[str], began: float, ended: float, count: int
+) -> list[tuple[Seconds, Seconds]]:
+    """-> for each name, when these slices began and ended of the `count` requests that came between two times, in the
+    order in which they came."""
+    some = sorted((each for each in requests.values() if began <= each["queue"][0] <= ended), key=_came)
+    if len(some) != count or any(name not in each for each in some for name in names):
+        raise AssertionError(f"{len(some)} requests of {len(requests)} with {', '.join(names)}: expected {count}")
+    times = np.array([[each[name] for name in names] for each in some])
+    return [(times[:, number, 0], times[:, number, 1]) for number in range(len(names))]
+
+
+def _came(request: dict[str, tuple[float, float]]) -> float:
+    return request["queue"][0]
 
 
 class Rig:
@@ -142,17 +156,21 @@ def measure(benchmark: Benchmark, rig: Rig, checks: Checks) -> tuple[int, dict[f
                 right = rig.alone.generate(prompts, _ANSWER_TOKENS).answers
                 checks.tokens(f"handed over, {rate:g} requests/s", prompts, told, right, rig.alone)
                 bar.update(task, advance=1, refresh=True)
+    rig.serve(_WARM_UP + 11, [0.0])
     return requests, first
 
 
 def parts_of(files: Sequence[Path], first: Seconds) -> dict[str, Seconds]:
-    """-> the parts of each request, in the order in which they came. first: their times to the first token."""
-    p, d = files
+    """-> the parts of each request, in the order in which they came. first: their times to the first token. One more
+    request must have come after them: an engine that rests has not written its last one."""
+    p, d = (requests_of(file, row) for file, row in zip(files, "PD", strict=True))
     count = len(first)
-    p_came, p_began = slices(p, "P", "queue", count)
-    _, p_ended = slices(p, "P", "prefill", count)
-    d_came, d_began = slices(d, "D", "queue", count)
-    _, d_loaded = slices(d, "D", "load", count)
+    came = sorted(map(_came, d.values()))[-count - 1 : -1]
+    if len(came) < count:
+        raise AssertionError(f"{len(d)} requests came to D: expected more than {count}")
+    window = came[0] - _APART_S, came[-1] + _APART_S
+    (p_came, p_began), (_, p_ended) = times_of(p, ("queue", "prefill"), *window, count)
+    (d_came, d_began), (_, d_loaded) = times_of(d, ("queue", "load"), *window, count)
     return {
         P_QUEUE: p_began - p_came,
         COMPUTED: p_ended - p_began,

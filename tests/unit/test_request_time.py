@@ -15,7 +15,6 @@ from benchmarks.remote_kv_cache.test_request_time import (
     P_QUEUE,
     WAY,
     parts_of,
-    slices,
 )
 from kvstore_client.engine.trace_file import Slice, TraceFile, trace_events
 
@@ -44,9 +43,9 @@ def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp
         parts = [("queue", at, at + 0.2), ("load", at + 0.2, at + 1 + way), ("decode", at + 1 + way, at + 3)]
         return [Slice("D", *each) for each in parts]
 
-    # One request before those that count; the second of them ended first.
+    # One request before those that count, and one after them, which P has not written; the second ended first.
     write(p, [prefilled(-10), prefilled(5), prefilled(0)])
-    write(d, [decoded(-10, 9), decoded(5, 0.02), decoded(0, 0.01)])
+    write(d, [decoded(-10, 9), decoded(5, 0.02), decoded(0, 0.01), decoded(9, 8)])
     found = parts_of([p, d], np.array([1.5, 1.25]))
     expected = {
         P_QUEUE: [0.1, 0.1],
@@ -61,7 +60,14 @@ def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp
         assert found[name] == pytest.approx(seconds, abs=1e-4), name
 
 
-def test_a_file_without_all_requests_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path / "p.json", [[Slice("P", "queue", NOW, NOW + 1)]])
-    with pytest.raises(AssertionError, match="has 1 of queue at P: expected 2"):
-        slices(tmp_path / "p.json", "P", "queue", 2)
+def test_files_without_all_requests_are_an_error(tmp_path: Path) -> None:
+    def queued(came: float, row: str) -> list[Slice]:
+        return [Slice(row, name, NOW + came, NOW + came + 0.1) for name in ("queue", "prefill", "load")]
+
+    p, d = tmp_path / "p.json", tmp_path / "d.json"
+    write(d, [queued(number, "D") for number in range(3)])
+    write(p, [queued(1, "P")])
+    with pytest.raises(AssertionError, match="1 requests of 1 with queue, prefill: expected 2"):
+        parts_of([p, d], np.array([1.0, 1.0]))
+    with pytest.raises(AssertionError, match="3 requests came to D: expected more than 3"):
+        parts_of([p, d], np.ones(3))
