@@ -75,4 +75,4 @@ def test_what_another_namespace_has_does_not_show_in_the_time_of_a_call(
             found.append(timed(lambda key: ask(attacker, key)))
         assert found[-1] <= SHOWS, f"it shows: {found}"
         if kind != "contains":  # the same clock sees the difference where there is one
-            assert timed(lambda key: ask(victim, key)) > 2 * SHOWS
+            assert any(timed(lambda key: ask(victim, key)) > 2 * SHOWS for _ in range(TRIES))
