@@ -300,9 +300,10 @@ cdef class BlockIndex:
 
     # -- removal ---------------------------------------------------------------------------------------------
 
-    def delete(self, keys) -> int:
-        """Deletes READY blocks, pinned ones too. Returns their number. A slot being read becomes free when released."""
-        return delete_keys(self.blocks, keys)
+    def delete(self, keys, double now=0.0) -> int:
+        """Deletes READY blocks, pinned ones too. Returns the number of those that had not expired by ``now``, or by
+        the latest time that the index was told. A slot being read becomes free when released."""
+        return delete_keys(self.blocks, keys, now)
 
     def drop(self, slots) -> int:
         """Deletes the blocks in these slots, such as corrupt ones; slots that are not READY are ignored. Returns how

@@ -1,10 +1,11 @@
 # Removal of blocks from an index: deletion, expiry, and eviction by the policy's choice.
 
 
-cdef Py_ssize_t delete_keys(Blocks blocks, keys) except -1:
+cdef Py_ssize_t delete_keys(Blocks blocks, keys, double now) except -1:
     cdef Py_buffer view
     cdef Py_ssize_t key_bytes = blocks.table.key_bytes, n = open_keys(keys, key_bytes, &view), i, count = 0
     cdef int32_t slot
+    blocks.advance(now)
     try:
         for i in range(n):
             blocks.find(<const unsigned char *>view.buf + i * key_bytes, 1, &slot)

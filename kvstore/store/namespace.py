@@ -159,13 +159,14 @@ class NamespaceStore:
     def delete(self, keys: bytes, now: float) -> int:
         """Delete blocks from both tiers. -> how many blocks existed."""
         if self.disk is None or self.disk.empty:
-            return self.memory.index.delete(keys)
+            return self.memory.index.delete(keys, now)
         size, both = self.key_bytes, 0
         distinct = dict.fromkeys(keys[at : at + size] for at in range(0, len(keys), size))
-        on_disk = self.disk.contains(b"".join(distinct), now, False, 0)
-        for key, there in zip(distinct, on_disk, strict=True):
-            both += there and self.memory.index.state_of(key) == BlockIndex.READY
-        return self.memory.index.delete(keys) + self.disk.delete(keys) - both
+        joined = b"".join(distinct)
+        in_memory, on_disk = (tier.contains(joined, now, False, 0) for tier in (self.memory.index, self.disk))
+        for key, memory, disk in zip(distinct, in_memory, on_disk, strict=True):  # `memory`: or it is being written
+            both += bool(memory and disk) and self.memory.index.state_of(key) == BlockIndex.READY
+        return self.memory.index.delete(keys, now) + self.disk.delete(keys) - both
 
     def info(self, now: float) -> NamespaceInfo:
         index, disk = self.memory.index, self.disk

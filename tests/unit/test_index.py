@@ -567,6 +567,15 @@ def test_a_referenced_blocks_slot_is_not_used_again_until_it_is_released(remove:
     assert store.set(3) == [slot]
 
 
+def test_a_deletion_does_not_count_a_block_that_has_expired_since_the_last_call() -> None:
+    store = Filled()
+    for name, expires in ((1, 1.0), (2, 2.0), (3, 0.0)):
+        slots = store.index.reserve(key(name), False, store.ticks(1))
+        store.index.commit(slots, sums_of(slots), store.ticks(1), expires)
+    assert store.index.delete(chain(1, 2, 3), 1.5) == 2
+    assert store.index.ready == 0
+
+
 def test_each_reader_of_a_key_holds_its_own_reference() -> None:
     store = Filled()
     store.set(1)
