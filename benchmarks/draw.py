@@ -1,7 +1,7 @@
 """Charts and tables from the committed results, and from nothing else: `python -m benchmarks.draw`.
 
 Reads benchmarks/results/*.json, writes docs/charts/*.svg, and replaces what stands between `<!-- begin:NAME -->` and
-`<!-- end:NAME -->` in docs/benchmarks.md. What was not measured says so.
+`<!-- end:NAME -->` in docs/benchmarks.md and docs/planning.md. What was not measured says so.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from benchmarks.eviction.tables import EVICTION_TABLES
 from benchmarks.ledger import claims_table, missed_table, rig_table
 from benchmarks.persistence_kv_cache.claims import PERSISTENCE_CLAIMS
 from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
+from benchmarks.planning.tables import PLANNING_TABLES
 from benchmarks.remote_kv_cache.claims import REMOTE_CLAIMS
 from benchmarks.remote_kv_cache.engine_tables import ENGINE_TABLES
 from benchmarks.remote_kv_cache.tables import REMOTE_TABLES
 from benchmarks.results_reader import Results, read_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+DOCUMENTS: Final = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "planning.md")
 CLAIMS: Final = (*REMOTE_CLAIMS, *PERSISTENCE_CLAIMS)
 LEDGER: Final = {
     "claims": lambda results: claims_table(CLAIMS, results),
     "missed": lambda results: missed_table(CLAIMS, results),
     "rig": rig_table,
 }
-TABLES: Final = REMOTE_TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES
+TABLES: Final = REMOTE_TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES | PLANNING_TABLES
 _MARKED: Final = re.compile(r"(<!-- begin:(\w+) -->\n).*?(<!-- end:\2 -->)", re.DOTALL)
 
 
@@ -73,10 +75,11 @@ def main() -> int:
     )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
     parser.add_argument("--charts", type=Path, default=ROOT / "docs" / "charts", metavar="FOLDER")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
+    parser.add_argument("--document", type=Path, nargs="+", default=list(DOCUMENTS), metavar="FILE")
     options = parser.parse_args()
     results = read_results(options.results)
-    options.document.write_text(fill(options.document.read_text(), results))
+    for document in options.document:
+        document.write_text(fill(document.read_text(), results))
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: the tables were made, the charts were not", file=sys.stderr)
         return 1

@@ -46,6 +46,7 @@ class Entry:
 
 REMOTE: Final = "benchmarks.remote_kv_cache"
 DISK: Final = "benchmarks.persistence_kv_cache"
+PLANNING: Final = "benchmarks.planning"
 SYNTHETIC: Final = ("--synthetic", "all")
 BENCHMARKS: Final = (
     Entry(f"{REMOTE}.baseline.test_memory_io", 3),
@@ -70,7 +71,7 @@ BENCHMARKS: Final = (
     Entry("benchmarks.cluster_sim.batch_latency", 3),
     Entry(f"{REMOTE}.test_transfer_out", 8, engine=True),
     Entry(f"{REMOTE}.test_transfer_in", 5, engine=True),
-    Entry(f"{REMOTE}.test_long_prefill", 6, engine=True),
+    Entry(f"{REMOTE}.test_long_prefill", 7, ("--first-token-rounds", "7"), engine=True),
     Entry(f"{REMOTE}.test_slow_store", 10, engine=True),
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),
     Entry(f"{REMOTE}.test_hand_over", 12, engine=True),
@@ -78,6 +79,10 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_layer_parts", 14, engine=True),
     Entry(f"{REMOTE}.test_apart", 10, engine=True),
     Entry(f"{REMOTE}.test_demo", 4, engine=True),
+    Entry(f"{PLANNING}.test_simulator", 6),
+    Entry(f"{PLANNING}.test_predicted", 25, engine=True),
+    Entry(f"{PLANNING}.test_interference", 12, engine=True),
+    Entry("benchmarks.kv_pipeline.test_pipeline", 12),
 )
 
 

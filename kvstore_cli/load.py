@@ -130,7 +130,7 @@ def load(
     from kvstore_serving.load.report import Slo, make_report
     from kvstore_serving.load.sweep import make_sweep
 
-    _check_url(url)
+    check_url(url)
     _check_files(output, chart)
     try:
         bodies = Bodies(model, "chat" if api is Api.CHAT else "completions", extensions=extensions, extra=extra_body)
@@ -168,7 +168,8 @@ def load(
 # ---- options -----------------------------------------------------------------------------------------------------
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
+    """End the command if it is no URL of an endpoint."""
     from urllib.parse import urlsplit
 
     try:

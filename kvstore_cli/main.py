@@ -16,6 +16,7 @@ from kvstore_cli.cluster import cluster_app, drain
 from kvstore_cli.load import load
 from kvstore_cli.options import EndpointOption, JsonOption, TimeoutOption, connected, endpoints_of
 from kvstore_cli.output import CommandFailed, example, fail, print_json, show
+from kvstore_cli.plan import plan_app
 from kvstore_cli.proxy import proxy
 from kvstore_cli.purge import purge
 from kvstore_cli.trace import trace
@@ -142,6 +143,7 @@ app.command(
     )
 )(proxy)
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(plan_app, name="plan")
 app.command(
     epilog=example(
         "kvstore load --url http://engine-1:8000 --model M --rate 4 --input-tokens 1000 --output-tokens 200 \\",

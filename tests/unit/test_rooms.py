@@ -37,12 +37,13 @@ CLIENT = [
     *("kvstore_client._calls", "kvstore_client", "kvstore_client.engine", "kvstore_client.vllm.shared"),
     *("kvstore_client.vllm.tier", "kvstore_client.vllm.connector", "kvstore_client.vllm"),
 ]
-SERVING = ["kvstore_serving", "kvstore_serving.load", "kvstore_serving.proxy"]
+SERVING = ["kvstore_serving", "kvstore_serving.load", "kvstore_serving.proxy", "kvstore_serving.planning"]
 SHARED = ["kvstore", "kvstore._cext", "kvstore.wire", "kvstore.cluster"]  # what the client may use of the server's
 ORDER = {
     **{room: SERVER[: at + 1] for at, room in enumerate(SERVER)},
     **{room: [*SHARED, *CLIENT[: at + 1]] for at, room in enumerate(CLIENT)},
     **{room: [*SHARED, *CLIENT, "kvstore_serving", room] for room in ("kvstore_serving.load", "kvstore_serving.proxy")},
+    "kvstore_serving.planning": [*SHARED, *CLIENT, *SERVING],
     "kvstore_serving": [*SHARED, *CLIENT, "kvstore_serving"],
     "kvstore_cli": [*SERVER, *CLIENT, *SERVING, "kvstore_cli"],
 }

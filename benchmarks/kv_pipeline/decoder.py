@@ -1,0 +1,133 @@
+"""A decoder with real weights and attention, on one core: float32, in numpy.
+
+Each layer reads its weights and the KV of all sequences, as an engine's step of decoding does. The KV of a layer is one
+block for each sequence, `(2, heads, context, head_size)`, so that what comes from the store is used where it lands. New
+tokens are kept apart, in a tail, and attended with the rest: KV only grows at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`batch` sequences with `context` tokens of KV each, which `layers` layers of `heads` heads attend."""
+
+    layers: int = 16
+    heads: int = 12
+    head_size: int = 64
+    batch: int = 8
+    context: int = 512
+    steps: int = 4  # of decoding in a run: the length of the tail
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def block_bytes(self) -> int:
+        """The KV of a sequence in a layer."""
+        return 2 * self.context * self.width * 4
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.batch * self.block_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV that a step reads."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.layers * 12 * self.width**2 * 4
+
+
+@dataclass
+class Layer:
+    """The weights of a layer."""
+
+    qkv: Array
+    out: Array
+    up: Array
+    down: Array
+
+
+@dataclass
+class Partial:
+    """Attention over a part of the KV: the sum of values weighted by exp(score - top), the sum of the weights, and the
+    largest score, for each sequence and head. Parts are merged exactly (as FlashAttention's)."""
+
+    values: Array
+    weights: Array
+    top: Array
+
+    def merged(self, other: Partial) -> Partial:
+        """With attention over another part."""
+        top = np.maximum(self.top, other.top)
+        mine, theirs = np.exp(self.top - top), np.exp(other.top - top)
+        return Partial(self.values * mine + other.values * theirs, self.weights * mine + other.weights * theirs, top)
+
+    @property
+    def output(self) -> Array:
+        return self.values / self.weights
+
+
+def attend(query: Array, kv: Array) -> Partial:
+    """query: (batch, heads, 1, head_size). kv: (batch, 2, heads, tokens, head_size)."""
+    scores = query @ kv[:, 0].swapaxes(-1, -2)  # (batch, heads, 1, tokens)
+    top = scores.max(axis=-1, keepdims=True)
+    np.exp(scores - top, out=scores)
+    return Partial(scores @ kv[:, 1], scores.sum(axis=-1, keepdims=True), top)
+
+
+class Decoder:
+    """Weights from a seed, and the tail of the present run."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        self.shape = shape
+        random = np.random.default_rng(seed)
+        width = shape.width
+
+        def weights(rows: int, columns: int) -> Array:
+            return (random.standard_normal((rows, columns), dtype=np.float32) / np.float32(rows**0.5)).astype(
+                np.float32
+            )
+
+        self.layers = [
+            Layer(
+                weights(width, 3 * width), weights(width, width), weights(width, 4 * width), weights(4 * width, width)
+            )
+            for _ in range(shape.layers)
+        ]
+        self.start = random.standard_normal((shape.batch, width), dtype=np.float32)
+
+    def run(self, past: Callable[[int, Array], Partial], stepped: Callable[[], None] = lambda: None) -> Array:
+        """Decode `steps` tokens. -> the last hidden states.
+
+        past: attention of a layer over the KV that was there before; it is called with the layer and its query.
+        stepped: called after each step."""
+        shape = self.shape
+        tail = np.zeros((shape.layers, shape.batch, 2, shape.heads, shape.steps, shape.head_size), dtype=np.float32)
+        hidden = self.start
+        for step in range(shape.steps):
+            for number, layer in enumerate(self.layers):
+                qkv = (_normed(hidden) @ layer.qkv).reshape(shape.batch, 3, shape.heads, shape.head_size)
+                query = qkv[:, 0, :, None, :] / np.float32(shape.head_size**0.5)
+                tail[number, :, :, :, step] = qkv[:, 1:]
+                found = past(number, query).merged(attend(query, tail[number, :, :, :, : step + 1]))
+                hidden = hidden + found.output.reshape(shape.batch, shape.width) @ layer.out
+                hidden = hidden + np.maximum(_normed(hidden) @ layer.up, 0) @ layer.down
+            stepped()
+        return hidden
+
+
+def _normed(hidden: Array) -> Array:
+    return hidden / np.sqrt(np.square(hidden).mean(axis=-1, keepdims=True) + np.float32(1e-6))

@@ -1,0 +1,195 @@
+"""Where the KV of some layers lives, and how it comes to the decoder.
+
+* `Resident`: in the decoder's own memory.
+* `Fetched`: in a kvstore-server; a thread reads the KV of layers that are due into buffers, `depth` layers ahead; depth
+  0 reads when the layer needs it (serial). The thread does its work in native code, without Python's lock.
+* `Pushed`: in a kvstore-server, too, but the attention goes to the KV: a process beside the server attends over views
+  of
+  the server's memory and sends back the partial attention, which is merged.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import numpy as np
+
+from benchmarks.kv_pipeline.decoder import Array, Partial, Shape, attend
+from kvstore_client import KVStoreClient, Namespace
+
+TIMEOUT_S = 60.0
+
+
+def namespace(shape: Shape) -> Namespace:
+    """The namespace of blocks of this shape."""
+    return Namespace(
+        model=f"kv-pipeline-{shape.context}", dtype="float32", block_tokens=shape.context, block_bytes=shape.block_bytes
+    )
+
+
+def keys_of(shape: Shape, layer: int) -> list[bytes]:
+    """The keys of a layer's blocks, one a sequence."""
+    return [f"layer {layer:04d} seq {sequence:04d}".encode() for sequence in range(shape.batch)]
+
+
+def lent_layers(shape: Shape, lent: int) -> list[int]:
+    """-> `lent` of the layers, evenly spread."""
+    return sorted({number * shape.layers // lent for number in range(lent)}) if lent else []
+
+
+def make_kv(shape: Shape, layer: int) -> Array:
+    """The KV of a layer, from a seed."""
+    random = np.random.default_rng(1000 + layer)
+    size = (shape.batch, 2, shape.heads, shape.context, shape.head_size)
+    return random.standard_normal(size, dtype=np.float32)
+
+
+class Resident:
+    """The KV of all layers in memory."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.kv = [make_kv(shape, layer) for layer in range(shape.layers)]
+
+    def attend(self, layer: int, query: Array) -> Partial:
+        return attend(query, self.kv[layer])
+
+
+class Fetched:
+    """Some layers in the store, the others resident. Used in a `with` statement."""
+
+    def __init__(
+        self, shape: Shape, resident: Resident, lent: Sequence[int], client: KVStoreClient, depth: int, core: int | None
+    ) -> None:
+        """core: where the thread that reads runs; None: anywhere."""
+        self._shape, self._resident, self._lent, self._client = shape, resident, list(lent), client
+        self._depth, self._core = depth, core
+        self._keys = {layer: keys_of(shape, layer) for layer in lent}
+        size = (shape.batch, 2, shape.heads, shape.context, shape.head_size)
+        self._buffers = [np.zeros(size, dtype=np.float32) for _ in range(depth + 1)]
+        self._wanted: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._there: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._next = 0  # how many lent layers have been asked for
+        self._used = 0
+        self._thread = threading.Thread(target=self._read) if depth else None
+
+    def __enter__(self) -> Fetched:
+        if self._thread is not None:
+            self._thread.start()
+            for _ in range(min(self._depth, len(self._lent))):
+                self._ask()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._wanted.put(None)
+            self._thread.join()
+
+    def attend(self, layer: int, query: Array) -> Partial:
+        if layer not in self._keys:
+            return self._resident.attend(layer, query)
+        if self._thread is None:
+            self._into(layer, self._buffers[0])
+            return attend(query, self._buffers[0])
+        failed = self._there.get()
+        if failed is not None:
+            raise failed
+        self._ask()  # into the buffer of the layer before this one, which is not needed any more
+        buffer = self._buffers[self._used % len(self._buffers)]
+        self._used += 1
+        return attend(query, buffer)
+
+    def _ask(self) -> None:
+        """Have the next lent layer read: after the last one, the first, for the next step."""
+        layer, buffer = self._lent[self._next % len(self._lent)], self._next % len(self._buffers)
+        self._next += 1
+        self._wanted.put((layer, buffer))
+
+    def _read(self) -> None:
+        if self._core is not None:
+            os.sched_setaffinity(threading.get_native_id(), {self._core})
+        while (wanted := self._wanted.get()) is not None:
+            try:
+                self._into(wanted[0], self._buffers[wanted[1]])
+                self._there.put(None)
+            except Exception as error:  # whoever waits for it raises it
+                self._there.put(error)
+
+    def _into(self, layer: int, buffer: Array) -> None:
+        blocks = buffer.view(np.uint8).reshape(self._shape.batch, self._shape.block_bytes)
+        if not self._client.get_into(self._keys[layer], blocks).all():
+            raise RuntimeError(f"the store lacks KV of layer {layer}")
+
+
+class Pushed:
+    """Some layers in the store, attended there. Used in a `with` statement."""
+
+    def __init__(self, shape: Shape, resident: Resident, lent: Sequence[int], endpoint: str, core: int | None) -> None:
+        self._resident, self._lent = resident, set(lent)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, far = context.Pipe()
+        self._process = context.Process(target=_attend_there, args=(far, shape, sorted(lent), endpoint, core))
+
+    def __enter__(self) -> Pushed:
+        self._process.start()
+        if self._pipe.recv() != "ready":
+            raise RuntimeError("the store lacks the KV that is to be attended there")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+    def attend(self, layer: int, query: Array) -> Partial:
+        if layer not in self._lent:
+            return self._resident.attend(layer, query)
+        self._pipe.send((layer, query))
+        return Partial(*self._pipe.recv())
+
+
+def _attend_there(pipe: Connection, shape: Shape, lent: Sequence[int], endpoint: str, core: int | None) -> None:
+    """The process beside the server: views of the server's own memory, no copy."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    size = (2, shape.heads, shape.context, shape.head_size)
+    with KVStoreClient(endpoint, namespace(shape), timeout_s=TIMEOUT_S, shared_memory=True) as client:
+        keys = [key for layer in lent for key in keys_of(shape, layer)]
+        with client.borrow(keys) as borrowed:
+            views = [None if block is None else np.frombuffer(block, np.float32).reshape(size) for block in borrowed]
+            pipe.send("ready" if all(view is not None for view in views) else "missing")
+            places = {layer: views[at * shape.batch : (at + 1) * shape.batch] for at, layer in enumerate(lent)}
+            while (asked := pipe.recv()) is not None:
+                layer, query = asked
+                parts = [attend(query[number : number + 1], view[None]) for number, view in enumerate(places[layer])]
+                pipe.send(
+                    tuple(
+                        np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "weights", "top")
+                    )
+                )
+            places.clear()
+            views.clear()
+
+
+def fill(shape: Shape, resident: Resident, client: KVStoreClient) -> None:
+    """Put the KV of all layers into the store."""
+    for layer, kv in enumerate(resident.kv):
+        client.set(keys_of(shape, layer), kv.view(np.uint8).reshape(shape.batch, shape.block_bytes), deferred=False)
+
+
+def read_time(shape: Shape, client: KVStoreClient, layers: Sequence[int]) -> float:
+    """-> seconds to read these layers one after the other, and nothing else."""
+    buffer = np.zeros((shape.batch, shape.block_bytes), dtype=np.uint8)
+    begin = time.perf_counter()
+    for layer in layers:
+        client.get_into(keys_of(shape, layer), buffer)
+    return time.perf_counter() - begin

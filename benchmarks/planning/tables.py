@@ -1,0 +1,187 @@
+"""The tables of docs/planning.md, each a function of the results; `benchmarks.draw` fills them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from benchmarks.markdown import markdown
+from benchmarks.planning.test_interference import APART as SEPARATED
+from benchmarks.planning.test_interference import LENGTHS, WAYS
+from benchmarks.planning.test_predicted import APART, COLOCATED
+from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, SEARCH, T_ALL, T_SINGLE
+from benchmarks.results_reader import CaseResult, Results
+
+SIMULATOR: Final = "test_simulator"
+PREDICTED: Final = "test_predicted"
+PIPELINE: Final = "test_pipeline"
+INTERFERENCE: Final = "test_interference"
+_QUANTITIES: Final = {"mean": "mean", "p90": "P90", "p99": "P99"}
+
+
+def _parameters(results: Results, benchmark: str, group: str) -> list[dict[str, Any]]:
+    return [case.parameters for case in results[benchmark].group(group)]
+
+
+def _off(case: dict[str, Any], name: str) -> float:
+    """How many standard errors the simulated figure is from the closed form."""
+    error = case["error"][name]
+    difference = abs(case["found"][name] - case["expected"][name])
+    return difference / error if error else (0.0 if difference < 1e-9 else float("inf"))
+
+
+def closed_forms(results: Results) -> str:
+    """The waits of a million arrivals beside the closed forms."""
+    cases = _parameters(results, SIMULATOR, FORMS)
+    rows = []
+    for case in cases:
+        cells = [
+            f"{case['found'][name]:.3f} ± {case['error'][name] * T_SINGLE:.3f} / {case['expected'][name]:.3f}"
+            for name in _QUANTITIES
+        ]
+        rows.append((case["kind"], f"{case['load']:g}", *cells))
+    offs = [_off(case, name) for case in cases for name in _QUANTITIES]
+    inside = sum(off <= T_SINGLE for off in offs)
+    together = sum(off <= T_ALL for off in offs)
+    said = (
+        f"\n\n{inside} of {len(offs)} figures are within their own 95 % interval, {together} within intervals that "
+        f"hold together with 95 % ({BATCHES} batches)."
+    )
+    return (
+        markdown(("case", "utilisation", *(f"{name}: simulated / exact" for name in _QUANTITIES.values())), rows) + said
+    )
+
+
+def crossovers(results: Results) -> str:
+    """Where inter-op becomes the faster one."""
+    rows = [
+        (
+            f"{float(case.name.removeprefix('K = ')):g}",
+            f"{case.parameters['published']:.2f}",
+            f"{case.parameters['ours']:.3f}",
+        )
+        for case in results[SIMULATOR].group(CROSSOVER)
+    ]
+    return markdown(("speed-up K of two devices", "published R D", "ours"), rows)
+
+
+def distserve(results: Results) -> str:
+    """DistServe's workloads."""
+    rows = []
+    for case in _parameters(results, SIMULATOR, DISTSERVE):
+        published = case["published"]
+        ours = case.get("ours")
+        rows.append(
+            (
+                case["workload"],
+                case["variant"],
+                "" if published is None else _degrees(published),
+                _rate(case["published_rps"]),
+                _rate(case.get("theirs")),
+                case.get("none", "") if ours is None else _degrees(ours),
+                _rate(case.get("ours_rps")),
+            )
+        )
+    headings = ("workload", "counted", "published degrees", "published", "simulated", "our degrees", "simulated")
+    return markdown(headings, rows)
+
+
+def _degrees(degrees: list[int]) -> str:
+    return f"({', '.join(map(str, degrees))})"
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.2f}"
+
+
+def search_time(results: Results) -> str:
+    """How long a search takes."""
+    rows = [
+        (case.name, f"{case.parameters['seconds_to_search']:.1f} s", f"{case.parameters['target_s']:g} s")
+        for case in results[SIMULATOR].group(SEARCH)
+    ]
+    return markdown(("search", "took", "target"), rows)
+
+
+def predicted(results: Results) -> str:
+    """Attainment, predicted and measured."""
+    rows, said = [], ""
+    for way in (COLOCATED, APART):
+        cases = _parameters(results, PREDICTED, way)
+        for case in cases:
+            rows.append(
+                (
+                    way, f"{case['rate_rps']:.2f}", f"{case['predicted']:.0%}", f"{case['measured']:.0%}",
+                    f"{case['error']:.1f}", _pair(case, "ttft"), _pair(case, "tpot"),
+                )
+            )  # fmt: skip
+        if cases:
+            errors = [case["error"] for case in cases]
+            said += f"\n\n{way}: mean error {sum(errors) / len(errors):.1f} points, worst {max(errors):.1f}."
+    headings = (
+        "engines", "req/s", "predicted", "measured", "off, points", "TTFT p50: predicted / measured, ms",
+        "TPOT p50: predicted / measured, ms",
+    )  # fmt: skip
+    return markdown(headings, rows) + said
+
+
+def _pair(case: dict[str, Any], name: str) -> str:
+    measured = case[f"measured_{name}_s"]
+    return f"{case[f'predicted_{name}_s'] * 1e3:.0f} / {'' if measured is None else f'{measured * 1e3:.0f}'}"
+
+
+def interference(results: Results) -> str:
+    """The longest wait of requests that decode, and the prompt's own time, by the prompt's length."""
+    rows = []
+    for way in (*WAYS, SEPARATED):
+        cases = {case["tokens"]: case for case in _parameters(results, INTERFERENCE, way)}
+        if cases:
+            alone = f"{min(case['gap_alone_s'] for case in cases.values()) * 1e3:.0f}"
+            cells = [
+                f"{cases[n]['longest_gap_s'] * 1e3:.0f} / {cases[n]['ttft_s'] * 1e3:.0f}" for n in LENGTHS if n in cases
+            ]
+            rows.append((way, alone, *cells))
+    return markdown(("longest gap / the prompt's TTFT, ms", "gap alone", *(f"{n} tokens" for n in LENGTHS)), rows)
+
+
+def knees(results: Results) -> str:
+    """The knee of the KV pipeline."""
+    rows = []
+    for case in _parameters(results, PIPELINE, "knee"):
+        alpha, knee = case["alpha"], case["knee"]
+        rows.append(
+            (
+                case["ratio"], f"{case['kv_bytes'] / 1e6:.0f} MB", f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s",
+                f"{case['step_s'] * 1e3:.1f} ms", f"{case['overhead_s'] * 1e3:.2f} ms", f"{alpha:.1%}", f"{knee:.1%}",
+                f"{knee / alpha - 1:+.0%}", f"{case['worst_to_max']:.2f} x",
+            )
+        )  # fmt: skip
+    headings = (
+        "KV to weights", "KV", "link", "step", "overhead", "alpha*", "knee", "off", "step at worst, of the longer"
+    )  # fmt: skip
+    return markdown(headings, rows)
+
+
+def modes(results: Results) -> str:
+    """What half of the layers cost, by the way they are read."""
+    cases = results[PIPELINE].group("modes")
+    names = list(cases[0].parameters["step_s"])
+
+    def cell(case: CaseResult, name: str) -> str:
+        steps = case.parameters["step_s"]
+        return f"{steps[name] * 1e3:.1f} ms, {steps[name] / steps['nothing lent']:.2f} x"
+
+    rows = [(name, *(cell(case, name) for case in cases)) for name in names]
+    return markdown(("", *(f"KV {case.parameters['ratio']} x weights" for case in cases)), rows)
+
+
+PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
+    "closed_forms": (SIMULATOR, closed_forms),
+    "crossovers": (SIMULATOR, crossovers),
+    "distserve": (SIMULATOR, distserve),
+    "search_time": (SIMULATOR, search_time),
+    "predicted": (PREDICTED, predicted),
+    "interference": (INTERFERENCE, interference),
+    "knees": (PIPELINE, knees),
+    "pipeline_modes": (PIPELINE, modes),
+}

@@ -1,0 +1,144 @@
+"""What a prefill does to requests that decode: one prompt of growing length comes while a batch decodes.
+
+The longest wait between two tokens of the batch, and the prompt's own time to its first token, at one core each: an
+engine that prefills whole prompts, one with small chunks, one with vLLM's priority scheduling (the batch has priority
+over the prompt), and a prefill and a decode engine with the store between them. DistServe's figure 2, with a real
+engine.
+
+Needs vLLM and two cores; without them nothing is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from benchmarks.planning.test_predicted import engine, proxy
+from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console
+from kvstore_serving.load.client import Bodies, Client
+from kvstore_serving.load.prompts import HASHED_TOKENS, Prompts
+from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.run import body_of
+
+WHOLE: Final = "whole prompts"
+CHUNKS: Final = "chunks of 128 tokens"
+PRIORITY: Final = "priority for the batch"
+APART: Final = "prefill and decode apart"
+LENGTHS: Final = (128, 512, 1024, 2048, 4096)
+BATCH: Final = 4
+CONTEXT: Final = 256
+ROUNDS: Final = 5
+BUDGET: Final = "8192"  # tokens of a step: a whole prompt
+WAYS: Final[dict[str, Sequence[str]]] = {
+    WHOLE: ("--max-num-batched-tokens", BUDGET),
+    CHUNKS: ("--max-num-batched-tokens", "128"),
+    PRIORITY: ("--max-num-batched-tokens", BUDGET, "--scheduling-policy", "priority"),
+}
+
+
+class Asking:
+    """Requests to one address. Every prompt is new."""
+
+    def __init__(self, url: str, vocabulary: int, priority: bool) -> None:
+        self._prompts, self._next_id = Prompts(vocabulary, 5), 0
+        self._url, self._priority = url, priority
+
+    async def round(self, length: int, answer: int) -> tuple[float, float, float]:
+        """-> seconds: the longest gap of the batch while the prompt is computed, its median gap before, and the
+        prompt's time to its first token."""
+        async with Client(self._url, "completions", timeout_s=300.0, api_key=None, whole_output=True) as client:
+            batch = [asyncio.create_task(self._send(client, CONTEXT, answer, 0)) for _ in range(BATCH)]
+            await asyncio.sleep(0.5 + 4 * self.prefill_s)
+            prompt = await self._send(client, length, 1, 1)
+            running = await asyncio.gather(*batch)
+        begin, end = prompt.sent_s, prompt.arrivals_s[0]
+        if end > min(each.arrivals_s[-1] for each in running):
+            raise RuntimeError(f"the batch ended before the prompt of {length} tokens: its answers are too short")
+        pairs = [
+            (before, after)
+            for each in running
+            for before, after in zip(each.arrivals_s, each.arrivals_s[1:], strict=False)
+        ]
+        beside = [after - before for before, after in pairs if after > begin and before < end]
+        alone = [after - before for before, after in pairs if after <= begin]
+        return max(beside), median(alone), end - begin
+
+    prefill_s = 0.1  # of one prompt of the batch, roughly
+
+    async def _send(self, client: Client, length: int, output: int, priority: int) -> Outcome:
+        extra = f'{{"priority": {priority}}}' if self._priority else "{}"
+        bodies = Bodies("m", "completions", extra=extra)
+        blocks = -(-length // HASHED_TOKENS)
+        planned = Planned(0, 0.0, range(self._next_id, self._next_id + blocks), length, output)
+        self._next_id += blocks
+        body = await body_of(planned, self._prompts, bodies, lambda: asyncio.sleep(0))
+        outcome = await client.send(planned, body, time.perf_counter)
+        if outcome.error:
+            raise RuntimeError(f"a prompt of {length} tokens: {outcome.error}: {outcome.message}")
+        return outcome
+
+
+def main() -> int:
+    benchmark = Benchmark(__spec__.name, __doc__ or "", ROUNDS)
+    reason = missing_module("vllm") or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
+    if reason:
+        benchmark.say(f"nothing is measured: {reason}")
+        return 1
+    model = ENGINE_MODELS["tiny" if benchmark.quick else "mid"]
+    weights = save_model(model)
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    ways = list(WAYS.items())[:1] if benchmark.quick else list(WAYS.items())
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for way, options in ways:
+            with engine(weights, first, scratch / "engine.log", None, *options) as url:
+                _measure(benchmark, way, Asking(url, model.vocab_size, way == PRIORITY))
+        if not benchmark.quick:
+            with ExitStack() as stack:
+                endpoint = stack.enter_context(kvstore_server(1 << 30))
+                urls = [
+                    stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *WAYS[WHOLE]))
+                    for core in (first, second)
+                ]
+                front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
+                _measure(benchmark, APART, Asking(front, model.vocab_size, False))
+    benchmark.finish(batch=BATCH, context=CONTEXT, model=model.to_json())
+    return 0
+
+
+def _measure(benchmark: Benchmark, way: str, asking: Asking) -> None:
+    lengths = LENGTHS[:1] if benchmark.quick else LENGTHS
+    asyncio.run(asking.round(lengths[0], 64))  # warms up
+    found: dict[int, list[tuple[float, float, float]]] = {length: [] for length in lengths}
+    for _ in range(benchmark.rounds):
+        for length in lengths:
+            found[length].append(asyncio.run(asking.round(length, 64 + length // 8)))
+    for length, rounds in found.items():
+        gap, alone, ttft = (median(column) for column in zip(*rounds, strict=True))
+        console().print(
+            f"{way}, {length}: gap {gap * 1e3:.0f} ms, alone {alone * 1e3:.1f} ms, TTFT {ttft * 1e3:.0f} ms"
+        )
+        benchmark.cases.append(
+            Case(
+                name=f"{way}, {length}", seconds={}, moved={}, limits={},
+                parameters={
+                    "group": way, "tokens": length, "longest_gap_s": gap, "gap_alone_s": alone, "ttft_s": ttft,
+                    "rounds": [list(each) for each in rounds],
+                },
+            )
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

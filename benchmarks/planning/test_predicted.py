@@ -1,0 +1,227 @@
+"""What the simulator predicts, against real engines: SLO attainment at rates that the profile has not seen.
+
+A profile of `vllm serve` on one core is measured first (`kvstore plan profile`). Then requests come at a rate, at
+random times, to one engine that does everything, and to a prefill and a decode engine with a store and the proxy
+between them, each engine on a core of its own; the simulator plays the same requests at the same times. SLOs are
+multiples of what an idle engine takes.
+
+Needs vLLM and two cores; without them nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, ENGINE_MODELS, EngineModel, save_model
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import environment, kvstore_server
+from benchmarks.remote_kv_cache.report import Case, console
+
+COLOCATED: Final = "one engine"
+APART: Final = "prefill and decode apart"
+INPUT: Final = 512
+OUTPUT: Final = 32
+REQUESTS: Final = 120
+WARM_UP: Final = 10
+START_S: Final = 300.0
+# Of the capacity that the profile gives an engine: the rates to compare.
+SHARES: Final = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1)
+SCALE_TTFT: Final = 3.0  # SLOs, as multiples of an idle engine's times
+SCALE_TPOT: Final = 2.0
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-size", choices=sorted(ENGINE_MODELS), default="mid")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of each rate; default: %(default)s")
+
+
+@contextmanager
+def engine(model: Path, core: int, log: Path, store: str | None, *options: str) -> Iterator[str]:
+    """`vllm serve` on one core, with these options. -> its URL."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "8192", "--gpu-memory-utilization", "0.3"]
+    command += ["--no-enable-prefix-caching"] if store is None else []
+    command += options or ["--max-num-batched-tokens", "2048"]
+    if store is not None:
+        transfer = {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore_client.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "512MiB", "always_load": True},
+        }
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=file,
+            env={**environment(), **settings},
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),  # noqa: PLW1509
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the engine did not start; its log ends:\n{log.read_text(errors='replace')[-3000:]}"
+                )
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.3)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def proxy(store: str, prefill: str, decode: str, log: Path) -> Iterator[str]:
+    """`kvstore proxy` before a prefill and a decode engine. -> its URL."""
+    command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", store]
+    command += ["--prefill", prefill, "--decode", decode, "--policy", "split", "--access-log", ""]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment())
+    try:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        if words[:3] != ["kvstore", "proxy", "ready"]:
+            raise RuntimeError(f"the proxy did not start:\n{log.read_text(errors='replace')[-2000:]}")
+        yield words[3]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    """The result of a command of `kvstore plan`."""
+    command = [sys.executable, "-m", "kvstore_cli", "plan", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout))
+
+
+def main() -> int:
+    benchmark = Benchmark(__spec__.name, __doc__ or "", 1, _options)
+    reason = missing_module("vllm") or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
+    if reason:
+        benchmark.say(f"nothing is measured: {reason}")
+        return 1
+    model = ENGINE_MODELS["tiny" if benchmark.quick else benchmark.options.model_size]
+    requests = 20 if benchmark.quick else benchmark.options.requests
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        scratch = Path(folder)
+        weights = save_model(model)
+        profile = scratch / "profile.json"
+        with engine(weights, first, scratch / "engine.log", None) as url:
+            found = _profile(benchmark, url, model, profile)
+            [degree] = found["degrees"]
+            ttft, tpot, capacity = _idle(degree)
+            slo = SCALE_TTFT * ttft, SCALE_TPOT * tpot
+            _compare(benchmark, COLOCATED, url, profile, [capacity * share for share in SHARES], slo, requests)
+        endpoint = stack.enter_context(kvstore_server(1 << 30))
+        urls = [
+            stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint)) for core in (first, second)
+        ]
+        front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
+        apart = 1 / degree_prefill(degree)  # prompts that a prefill engine can compute a second
+        _compare(
+            benchmark, APART, front, profile, [apart * share for share in SHARES], slo, requests,
+            "--prefill", "1,1,1", "--decode", "1,1,1",
+        )  # fmt: skip
+        benchmark.finish(
+            profile=found, input_tokens=INPUT, output_tokens=OUTPUT, requests=requests, model=model.to_json()
+        )
+    return 0
+
+
+def degree_prefill(degree: dict[str, Any]) -> float:
+    """Seconds of one prefill."""
+    prefill = degree["prefill"]
+    squares = prefill["per_token_squared_s"] * INPUT**2
+    return float(prefill["fixed_s"] + prefill["per_token_s"] * INPUT + squares)
+
+
+def _idle(degree: dict[str, Any]) -> tuple[float, float, float]:
+    """-> TTFT and TPOT of a request alone, and the requests a second that keep one engine busy."""
+    prefill, step = degree_prefill(degree), degree["decode"][0]
+    tpot = step["fixed_s"] + step["per_request_s"] + step["per_context_token_s"] * INPUT
+    many = 8  # at once: what a busy engine does
+    each = (step["fixed_s"] + many * (step["per_request_s"] + step["per_context_token_s"] * INPUT)) / many
+    return prefill, tpot, 1 / (prefill + OUTPUT * each)
+
+
+def _profile(benchmark: Benchmark, url: str, model: EngineModel, path: Path) -> dict[str, Any]:
+    sweep = ["--rounds", "1", "--lengths", "128,512", "--prefill-batches", "1,2", "--decode-batches", "1,4"]
+    if not benchmark.quick:
+        sweep = ["--rounds", "3", "--lengths", "128,256,512,1024"]
+        sweep += ["--prefill-batches", "1,2,3", "--decode-batches", "1,2,4,8,16"]
+    found = plan(
+        "profile", "--url", url, "--model", "m", "--kv-bytes-per-token", str(model.token_bytes), "--output", str(path),
+        "--gpu", "one core", "--vocab", str(model.vocab_size), *sweep,
+    )  # fmt: skip
+    [degree] = found["degrees"]
+    console().print(degree["prefill"], degree["decode"])
+    return found
+
+
+def _compare(
+    benchmark: Benchmark,
+    way: str,
+    url: str,
+    profile: Path,
+    rates: Sequence[float],
+    slo: tuple[float, float],
+    requests: int,
+    *placement: str,
+) -> None:
+    found = plan(
+        "verify", "--profile", str(profile), "--url", url, "--model", "m", "--input-tokens", str(INPUT),
+        "--output-tokens", str(OUTPUT), "--requests", str(requests), "--warmup", str(WARM_UP),
+        "--slo-ttft", str(slo[0]), "--slo-tpot", str(slo[1]), "--vocab", "4096",
+        *(word for rate in rates for word in ("--rate", f"{rate:.4g}")),
+        *placement,
+    )  # fmt: skip
+    for each in found["compared"]:
+        console().print(
+            f"{way}, {each['rate_rps']:.3g} req/s: predicted {each['predicted']:.1%}, measured {each['measured']:.1%}"
+        )
+        benchmark.cases.append(
+            Case(
+                name=f"{way}, {each['rate_rps']:.3g} req/s",
+                seconds={},
+                moved={},
+                limits={},
+                parameters={"group": way, **each},
+            )
+        )
+    console().print(f"{way}: mean error {found['mean_error']:.1f} points, worst {found['worst_error']:.1f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The planner's simulator against the closed forms, against DistServe's published figures, and its time for a search.
+
+* *Closed forms*: a million arrivals at each utilisation, at one device, at a pipeline of two (inter-op), and at two
+  devices that share every prompt (intra-op, speed-up 1.7). Mean, P90 and P99 of the wait, with intervals from means of
+  batches.
+* *DistServe*: the workloads of its paper, with the coefficients its simulator was shipped with. Its lengths are known
+  by
+  their means; here they are log-normal with a coefficient of variation of 1, or all alike. One thing differs at a time.
+* *Search*: 32 GPUs with all degrees that the profile has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.remote_kv_cache.harness import Benchmark
+from benchmarks.remote_kv_cache.report import Case, console
+from kvstore_serving.load.report import Slo
+from kvstore_serving.planning import queueing
+from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.goodput import Crew, Goal, Goodput, crew
+from kvstore_serving.planning.placement import Engines, Placement, Shape
+from kvstore_serving.planning.plan import make_plan
+from kvstore_serving.planning.profile import DecodeTimes, Degree, PrefillTimes, Profile, read_profile
+from kvstore_serving.planning.search import NothingFits, Question, best, measured, rate_phases
+from kvstore_serving.planning.simulator import Fleet, simulate
+from kvstore_serving.planning.workload import Lengths, Synthetic
+
+FORMS: Final = "closed forms"
+CROSSOVER: Final = "crossover"
+DISTSERVE: Final = "DistServe"
+SEARCH: Final = "search"
+ARRIVALS: Final = 1_000_000
+QUICK_ARRIVALS: Final = 20_000
+BATCHES: Final = 40
+LOADS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+SPEEDUP: Final = 1.7
+# All intervals together are to be of 95 %: of 81 intervals of 95 % each, four would be missed by chance.
+T_SINGLE: Final = 2.023  # Student's t, 39 degrees of freedom, 95 %
+T_ALL: Final = 3.77  # the same, 1 - 0.05 / 81
+CROSSOVERS: Final = {1.2: 0.43, 1.5: 0.94, 1.8: 1.43, 1.9: 1.63}
+SEARCH_TARGET_S: Final = 60.0
+FREE: Final = 1e15  # bytes/s: transfers take no time
+
+
+def main() -> None:
+    benchmark = Benchmark(__spec__.name, __doc__ or "", 1)
+    _closed_forms(benchmark)
+    for speedup, published in CROSSOVERS.items():
+        _keep(benchmark, f"K = {speedup:g}", group=CROSSOVER, published=published, ours=queueing.crossover(speedup))
+    with crew(lambda done, of: None) as workers:
+        for workload in WORKLOADS[:1] if benchmark.quick else WORKLOADS:
+            _distserve(benchmark, workers, *workload)
+        _search(benchmark, workers)
+    benchmark.finish(arrivals=QUICK_ARRIVALS if benchmark.quick else ARRIVALS)
+
+
+def _keep(benchmark: Benchmark, name: str, **parameters: Any) -> None:
+    benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
+
+
+# ---- closed forms ------------------------------------------------------------------------------------------------
+
+
+def _unit_profile(speedup: float) -> Profile:
+    """An engine whose prefill takes a second; two devices that share it are so many times as fast."""
+    degrees = [
+        Degree(tp, PrefillTimes(1 / factor, 0.0, 0.0), [DecodeTimes(1.0, 0.0, 0.0)], {1: 10**9, 2: 10**9})
+        for tp, factor in ((1, 1.0), (2, speedup))
+    ]
+    return Profile("unit", "unit", "none", "made for this", False, 1, degrees, stage_s=0.0)
+
+
+def waits(case: tuple[str, float, int]) -> dict[str, tuple[float, float]]:
+    """-> mean, P90 and P99 of the wait, each with its standard error over the batches."""
+    kind, load, arrivals = case
+    shape, occupied, _ = FORM[kind]
+    fleet = Fleet([Pool(_unit_profile(SPEEDUP), 1, 2)], Links(), Placement(prefill=Engines(shape, 1)), batch_tokens=1)
+    made = Synthetic(Lengths(1), Lengths(1)).make(round(arrivals * 1.25), 7)
+    run = simulate(fleet, made, load / occupied)
+    waited = run.ttft_s[: len(run.ttft_s) // BATCHES * BATCHES] - min(run.ttft_s)
+    batches = waited.reshape(BATCHES, -1)
+    found = {"mean": batches.mean(axis=1)} | {
+        f"p{percentile}": np.percentile(batches, percentile, axis=1) for percentile in (90, 99)
+    }
+    return {
+        name: (float(values.mean()), float(values.std(ddof=1)) / math.sqrt(BATCHES)) for name, values in found.items()
+    }
+
+
+# What a prompt of one second occupies of the first stage, and its closed form by rate.
+FORM: Final[dict[str, Any]] = {
+    "one device": (Shape(1, 1), 1.0, lambda rate: queueing.one_device(1.0, rate)),
+    "inter-op, two stages": (Shape(1, 2), 0.5, lambda rate: queueing.inter_op(1.0, rate, 2)),
+    "intra-op, K = 1.7": (Shape(2, 1), 1 / SPEEDUP, lambda rate: queueing.intra_op(1.0, rate, SPEEDUP)),
+}
+
+
+def _closed_forms(benchmark: Benchmark) -> None:
+    arrivals = QUICK_ARRIVALS if benchmark.quick else ARRIVALS
+    cases = [(kind, load, arrivals) for kind in FORM for load in LOADS]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as executor, benchmark.progress() as bar:
+        task = bar.add_task(f"{arrivals} arrivals", total=len(cases))
+        for (kind, load, _), found in zip(cases, executor.map(waits, cases), strict=True):
+            bar.advance(task)
+            bar.refresh()
+            _, occupied, form = FORM[kind]
+            expected = form(load / occupied).wait_s
+            _keep(
+                benchmark,
+                f"{kind}, utilisation {load:g}",
+                group=FORMS,
+                kind=kind,
+                load=load,
+                found={name: values[0] for name, values in found.items()},
+                error={name: values[1] for name, values in found.items()},
+                expected={"mean": expected.mean, "p90": expected.p90, "p99": expected.p99},
+            )
+    table = Table(
+        "case", "mean wait", "closed form", "P90", "closed form", "P99", "closed form", title="Waits, services"
+    )
+    for case in benchmark.cases:
+        found, expected = case.parameters["found"], case.parameters["expected"]
+        table.add_row(case.name, *(f"{each[name]:.4f}" for name in found for each in (found, expected)))
+    console().print(table)
+
+
+# ---- DistServe's figures -----------------------------------------------------------------------------------------
+
+_OPT13: Final = "opt-13b-a100-80g"
+_OPT66: Final = "opt-66b-a100-80g"
+# name, profile, nodes, mean prompt and answer, TTFT, TPOT, published placement (prefill tp, pp; decode tp, pp), and
+# published goodput of a GPU in requests/s.
+WORKLOADS: Final[
+    Sequence[tuple[str, str, int, int, int, float, float, tuple[int, int, int, int] | None, float | None]]
+] = (
+    ("13B, ShareGPT, its documented example", _OPT13, 1, 755, 200, 0.2, 0.1, (2, 1, 1, 1), 1.56),
+    ("13B, ShareGPT", _OPT13, 4, 755, 200, 0.25, 0.1, (2, 1, 1, 1), None),
+    ("66B, ShareGPT", _OPT66, 4, 755, 200, 0.4, 0.1, (4, 1, 2, 2), None),
+    ("66B, HumanEval", _OPT66, 4, 171, 98, 0.125, 0.2, None, None),
+    ("66B, LongBench", _OPT66, 4, 1738, 91, 15.0, 0.15, None, None),
+)
+
+
+def _distserve(
+    benchmark: Benchmark,
+    workers: Crew,
+    name: str,
+    profile: str,
+    nodes: int,
+    inputs: int,
+    outputs: int,
+    ttft: float,
+    tpot: float,
+    published: tuple[int, int, int, int] | None,
+    published_rps: float | None,
+) -> None:
+    pool = Pool(read_profile(profile), nodes, 4 if nodes == 1 else 8)
+    asked = Question(
+        [pool],
+        Links("direct", inside_bytes_per_s=FREE, node_bytes_per_s=FREE),
+        Synthetic(Lengths(inputs, 1.0), Lengths(outputs, 1.0)),
+        Goal(Slo(ttft, tpot), 90, apart=True),
+        None,
+        seeds=(0, 1, 2),
+    )
+    variants = {
+        "as DistServe counts": asked,
+        "both SLOs of one request": replace(asked, goal=replace(asked.goal, apart=False)),
+        "and through the store, 100 Gbit/s a node": replace(
+            asked,
+            goal=replace(asked.goal, apart=False),
+            links=Links("store", node_bytes_per_s=12.5e9, store_nodes=1000),
+        ),
+        "and half of each prompt in the store": replace(
+            asked,
+            goal=replace(asked.goal, apart=False),
+            links=Links("store", node_bytes_per_s=12.5e9, store_nodes=1000),
+            recipe=Synthetic(Lengths(inputs, 1.0), Lengths(outputs, 1.0), hit_rate=0.5),
+        ),
+        "as DistServe counts, all lengths alike": replace(asked, recipe=Synthetic(Lengths(inputs), Lengths(outputs))),
+    }
+    for variant, question in variants.items():
+        begin = time.perf_counter()
+        kept: dict[str, Any] = {"group": DISTSERVE, "workload": name, "variant": variant, "published": published}
+        kept["published_rps"] = published_rps
+        try:
+            phases = rate_phases(replace(question, goal=replace(question.goal, apart=False)), workers)
+            answer = best(question, phases, workers)
+            kept |= _spell(answer.placement, answer.goodput.per(answer.placement.gpus))
+        except NothingFits as error:
+            kept["none"] = str(error)
+        if published is not None:
+            kept["theirs"] = _theirs(question, published, workers)
+        _keep(benchmark, f"{name}: {variant}", seconds_to_search=time.perf_counter() - begin, **kept)
+        console().print(name, variant, {key: kept.get(key) for key in ("ours", "ours_rps", "theirs", "none")})
+
+
+def _theirs(question: Question, published: tuple[int, int, int, int], workers: Crew) -> float:
+    """-> the goodput of a GPU of the published degrees: the better of one or more decode engines a prefill engine."""
+    prefill, decode = Shape(*published[:2]), Shape(*published[2:])
+    found = []
+    for prefills, decodes in ((1, 1), (1, 2), (2, 1), (1, 3)):
+        placement = Placement(Engines(prefill, prefills), Engines(decode, decodes))
+        if placement.gpus <= question.pools[0].gpus:
+            found.append(measured(question, placement, workers).value / placement.gpus)
+    return max(found)
+
+
+def _spell(placement: Placement, goodput: Goodput) -> dict[str, Any]:
+    prefill, decode = placement.prefill, placement.decode
+    assert prefill is not None
+    assert decode is not None
+    return {
+        "ours": [prefill.shape.tp, prefill.shape.pp, decode.shape.tp, decode.shape.pp],
+        "instances": [prefill.instances, decode.instances],
+        "ours_rps": goodput.value,
+        "ours_ci95": goodput.ci95,
+    }
+
+
+def _search(benchmark: Benchmark, workers: Crew) -> None:
+    """A whole plan for 32 GPUs."""
+    question = Question(
+        [Pool(read_profile(_OPT66), 4, 8)],
+        Links(),
+        Synthetic(Lengths(755, 1.0), Lengths(200, 1.0)),
+        Goal(Slo(0.4, 0.1), 90),
+        10.0,
+    )
+    begin = time.perf_counter()
+    plan = make_plan(question, workers)
+    seconds = time.perf_counter() - begin
+    console().print(f"a plan for 32 GPUs: {seconds:.1f} s, {plan.gpus} GPUs, {plan.goodput_rps:.3g} requests/s")
+    _keep(benchmark, "32 GPUs, 66B", group=SEARCH, seconds_to_search=seconds, gpus=32, target_s=SEARCH_TARGET_S)
+
+
+if __name__ == "__main__":
+    main()

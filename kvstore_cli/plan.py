@@ -1,0 +1,376 @@
+"""`kvstore plan`: how many prefill and decode engines, with which parallelism, and what the store must deliver.
+
+The work is done by `kvstore_serving.planning`, which needs the extra `serving`. This file checks the options, shows the
+progress, and ends with the status that `kvstore_cli.output` defines. A plan that does not serve the rate that was asked
+for is a result: it says so, and its status is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvstore_cli.load import check_url
+from kvstore_cli.options import JsonOption
+from kvstore_cli.output import example, fail, show
+from kvstore_cli.plan_options import (
+    check_percentile,
+    check_positive,
+    check_writable,
+    make_links,
+    need_modules,
+    parse_numbers,
+    profile_of,
+)
+from kvstore_cli.plan_search import SEARCH_EXAMPLES, search
+from kvstore_cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from kvstore_serving.planning.placement import Placement
+    from kvstore_serving.planning.profile import Profile
+    from kvstore_serving.planning.profiling import Measured, Sweep
+
+plan_app: Final = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="Plan a fleet with prefill and decode apart."
+)
+plan_app.command(epilog=SEARCH_EXAMPLES)(search)
+
+
+@plan_app.command(
+    epilog=example(
+        "kvstore plan queue --service-s 0.2 --rate 3",
+        "kvstore plan queue --service-s 0.2 --rate 3 --intra 2 --speedup 1.7",
+    )
+)
+def queue(
+    service_s: Annotated[float, typer.Option(metavar="D", help="Seconds of one prefill on one device.")],
+    rate: Annotated[float, typer.Option(metavar="R", help="Requests per second, at random times (Poisson).")],
+    inter: Annotated[int | None, typer.Option(min=1, metavar="N", help="A pipeline of N devices.")] = None,
+    intra: Annotated[int | None, typer.Option(min=1, metavar="N", help="N devices share every prefill.")] = None,
+    speedup: Annotated[
+        float | None, typer.Option(metavar="K", help="With --intra: they are K times as fast together.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Wait and time to the first token of prompts of one length, in closed form."""
+    from kvstore_cli.plan_tables import print_queue
+    from kvstore_serving.planning import queueing
+
+    check_positive("--service-s", service_s, "seconds")
+    check_positive("--rate", rate, "requests per second")
+    if inter is not None and intra is not None:
+        fail("usage", "--inter and --intra were given; expected one of them, or neither for one device")
+    if (intra is None) != (speedup is None):
+        fail("usage", "--intra N and --speedup K go together: N devices are K times as fast as one")
+    try:
+        if intra is not None and speedup is not None:
+            if not 1 <= speedup <= intra:
+                fail("usage", f"--speedup {speedup:g}: expected 1 to {intra}, the number of devices")
+            found = queueing.intra_op(service_s, rate, speedup)
+        elif inter is not None:
+            found = queueing.inter_op(service_s, rate, inter)
+        else:
+            found = queueing.one_device(service_s, rate)
+    except queueing.Unstable as error:
+        fail("usage", f"--rate {rate:g}: {error}")
+    show(found, as_json, lambda: print_queue(found))
+
+
+@plan_app.command(
+    epilog=example(
+        "kvstore plan pipeline --kv-bytes 40e9 --link-bytes-per-s 272e9 --memory-bytes-per-s 1.55e12 \\",
+        "    --other-s 0.017 --overhead-s 0.001",
+    )
+)
+def pipeline(
+    kv_bytes: Annotated[float, typer.Option(metavar="M", help="KV that a step of decoding reads, in bytes.")],
+    link_bytes_per_s: Annotated[float, typer.Option(metavar="B", help="From the lender's memory.")],
+    memory_bytes_per_s: Annotated[float, typer.Option(metavar="B", help="Of the engine's own memory.")],
+    other_s: Annotated[float, typer.Option(metavar="T", help="Seconds of the rest of a step: weights above all.")],
+    overhead_s: Annotated[float, typer.Option(metavar="T", help="Seconds of a step in which no copy runs.")],
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Of the model: two of them are counted as buffers that stay.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How much of a decode engine's KV cache can live in another memory without a longer step."""
+    from kvstore_cli.plan_tables import print_pipeline
+    from kvstore_serving.planning.pipeline import plan_pipeline
+
+    check_positive("--kv-bytes", kv_bytes, "bytes")
+    check_positive("--link-bytes-per-s", link_bytes_per_s, "bytes per second")
+    check_positive("--memory-bytes-per-s", memory_bytes_per_s, "bytes per second")
+    for option, value in (("--other-s", other_s), ("--overhead-s", overhead_s)):
+        if not 0 <= value < math.inf:
+            fail("usage", f"{option} {value:g}: expected seconds, 0 or more")
+    found = plan_pipeline(kv_bytes, link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers)
+    show(found, as_json, lambda: print_pipeline(found))
+
+
+@plan_app.command(
+    epilog=example(
+        "kvstore plan profile --url http://engine-1:8000 --model M --kv-bytes-per-token 57344 --output engine.json",
+        "kvstore plan profile --distserve profiler-a100-80g.json --kv-tokens max_num_tokens.csv \\",
+        "    --model facebook/opt-13b --kv-bytes-per-token 819200 --output opt-13b.json",
+    )
+)
+def profile(
+    model: Annotated[str, typer.Option(help="Name of the model, as the engine serves it.")],
+    kv_bytes_per_token: Annotated[
+        int, typer.Option(min=1, help="Of all layers and heads: 2 x layers x heads x size x 2.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile to write.")],
+    url: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A running engine that does nothing else; one for each --tp."),
+    ] = None,
+    tp: Annotated[list[int] | None, typer.Option(min=1, help="Tensor parallelism of each --url. Default: 1.")] = None,
+    gpu: Annotated[str, typer.Option(help="What the engine runs on, for people.")] = "measured",
+    lengths: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Tokens of prompts and contexts that are measured.")
+    ] = "128,512,1024,2048",
+    prefill_batches: Annotated[str, typer.Option(metavar="N,N,...", help="So many prompts at once.")] = "1,2,4",
+    decode_batches: Annotated[
+        str, typer.Option(metavar="N,N,...", help="So many requests that decode at once.")
+    ] = "1,2,4,8",
+    decode_tokens: Annotated[int, typer.Option(min=4, help="Tokens of answer while decoding is measured.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each; the median counts.")] = 3,
+    vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024,
+    kv_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N|FILE", help="Tokens that its memory holds, for each --url. Default: as vLLM says."),
+    ] = None,
+    distserve: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Do not measure: take coefficients of DistServe's simulator.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how long an engine takes to prefill and to decode, fit it, and write the profile."""
+    need_modules("aiohttp")
+    from kvstore_cli.plan_tables import print_profile
+    from kvstore_serving.planning.profile import write_profile
+
+    check_writable(None, output)
+    if distserve is not None:
+        found = _imported(distserve, kv_tokens, model, kv_bytes_per_token, gpu)
+        fits = None
+    else:
+        sweep = _sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
+        found, fits = _measured(url or [], tp, sweep, model, kv_bytes_per_token, gpu, kv_tokens, shown=not as_json)
+    try:
+        write_profile(found, output)
+    except OSError as error:
+        fail("failed", f"{error.filename}: {error.strerror}")
+    show(found, as_json, lambda: print_profile(found, fits))
+
+
+@plan_app.command(
+    epilog=example(
+        "kvstore plan verify --profile engine.json --url http://engine-1:8000 --model M --rate 1 --rate 2 --rate 3 \\",
+        "    --input-tokens 512 --output-tokens 64 --requests 200 --slo-ttft 1 --slo-tpot 0.1",
+        "kvstore plan verify --profile engine.json --url http://proxy:8000 --model M --prefill 1,1,2 --decode 1,1,1 …",
+    )
+)
+def verify(
+    profile: Annotated[str, typer.Option(metavar="FILE", help="Profile of the engines.")],
+    url: Annotated[str, typer.Option(metavar="URL", help="The engine, or the proxy before engines.")],
+    model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")],
+    rate: Annotated[list[float], typer.Option(metavar="R", help="Requests per second; several: one run each.")],
+    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")],
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")],
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")],
+    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")],
+    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")],
+    colocated: Annotated[
+        str | None, typer.Option(metavar="TP,PP,N", help="N engines that do both. Default: 1,1,1.")
+    ] = None,
+    prefill: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N prefill engines; with --decode.")] = None,
+    decode: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N decode engines.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most requests that an engine decodes at once.")] = 256,
+    chunk_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a step of an engine that does both.")] = 2048,
+    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = 12.5e9,
+    store_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of the store, each way.")] = 10e9,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, and not counted.")] = 10,
+    vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the attainment that the simulator predicts with that of real engines, at several rates."""
+    need_modules("simpy", "aiohttp")
+    from kvstore_cli.plan_tables import print_verified
+    from kvstore_cli.plan_verify import Against, compare_rates
+    from kvstore_serving.load.report import Slo
+
+    for option, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)):
+        check_positive(option, value, "seconds")
+    for value in rate:
+        check_positive("--rate", value, "requests per second")
+    for option, value in (("--node-bytes-per-s", node_bytes_per_s), ("--store-bytes-per-s", store_bytes_per_s)):
+        check_positive(option, value, "bytes per second")
+    check_url(url)
+    placement = _placement(colocated, prefill, decode)
+    found = profile_of(profile)
+    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB")
+    against = Against(url, model, input_tokens, output_tokens, requests, warmup, vocab, seed, Slo(slo_ttft, slo_tpot))
+    result = compare_rates(found, placement, links, against, rate, max_batch, chunk_tokens, shown=not as_json)
+    show(result, as_json, lambda: print_verified(result))
+
+
+@plan_app.command(
+    epilog=example("kvstore plan watch --proxy http://proxy:8000 --profile engine.json --slo-ttft 1 --slo-tpot 0.1")
+)
+def watch(
+    proxy: Annotated[str, typer.Option(metavar="URL", help="The proxy whose load is watched.")],
+    profile: Annotated[str, typer.Option(metavar="FILE", help="Profile of the engines, or the name of a shipped one.")],
+    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")],
+    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")],
+    percentile: Annotated[float, typer.Option(help="So many percent of requests must attain both SLOs.")] = 90.0,
+    shape: Annotated[
+        str | None, typer.Option(metavar="TP,PP", help="Of every engine. Default: the profile's first.")
+    ] = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Of the load that counts.")] = 60.0,
+    drift: Annotated[float, typer.Option(min=0.01, help="A change by this share is one.")] = 0.2,
+    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = 12.5e9,
+    store_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of the store, each way.")] = 10e9,
+    pools: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The proxy's --pools file, for the command that is proposed.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="End after the first interval with requests.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a proxy's load, and propose other roles of its engines when it has changed.
+
+    With --json, each line is a document.
+    """
+    need_modules("simpy", "aiohttp")
+    from kvstore_cli.plan_watch import watch_load
+    from kvstore_serving.load.report import Slo
+    from kvstore_serving.planning.goodput import Goal
+    from kvstore_serving.planning.placement import Shape
+    from kvstore_serving.planning.watching import Watched
+
+    check_positive("--slo-ttft", slo_ttft, "seconds")
+    check_positive("--slo-tpot", slo_tpot, "seconds")
+    check_percentile(percentile)
+    found = profile_of(profile)
+    degrees = found.shapes[0] if shape is None else tuple(parse_numbers("--shape", shape))
+    if degrees not in found.shapes:
+        shapes = ", ".join(f"{tp},{pp}" for tp, pp in found.shapes)
+        fail("usage", f"--shape {shape}: not in the profile, which has {shapes}")
+    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB")
+    watched = Watched(found, Shape(*degrees), links, Goal(Slo(slo_ttft, slo_tpot), percentile))
+    watch_load(proxy, watched, interval, drift, pools, once=once, as_json=as_json)
+
+
+@plan_app.command(epilog=example("kvstore plan roles pools.toml --prefill 3 --decode 5"))
+def roles(
+    pools: Annotated[Path, typer.Argument(metavar="FILE", help="The file that `kvstore proxy --pools` follows.")],
+    prefill: Annotated[int, typer.Option(min=1, help="Engines that prefill.")],
+    decode: Annotated[int, typer.Option(min=1, help="Engines that decode.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Shift the roles of a proxy's engines: as few as possible get another one. The proxy follows the file."""
+    need_modules("uvicorn", "starlette", "aiohttp")
+    from kvstore_cli.plan_tables import print_roles
+    from kvstore_serving.planning.roles import RolesError, shift_roles
+
+    try:
+        shifted = shift_roles(pools, prefill, decode)
+    except RolesError as error:
+        fail("usage", str(error))
+    show(shifted, as_json, lambda: print_roles(shifted))
+
+
+def _sweep(lengths: str, prefills: str, decodes: str, decode_tokens: int, rounds: int, vocab: int) -> Sweep:
+    from kvstore_serving.planning.profiling import Sweep
+
+    return Sweep(
+        parse_numbers("--lengths", lengths),
+        parse_numbers("--prefill-batches", prefills),
+        parse_numbers("--decode-batches", decodes),
+        decode_tokens,
+        rounds,
+        vocab,
+    )
+
+
+def _imported(coefficients: Path, capacities: str | None, model: str, kv_bytes_per_token: int, gpu: str) -> Profile:
+    import csv
+
+    from kvstore_serving.planning.profile import Profile, ProfileError, from_distserve
+
+    if capacities is None:
+        fail("usage", "--distserve: give --kv-tokens FILE, too: DistServe's max_num_tokens.csv")
+    try:
+        with Path(capacities).open(newline="") as file:
+            rows = list(csv.reader(file))[1:]
+        degrees = from_distserve(coefficients.read_bytes(), rows, model)
+        source = f"coefficients of DistServe's simulator, {coefficients.name}"
+        return Profile(coefficients.stem, model, gpu, source, False, kv_bytes_per_token, degrees)
+    except OSError as error:
+        fail("usage", f"{error.filename}: {error.strerror}")
+    except ProfileError as error:
+        fail("usage", f"--distserve {coefficients}: {error}")
+    except ValueError as error:
+        fail("usage", f"--kv-tokens {capacities}: expected rows of model,tp,pp,max_num_tokens: {error}")
+
+
+def _measured(
+    urls: list[str],
+    tps: list[int] | None,
+    sweep: Sweep,
+    model: str,
+    kv_bytes_per_token: int,
+    gpu: str,
+    kv_tokens: str | None,
+    shown: bool,
+) -> tuple[Profile, list[tuple[int, Measured]]]:
+    import asyncio
+
+    from kvstore_serving.planning import profiling
+    from kvstore_serving.planning.fitting import TooFew
+    from kvstore_serving.planning.profile import Profile
+
+    tps = tps or [1] * len(urls)
+    if not urls:
+        fail("usage", "--url not given: name a running engine, or a file with --distserve")
+    if len(tps) != len(urls) or len(set(tps)) != len(tps):
+        fail("usage", f"--tp was given {len(tps)} times; expected once for each of {len(urls)} --url, and each another")
+    given = iter(parse_numbers("--kv-tokens", kv_tokens) if kv_tokens is not None else [])
+    if kv_tokens is not None and kv_tokens.count(",") + 1 != len(urls):
+        fail("usage", f"--kv-tokens {kv_tokens}: expected a number for each of {len(urls)} --url")
+    degrees, fits = [], []
+    for url, tp in zip(urls, tps, strict=True):
+        tokens = next(given, None) if kv_tokens is not None else asyncio.run(profiling.kv_tokens(url))
+        if tokens is None:
+            fail("failed", f"{url}/metrics does not say how many tokens its memory holds: give --kv-tokens N")
+        try:
+            with progress_bar(f"measuring {url}", shown, "runs") as progress:
+                found = asyncio.run(profiling.measure(url, model, sweep, progress))
+            degrees.append(found.degree(tp, 1, tokens))
+        except profiling.MeasureError as error:
+            fail("failed", f"{url}: {error}")
+        except TooFew as error:
+            fail("usage", f"--lengths and the batches: {error}")
+        fits.append((tp, found))
+    source = f"measured with `kvstore plan profile`, {sweep.rounds} rounds"
+    return Profile(model, model, gpu, source, True, kv_bytes_per_token, degrees, stage_s=0.0), fits
+
+
+def _placement(colocated: str | None, prefill: str | None, decode: str | None) -> Placement:
+    from kvstore_serving.planning.placement import Engines, Placement, Shape
+
+    def engines(option: str, text: str) -> Engines:
+        numbers = parse_numbers(option, text)
+        if len(numbers) != 3:
+            fail("usage", f"{option} {text!r}: expected TP,PP,N, such as 1,1,2 for two engines")
+        return Engines(Shape(numbers[0], numbers[1]), numbers[2])
+
+    if prefill is None and decode is None:
+        return Placement(colocated=engines("--colocated", colocated or "1,1,1"))
+    if prefill is None or decode is None or colocated is not None:
+        fail("usage", "give --prefill with --decode, or else --colocated")
+    return Placement(engines("--prefill", prefill), engines("--decode", decode))

@@ -1,0 +1,94 @@
+"""The checks of options that the commands of `kvstore plan` share. Each ends the command with what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore_cli.output import fail
+
+if TYPE_CHECKING:
+    from kvstore_serving.planning.fleet import Links
+    from kvstore_serving.planning.profile import Profile
+
+
+def need_modules(*modules: str) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            fail("failed", f'kvstore plan needs {error.name}, which is not here: pip install "llm-kvstore[serving]"')
+
+
+def check_positive(option: str, value: float, what: str) -> None:
+    if not 0 < value < math.inf:
+        fail("usage", f"{option} {value:g}: expected {what}, more than 0")
+
+
+def check_percentile(percentile: float) -> None:
+    if not 0 < percentile <= 99.9:
+        fail("usage", f"--percentile {percentile:g}: expected more than 0 and 99.9 at most; 90 is usual")
+
+
+def profile_of(given: str) -> Profile:
+    from kvstore_serving.planning.profile import ProfileError, read_profile
+
+    try:
+        return read_profile(given)
+    except ProfileError as error:
+        fail("usage", f"--profile {error}")
+
+
+def parse_bytes(option: str, text: str) -> int:
+    from kvstore.sizes import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        fail("usage", f"{option} {error}")
+
+
+def check_writable(chart: Path | None, *others: Path | None) -> None:
+    """Fail now rather than after the search."""
+    from kvstore_serving.load.chart import FORMATS
+
+    if chart is not None and chart.suffix not in FORMATS:
+        fail("usage", f"--chart {chart}: expected a file that ends with {' or '.join(FORMATS)}")
+    for file in (chart, *others):
+        try:
+            if file is not None:
+                file.open("ab").close()
+        except OSError as error:
+            fail("usage", f"{file}: {error.strerror}")
+
+
+def make_links(via: str, node: float, inside: float, store: float, store_nodes: int | None, store_memory: str) -> Links:
+    from kvstore_serving.planning.fleet import Links
+
+    if via not in ("store", "direct"):
+        fail("usage", f"--via {via}: expected store or direct")
+    for option, value in (("--node", node), ("--inside", inside), ("--store", store)):
+        if not value > 0:
+            fail("usage", f"{option}-bytes-per-s {value:g}: expected bytes per second, more than 0")
+    memory = parse_bytes("--store-memory", store_memory)
+    check_positive("--store-memory", memory, "a size")
+    return Links("direct" if via == "direct" else "store", node, inside, store, store_nodes or 1, memory)
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    try:
+        found = [int(each) for each in text.split(",")]
+        if min(found) >= 1:
+            return found
+    except ValueError:
+        pass
+    fail("usage", f"{option} {text!r}: expected numbers of 1 or more with commas between them, such as 128,512")
+
+
+def check_finite(option: str, value: float, most: float = math.inf) -> None:
+    """A number of 0 or more. `nan` passes the ranges that options can have."""
+    if not 0 <= value < math.inf or value > most:
+        limit = "" if most == math.inf else f", {most:g} at most"
+        fail("usage", f"{option} {value:g}: expected a number, 0 or more{limit}")

@@ -1,0 +1,206 @@
+"""The output of `kvstore plan` for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.sizes import format_size
+from kvstore_cli.output import printable
+
+if TYPE_CHECKING:
+    from kvstore_serving.planning.goodput import Goodput
+    from kvstore_serving.planning.pipeline import PipelinePlan
+    from kvstore_serving.planning.plan import Placed, Plan
+    from kvstore_serving.planning.profile import Profile
+    from kvstore_serving.planning.profiling import Measured
+    from kvstore_serving.planning.queueing import Queue
+    from kvstore_serving.planning.roles import Shifted
+    from kvstore_serving.planning.verify import Verified
+    from kvstore_serving.planning.watching import Proposal
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def print_queue(queue: Queue) -> None:
+    """Print the closed forms."""
+    table = _table(f"Utilisation {queue.utilisation:.1%}", "ms", "mean", "p90", "p99")
+    for name, times in (("wait", queue.wait_s), ("time to the first token", queue.ttft_s)):
+        table.add_row(name, *(f"{value * 1000:.1f}" for value in (times.mean, times.p90, times.p99)))
+    Console(highlight=False).print(table)
+
+
+def print_pipeline(plan: PipelinePlan) -> None:
+    """Print how much of the KV cache can live elsewhere."""
+    gain = "without bound" if plan.capacity_gain is None else f"{plan.capacity_gain:.2f} x"
+    print(
+        f"{plan.alpha:.1%} of the KV cache can live elsewhere (the ratio of the bandwidths alone says "
+        f"{plan.alpha_bandwidth:.1%}): capacity {gain}\n"
+        f"the lender holds {format_size(plan.lender_bytes)}, {format_size(plan.resident_bytes)} stay\n"
+        f"a step takes {plan.step_s * 1000:.2f} ms, with or without; the link is busy {plan.link_share:.0%} of it"
+    )
+    if plan.alpha == 0:
+        print("nothing can leave: starting the copies takes as long as the step")
+    elif plan.alpha < 1 and plan.knee_bytes_per_s is not None:
+        print(f"from {plan.knee_bytes_per_s / 1e9:.3g} GB/s of the link on, all of it could")
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a plan."""
+    console = Console(highlight=False)
+    print(
+        f"{', '.join(printable(each) for each in plan.profiles)}; {printable(plan.workload)}, "
+        f"{plan.hit_rate:.0%} of prompts' tokens in the store; {plan.percentile:g} % of requests within "
+        f"TTFT {plan.slo.ttft_s:g} s and TPOT {plan.slo.tpot_s:g} s\n"
+    )
+    placed, other = plan.placement, plan.colocated
+    table = _table("Placement", "phase", "tp", "pp", "engines", "GPUs", "req/s a GPU", "95 %")
+    _engines(table, "prefill", placed.prefill)
+    _engines(table, "decode", placed.decode)
+    table.add_row("both", "", "", "", str(plan.gpus), *_goodput(plan.goodput_rps_per_gpu))
+    if other.placement is None or other.goodput_rps_per_gpu is None:
+        table.add_row("colocated: none holds them", "", "", "", "", "", "")
+    else:
+        _engines(table, "instead, colocated", other.placement, *_goodput(other.goodput_rps_per_gpu))
+    console.print(table)
+    asked = "" if plan.rate_rps is None else f" of {plan.rate_rps:.3g} that were asked for"
+    print(f"\ngoodput {plan.goodput_rps:.3g} req/s{asked}; what is short first: {plan.binding}")
+    if not plan.enough:
+        print("these nodes cannot serve the rate: the placement is the one that serves most")
+    store = plan.store
+    print(
+        f"the store must deliver {store.read_bytes_per_s / 1e9:.3g} GB/s and take {store.write_bytes_per_s / 1e9:.3g} "
+        f"GB/s at {store.rate_rps:.3g} req/s, and hold {format_size(store.capacity_bytes)}: {store.nodes} node(s)\n"
+    )
+    times = _table("Mean time of a request at the goodput", "part", "ms")
+    for part, seconds in plan.time_s.items():
+        times.add_row(part.replace("_", " "), f"{seconds * 1000:.1f}")
+    console.print(times)
+    print()
+    used = _table("Used at the goodput", "", "busy", "memory, at most")
+    for phase, share in plan.busy.items():
+        used.add_row(phase, f"{share:.0%}", f"{plan.memory[phase]:.0%}")
+    for link, share in plan.links.items():
+        used.add_row(f"{link} link", f"{share:.0%}", "")
+    console.print(used)
+    if plan.sensitivity:
+        print()
+        changes = _table("Goodput of these engines if one thing changes", "change", "req/s", "of the plan's")
+        for each in plan.sensitivity:
+            changes.add_row(each.change, f"{each.goodput_rps:.3g}", f"{each.ratio:.0%}")
+        console.print(changes)
+
+
+def _engines(table: Table, name: str, placed: Placed, *goodput: str) -> None:
+    gpus = placed.tp * placed.pp * placed.instances
+    cells = goodput or ("", "")
+    table.add_row(name, str(placed.tp), str(placed.pp), str(placed.instances), str(gpus), *cells)
+
+
+def _goodput(goodput: Goodput) -> tuple[str, str]:
+    interval = "" if goodput.ci95 is None else f"{goodput.ci95[0]:.3g} … {goodput.ci95[1]:.3g}"
+    return f"{goodput.value:.3g}", interval
+
+
+def print_profile(profile: Profile, fits: Sequence[tuple[int, Measured]] | None) -> None:
+    """Print the fitted times, and what was measured beside them."""
+    console = Console(highlight=False)
+    times = _table(
+        f"{printable(profile.name)}: {printable(profile.source)}", "tp", "phase", "a ms", "b us", "c", "error"
+    )
+    for degree in profile.degrees:
+        prefill = degree.prefill
+        times.add_row(
+            str(degree.tp), "prefill: a + b sum(L) + c sum(L^2)", f"{prefill.fixed_s * 1e3:.2f}",
+            f"{prefill.per_token_s * 1e6:.3g}", f"{prefill.per_token_squared_s * 1e9:.3g} ns", _error(prefill.error),
+        )  # fmt: skip
+        for decode in degree.decode:
+            times.add_row(
+                str(degree.tp), f"decode from {decode.from_batch}: a + b sum(context) + c B",
+                f"{decode.fixed_s * 1e3:.2f}", f"{decode.per_context_token_s * 1e6:.3g}",
+                f"{decode.per_request_s * 1e6:.3g} us", _error(decode.error),
+            )  # fmt: skip
+    console.print(times)
+    for tp, measured in fits or ():
+        print()
+        samples = _table(f"Measured, tp {tp}", "phase", "requests", "tokens each", "ms", "fitted ms", "off")
+        degree = profile.degree(tp)
+        for each in measured.prefill:
+            fitted = degree.prefill.of(each.requests * each.tokens, each.requests * each.tokens**2)
+            samples.add_row("prefill", *_cells(each.requests, each.tokens, each.seconds, fitted))
+        for each in measured.decode:
+            fitted = degree.step_s(each.requests, each.requests * each.tokens)
+            samples.add_row("decode", *_cells(each.requests, each.tokens, each.seconds, fitted))
+        console.print(samples)
+    print(f"\nA memory of {profile.degrees[0].kv_tokens} tokens, by pipeline degree (tp {profile.degrees[0].tp})")
+
+
+def _cells(requests: int, tokens: float, seconds: float, fitted: float) -> tuple[str, ...]:
+    off = f"{fitted / seconds - 1:+.1%}"
+    return str(requests), f"{tokens:g}", f"{seconds * 1e3:.2f}", f"{fitted * 1e3:.2f}", off
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f"{error:.1%}"
+
+
+def print_verified(verified: Verified) -> None:
+    """Print what was predicted and what was measured."""
+    columns = ("predicted", "measured", "95 %", "off, points", "TTFT p50 ms", "measured", "TPOT p50 ms", "measured")
+    table = _table("SLO attainment", "req/s", *columns)
+    for each in verified.compared:
+        interval = "" if each.measured_ci95 is None else f"{each.measured_ci95[0]:.0%} … {each.measured_ci95[1]:.0%}"
+        table.add_row(
+            f"{each.rate_rps:g}", f"{each.predicted:.1%}", f"{each.measured:.1%}", interval, f"{each.error:.1f}",
+            *(
+                "" if seconds is None else f"{seconds * 1e3:.1f}"
+                for seconds in (
+                    each.predicted_ttft_s, each.measured_ttft_s, each.predicted_tpot_s, each.measured_tpot_s,
+                )
+            ),
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+    print(f"\nmean error {verified.mean_error:.1f} points, worst {verified.worst_error:.1f}")
+
+
+def print_roles(shifted: Shifted) -> None:
+    """Print which engines got another role."""
+    for url, before, after in shifted.changed:
+        print(f"{printable(url)}: {before} -> {after}")
+    print(f"{shifted.prefill} prefill and {shifted.decode} decode engines; {len(shifted.changed)} shifted")
+
+
+def print_proposal(proposal: Proposal, command: str) -> None:
+    """Print one look of `kvstore plan watch`."""
+    load = proposal.load
+    print(
+        f"{load.rate_rps:.3g} req/s, {load.input_tokens:.0f} to {load.output_tokens:.0f} tokens, "
+        f"{load.hit_rate:.0%} of prompts cached" + (f"; changed: {', '.join(proposal.drift)}" if proposal.drift else "")
+    )
+    now, best = proposal.now, proposal.best
+    if best is None:
+        return
+    if now is not None and now.prefill + now.decode > best.prefill + best.decode:
+        print(f"now {now.prefill} engines that do both serve {now.goodput_rps:.3g} req/s")
+    elif now is not None:
+        print(f"now {now.prefill} prefill and {now.decode} decode engines serve {now.goodput_rps:.3g} req/s")
+    if proposal.change:
+        gain = "" if proposal.gain is None else f", {proposal.gain:.2f} x"
+        print(
+            f"{best.prefill} prefill and {best.decode} decode engines would serve {best.goodput_rps:.3g} req/s{gain}: "
+            f"{command}"
+        )
+    else:
+        print("no other roles would serve more")
+    if not proposal.enough:
+        print(f"these {best.prefill + best.decode} engines cannot serve the load: add engines (`kvstore plan search`)")

@@ -1,0 +1,72 @@
+"""The loop of `kvstore plan watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from kvstore_cli.output import fail, print_json
+from kvstore_cli.plan_tables import print_proposal
+from kvstore_cli.progress import progress_bar
+from kvstore_serving.planning.goodput import crew
+from kvstore_serving.planning.metrics_page import MetricsError, metrics_of
+from kvstore_serving.planning.watching import Counters, Load, Proposal, Watched, counters, drift, load_between, propose
+
+
+def watch_load(
+    proxy: str, watched: Watched, interval_s: float, share: float, pools: Path | None, *, once: bool, as_json: bool
+) -> None:
+    """Look at the proxy every `interval_s`, until Ctrl-C. A proxy that does not answer is waited for."""
+    planned: Load | None = None
+    before = _look(proxy, required=True)
+    try:
+        while True:
+            time.sleep(interval_s)
+            after = _look(proxy, required=once)
+            if before is None or after is None:
+                before = after
+                continue
+            load, before = load_between(before, after), after
+            if load is None:
+                continue
+            changed = [] if planned is None else drift(planned, load, share)
+            proposal = Proposal(load, changed)
+            if planned is None or changed:
+                proposal = _proposed(watched, load, after, changed, as_json)
+                planned = load
+            best = proposal.best
+            command = (
+                ""
+                if best is None
+                else f"kvstore plan roles {pools or 'POOLS'} --prefill {best.prefill} --decode {best.decode}"
+            )
+            if as_json:
+                print_json(proposal)
+            else:
+                print_proposal(proposal, command)
+            sys.stdout.flush()
+            if once:
+                return
+    except KeyboardInterrupt:
+        return
+
+
+def _look(proxy: str, required: bool) -> Counters | None:
+    try:
+        return counters(asyncio.run(metrics_of(proxy)), time.monotonic())
+    except MetricsError as error:
+        if required:
+            fail("unreachable", str(error))
+        print(f"{error}; waiting for it", file=sys.stderr)
+        return None
+    except ValueError as error:
+        fail("failed", f"{proxy}: {error}")
+
+
+def _proposed(watched: Watched, load: Load, seen: Counters, changed: list[str], as_json: bool) -> Proposal:
+    if len(seen.roles) < 2:
+        fail("failed", f"the proxy has {len(seen.roles)} engine(s): expected two or more, whose roles can be shifted")
+    with progress_bar("simulating", not as_json, "runs") as progress, crew(progress) as workers:
+        return propose(watched, load, len(seen.roles), seen.split, changed, workers)

@@ -1,0 +1,115 @@
+"""What the engines of the simulator have in common, and a batch that decodes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Generator
+from typing import Any, TypeAlias
+
+import simpy
+
+from kvstore_serving.planning.jobs import Job
+from kvstore_serving.planning.placement import Shape
+from kvstore_serving.planning.profile import Profile
+
+Steps: TypeAlias = Generator[simpy.Event, Any, None]
+
+
+class Engine:
+    """What all engines have. `busy_s`: time in which its first stage worked. `epoch`: it counts the failures: what an
+    earlier one began is of no account."""
+
+    def __init__(self, env: simpy.Environment, profile: Profile, shape: Shape) -> None:
+        self.env = env
+        self.degree = profile.degree(shape.tp)
+        self.pp = shape.pp
+        self.stages_s = profile.stage_s * shape.pp
+        self.capacity = self.degree.kv_tokens[shape.pp]
+        self.used = 0  # tokens that are reserved
+        self.peak = 0
+        self.busy_s = 0.0
+        self.down = False
+        self.epoch = 0
+        self._wake: simpy.Event | None = None
+        self._pieces = [
+            (times.from_batch, times.fixed_s, times.per_context_token_s, times.per_request_s)
+            for times in reversed(self.degree.decode)
+        ]
+
+    def wake(self) -> None:
+        """Have the process look again."""
+        if self._wake is not None and not self._wake.triggered:
+            self._wake.succeed()
+
+    def _sleep(self) -> simpy.Event:
+        self._wake = self.env.event()
+        return self._wake
+
+    def _reserve(self, tokens: int) -> None:
+        self.used += tokens
+        self.peak = max(self.peak, self.used)
+
+    def step_s(self, requests: int, context: float) -> float:
+        """A step of decoding, through all stages."""
+        for start, fixed, per_token, per_request in self._pieces:
+            if requests >= start:
+                return fixed + per_token * context + per_request * requests + self.stages_s
+        raise AssertionError("the first piece is for batches of 1")
+
+    def after(self, delay_s: float, then: Callable[[], None]) -> None:
+        """Call `then` after so long, unless the engine fails before."""
+        epoch = self.epoch
+
+        def due(_: simpy.Event) -> None:
+            if self.epoch == epoch:
+                then()
+
+        timer = self.env.timeout(max(0.0, delay_s))
+        timer.callbacks.append(due)
+
+
+class Lane:
+    """A batch that decodes: one of as many as there are stages."""
+
+    def __init__(self) -> None:
+        self.ready: list[Job] = []  # join at the next step
+        self.ends: list[tuple[int, int, Job]] = []  # by the step after which a job has all its tokens
+        self.step = 0
+        self.context = 0.0
+        self.joined = 0
+
+    @property
+    def load(self) -> int:
+        return len(self.ends) + len(self.ready)
+
+    def join(self) -> None:
+        for job in self.ready:
+            self.joined += 1
+            heapq.heappush(self.ends, (self.step + job.left, self.joined, job))
+            self.context += job.context
+        self.ready.clear()
+
+    def advance(self) -> list[Job]:
+        """One token for each. -> those that have all of theirs."""
+        self.step += 1
+        self.context += len(self.ends)
+        ended = []
+        while self.ends and self.ends[0][0] <= self.step:
+            job = heapq.heappop(self.ends)[2]
+            job.context += job.left
+            job.left = 0
+            self.context -= job.context
+            ended.append(job)
+        return ended
+
+    def empty(self) -> list[Job]:
+        """Give up all jobs, with what they have so far."""
+        for end, _, job in self.ends:
+            had = job.left - (end - self.step)
+            job.left -= had
+            job.context += had
+        lost = [*(job for _, _, job in self.ends), *self.ready]
+        self.ends.clear()
+        self.ready.clear()
+        self.context = 0.0
+        return lost

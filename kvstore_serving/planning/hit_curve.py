@@ -1,0 +1,46 @@
+"""The share of prompts that a store has, by its size: from a result of `benchmarks.eviction`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvstore_serving.load.prompts import HASHED_TOKENS
+
+POLICY = "default"
+
+
+class CurveError(ValueError):
+    """The curve cannot be read; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class HitCurve:
+    """Hit rates of stores of these sizes, in tokens, rising."""
+
+    tokens: Sequence[float]
+    hit_rates: Sequence[float]
+
+    def at(self, tokens: float) -> float:
+        """-> the hit rate of a store of this size, between the measured ones; 0 for none."""
+        return float(np.interp(tokens, [0.0, *self.tokens], [0.0, *self.hit_rates]))
+
+
+def read_curve(path: Path) -> HitCurve:
+    """The curve of the trace that was replayed. Raises `CurveError`."""
+    try:
+        document: Any = msgspec.json.decode(path.read_bytes())
+        found = [each["parameters"] for each in document["cases"] if each["parameters"].get("group") == "trace"]
+        blocks, rates = found[0]["blocks"], found[0]["hit_rate"][POLICY]
+        return HitCurve([float(each) * HASHED_TOKENS for each in blocks], [float(each) for each in rates])
+    except OSError as error:
+        raise CurveError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CurveError(
+            f"{path}: not a result of `python -m benchmarks.eviction --trace FILE --json FILE`: {error!r}"
+        ) from error

@@ -1,0 +1,68 @@
+"""The KV pipeline in closed form: how much of a decode engine's KV cache can live in another memory.
+
+A step of decoding reads all KV once, layer by layer. After a layer's attention its KV may leave for a lender's memory,
+if it is back before the layer's turn in the next step: the link moves the share alpha of M bytes while the engine reads
+all M bytes from its own memory, computes everything else (T_other), and loses T_overlap to starting the copies:
+
+    alpha M / B_link + T_overlap <= M / B_memory + T_other
+    alpha <= B_link / B_memory + B_link (T_other - T_overlap) / M
+
+The first term alone is the ratio of the bandwidths. The second one is the larger, where little KV is beside a lot of
+weights. KV only grows at its end, so what leaves is one token of each sequence a step: traffic is inward.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+BUFFERS: Final = 2  # layers whose KV is in buffers: the one that is read, and the one that comes
+
+
+class PipelinePlan(msgspec.Struct, frozen=True):
+    """`alpha`: the largest share of the KV cache that can live elsewhere without a longer step; `alpha_bandwidth`: its
+    first term alone. `capacity_gain`: so many times as many tokens fit the engine's memory; None if all may leave.
+    `lender_bytes`: what the lender holds, of `kv_bytes` in all; `resident_bytes`: what stays, with the buffers.
+    `step_s`: a step, with or without the pipeline. `link_share`: of the time that the link sends.
+    `knee`: the bandwidth of the link from which on everything may leave."""
+
+    alpha: float
+    alpha_bandwidth: float
+    capacity_gain: float | None
+    lender_bytes: float
+    resident_bytes: float
+    step_s: float
+    link_share: float
+    knee_bytes_per_s: float | None
+
+
+def plan_pipeline(
+    kv_bytes: float,
+    link_bytes_per_s: float,
+    memory_bytes_per_s: float,
+    other_s: float,
+    overhead_s: float,
+    layers: int | None = None,
+) -> PipelinePlan:
+    """-> how much may leave.
+
+    kv_bytes: KV that a step reads, in all. link_bytes_per_s: from the lender. memory_bytes_per_s: the engine's own.
+    other_s: the rest of a step, weights above all. overhead_s: time of a step in which no copy runs. layers: count the
+    two buffers of a layer each as resident.
+    """
+    step_s = kv_bytes / memory_bytes_per_s + other_s
+    room_s = step_s - overhead_s
+    alpha = min(1.0, max(0.0, link_bytes_per_s * room_s / kv_bytes))
+    buffers = BUFFERS * kv_bytes / layers if layers and alpha else 0.0
+    resident = min(kv_bytes, (1 - alpha) * kv_bytes + buffers)
+    return PipelinePlan(
+        alpha=alpha,
+        alpha_bandwidth=min(1.0, link_bytes_per_s / memory_bytes_per_s),
+        capacity_gain=kv_bytes / resident if resident else None,
+        lender_bytes=alpha * kv_bytes,
+        resident_bytes=resident,
+        step_s=step_s,
+        link_share=alpha * kv_bytes / link_bytes_per_s / step_s,
+        knee_bytes_per_s=kv_bytes / room_s if room_s > 0 else None,
+    )

@@ -1,0 +1,317 @@
+"""The plan: the placement that was found, what bounds it, what the store must deliver, and what else was considered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvstore import __version__
+from kvstore_serving.load.report import Slo
+from kvstore_serving.planning.goodput import Crew, Goal, Goodput
+from kvstore_serving.planning.placement import Engines
+from kvstore_serving.planning.search import (
+    Answer,
+    NothingFits,
+    Question,
+    Rated,
+    best,
+    best_colocated,
+    measured,
+    rate_phases,
+)
+from kvstore_serving.planning.simulator import Fleet, Run
+from kvstore_serving.planning.workload import Floats, Lengths, Recipe, Replayed, Synthetic
+
+STORE_BUSY: Final = 0.6  # share of time that a store's links send: requests come in bursts
+NEARLY: Final = 0.95  # of the goodput beside any store is enough
+DOUBLINGS: Final = 8
+UNLIMITED: Final = 1_000_000  # nodes of a store that is never the limit
+BEYOND: Final = 1.25  # of the goodput, and again while nothing is missed: the rate at which the plan looks at what is
+CURVE: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of the goodput: rates of attainment in the chart
+
+Binding: TypeAlias = Literal["prefill compute", "decode compute", "decode memory", "node link", "store bandwidth"]
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """Engines of a phase. `gpu`: the kind of their GPUs."""
+
+    tp: int
+    pp: int
+    instances: int
+    gpu: str
+
+
+class Apart(msgspec.Struct, frozen=True):
+    """The placement with the phases apart."""
+
+    prefill: Placed
+    decode: Placed
+
+
+class StoreNeeds(msgspec.Struct, frozen=True):
+    """What the store must deliver at `rate_rps`: to engines (read) and from them (write), in bytes a second; the memory
+    of what is under way and of what later prompts find; and nodes of the size that was given."""
+
+    rate_rps: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    capacity_bytes: float
+    nodes: int
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A rate, and the share of requests that attain their SLOs."""
+
+    rate_rps: float
+    attainment: float
+
+
+class Colocated(msgspec.Struct, frozen=True):
+    """The alternative: engines that do both. `goodput_rps_per_gpu` is None, and `placement` too, if none holds the
+    SLOs."""
+
+    placement: Placed | None
+    goodput_rps_per_gpu: Goodput | None
+    goodput_rps: float
+    gpus: int
+    enough: bool
+    curve: list[Point]
+
+
+class Sensitivity(msgspec.Struct, frozen=True):
+    """What the goodput of the placement becomes when one thing changes; `ratio`: to the plan's."""
+
+    change: str
+    goodput_rps: float
+    ratio: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The result of `kvstore plan search`. `enough`: the placement serves `rate_rps`. `mean_ttft_parts_s`: where the
+    time of a request goes at the goodput, in seconds. `busy`: shares of time."""
+
+    placement: Apart
+    gpus: int
+    price_per_hour: float
+    goodput_rps: float
+    goodput_rps_per_gpu: Goodput
+    rate_rps: float | None
+    enough: bool
+    binding: str
+    store: StoreNeeds
+    colocated: Colocated
+    sensitivity: list[Sensitivity]
+    curve: list[Point]
+    time_s: dict[str, float]
+    busy: dict[str, float]
+    memory: dict[str, float]
+    links: dict[str, float]
+    slo: Slo
+    percentile: float
+    workload: str
+    hit_rate: float
+    profiles: list[str]
+    version: str = __version__
+
+
+def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Plan:
+    """Search, and look at what was found. Raises `NothingFits`."""
+    # First, what the engines could do beside any store; then the store that this takes.
+    unlimited = question if question.fixed_store else _with_store(question, UNLIMITED)
+    phases = rate_phases(unlimited, crew)
+    answer = best(unlimited, phases, crew)
+    if not question.fixed_store:
+        question, answer = _with_its_store(question, answer, crew)
+    other = _other(question, phases, crew)
+    curves = _curves(question, [each for each in (answer, other) if each is not None], crew)
+    rate = answer.goodput.value
+    [at_goodput] = crew.runs([_run(question, answer, rate)])
+    prefill, decode = answer.placement.prefill, answer.placement.decode
+    assert prefill is not None and decode is not None
+    return Plan(
+        placement=Apart(_placed(question, prefill), _placed(question, decode)),
+        gpus=answer.placement.gpus,
+        price_per_hour=question.price(answer.placement),
+        goodput_rps=rate,
+        goodput_rps_per_gpu=answer.goodput.per(answer.placement.gpus),
+        rate_rps=question.rate_rps,
+        enough=answer.enough,
+        binding=_binding(question, answer, crew),
+        store=store_needs(question, answer, at_goodput),
+        colocated=_colocated(question, other, curves[1] if other is not None else []),
+        sensitivity=_sensitivity(question, answer, crew) if sensitivity else [],
+        curve=curves[0],
+        time_s=at_goodput.mean_parts_s(),
+        busy=at_goodput.busy,
+        memory=at_goodput.memory,
+        links=at_goodput.links,
+        slo=question.goal.slo,
+        percentile=question.goal.percentile,
+        workload=question.recipe.source,
+        hit_rate=question.recipe.means.hit_rate,
+        profiles=[
+            f"{pool.profile.name} ({'measured' if pool.profile.measured else 'published'})" for pool in question.pools
+        ],
+    )
+
+
+def _with_store(question: Question, nodes: int) -> Question:
+    return replace(question, links=msgspec.structs.replace(question.links, store_nodes=nodes))
+
+
+def _run(question: Question, answer: Answer, rate_rps: float) -> tuple[Fleet, Recipe, Goal, float, int]:
+    """The task of a run with the first seed."""
+    return question.fleet(answer.placement), question.recipe, question.goal, rate_rps, question.seeds[0]
+
+
+def _with_its_store(question: Question, answer: Answer, crew: Crew) -> tuple[Question, Answer]:
+    """-> the question with as many store nodes as the answer needs, and the answer with them."""
+    [run] = crew.runs([_run(_with_store(question, UNLIMITED), answer, answer.goodput.value)])
+    nodes = store_needs(question, answer, run).nodes
+    target = question.rate_rps if question.rate_rps is not None and answer.enough else NEARLY * answer.goodput.value
+    for _ in range(DOUBLINGS):
+        sized = _with_store(question, max(1, nodes))
+        found = measured(sized, answer.placement, crew)
+        if found.value >= target:
+            break
+        nodes = max(1, nodes) * 2  # its bandwidth is enough, but a single transfer takes too long
+    if not found.value:
+        raise NothingFits(f"with a store of {nodes} nodes the engines hold the SLOs at no rate: take faster ones")
+    return sized, replace(answer, goodput=found, enough=question.rate_rps is None or found.value >= question.rate_rps)
+
+
+def _other(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer | None:
+    """-> the engines that do both, beside the same store; None if none hold the SLOs."""
+    try:
+        return best_colocated(question, phases, crew)
+    except NothingFits:
+        return None
+
+
+def _binding(question: Question, answer: Answer, crew: Crew) -> Binding:
+    """-> what is short, at a rate beyond the goodput at which requests miss their SLOs."""
+    rate = answer.goodput.value
+    for _ in range(DOUBLINGS):
+        rate *= BEYOND
+        [run] = crew.runs([_run(question, answer, rate)])
+        if run.attainment(question.goal.slo) < 1:
+            break
+    return binding(run, question.goal.slo)
+
+
+def binding(run: Run, slo: Slo) -> Binding:
+    """-> what is short in a run beyond the goodput: what most of the requests that missed their SLOs waited for."""
+    ttft, tpot = run.held(slo)
+    link: Binding = "store bandwidth" if run.links["store"] >= run.links["node"] else "node link"
+    parts = run.parts_s
+    if (~ttft).sum() >= (~tpot).sum():
+        return link if _mean(parts["load"][~ttft]) > _mean(parts["prefill_queue"][~ttft]) else "prefill compute"
+    memory, moved = _mean(parts["decode_memory"][~tpot]), _mean(parts["hand_over"][~tpot])
+    # Of those that missed it, what would have missed it without any wait?
+    slow = float((run.tpot_s - (parts["decode_memory"] + parts["hand_over"]) / run.steps > slo.tpot_s)[~tpot].mean())
+    if slow > 1 / 2:
+        return "decode compute"
+    return "decode memory" if memory >= moved else link
+
+
+def _mean(values: Floats) -> float:
+    return float(np.nanmean(values)) if len(values) and not np.isnan(values).all() else 0.0
+
+
+def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
+    """-> what the store must deliver: at the rate that was asked for, or else at the goodput. `nodes`: what `links`
+    says, if that is more than is needed."""
+    links, profile = question.links, question.pools[answer.placement.phases[0].pool].profile
+    rate = question.rate_rps if question.rate_rps is not None and answer.enough else answer.goodput.value
+    means, kv = question.recipe.means, profile.kv_bytes_per_token
+    through = means.inputs if links.via == "store" else 0.0
+    read = rate * (means.hits + through) * kv
+    write = rate * means.new * kv if through or means.hits else 0.0
+    parts = run.mean_parts_s()
+    under_way = rate * through * kv * (parts.get("hand_over", 0.0) + parts.get("decode_memory", 0.0))
+    if question.kept_bytes is not None:
+        kept = float(question.kept_bytes)
+    elif means.kept_tokens is not None:
+        kept = float(means.kept_tokens * kv)
+    else:
+        kept = rate * means.new * kv * question.keep_s if means.hits else 0.0
+    capacity = under_way + kept
+    nodes = max(
+        math.ceil(max(read, write) / (STORE_BUSY * links.store_bytes_per_s)),
+        math.ceil(capacity / links.store_memory_bytes),
+        links.store_nodes if read or write else 0,
+    )
+    return StoreNeeds(rate, read, write, capacity, nodes)
+
+
+# ---- beside it ---------------------------------------------------------------------------------------------------
+
+
+def _placed(question: Question, engines: Engines) -> Placed:
+    profile = question.pools[engines.pool].profile
+    return Placed(engines.shape.tp, engines.shape.pp, engines.instances, profile.gpu)
+
+
+def _colocated(question: Question, answer: Answer | None, curve: list[Point]) -> Colocated:
+    if answer is None or answer.placement.colocated is None:
+        return Colocated(None, None, 0.0, 0, False, [])
+    gpus = answer.placement.gpus
+    placed = _placed(question, answer.placement.colocated)
+    return Colocated(placed, answer.goodput.per(gpus), answer.goodput.value, gpus, answer.enough, curve)
+
+
+def _curves(question: Question, answers: Sequence[Answer], crew: Crew) -> list[list[Point]]:
+    tasks = [
+        (
+            question.fleet(answer.placement),
+            question.recipe,
+            question.goal,
+            answer.goodput.value * share,
+            question.seeds[0],
+        )
+        for answer in answers
+        for share in CURVE
+    ]
+    points = [
+        Point(task[3], run.attainment(question.goal.slo)) for task, run in zip(tasks, crew.runs(tasks), strict=True)
+    ]
+    return [points[first : first + len(CURVE)] for first in range(0, len(points), len(CURVE))]
+
+
+def _sensitivity(question: Question, answer: Answer, crew: Crew) -> list[Sensitivity]:
+    """One thing changed at a time."""
+    slo, links = question.goal.slo, question.links
+    changed: dict[str, Question] = {
+        "TTFT SLO half": replace(question, goal=Goal(Slo(slo.ttft_s / 2, slo.tpot_s), question.goal.percentile)),
+        "TTFT SLO twice": replace(question, goal=Goal(Slo(slo.ttft_s * 2, slo.tpot_s), question.goal.percentile)),
+        "TPOT SLO half": replace(question, goal=Goal(Slo(slo.ttft_s, slo.tpot_s / 2), question.goal.percentile)),
+        "TPOT SLO twice": replace(question, goal=Goal(Slo(slo.ttft_s, slo.tpot_s * 2), question.goal.percentile)),
+        "links between nodes half as fast": replace(
+            question, links=msgspec.structs.replace(links, node_bytes_per_s=links.node_bytes_per_s / 2)
+        ),
+        "store half as fast": replace(
+            question, links=msgspec.structs.replace(links, store_bytes_per_s=links.store_bytes_per_s / 2)
+        ),
+    }
+    recipe = question.recipe
+    if isinstance(recipe, Synthetic):
+        longer: Callable[[Lengths], Lengths] = lambda lengths: Lengths(lengths.mean * 1.25, lengths.cv)  # noqa: E731
+        changed["prompts a quarter longer"] = replace(question, recipe=replace(recipe, inputs=longer(recipe.inputs)))
+        changed["answers a quarter longer"] = replace(question, recipe=replace(recipe, outputs=longer(recipe.outputs)))
+        if recipe.hit_rate:
+            changed["nothing in the store"] = replace(question, recipe=replace(recipe, hit_rate=0.0))
+    elif isinstance(recipe, Replayed) and recipe.hits:
+        changed["nothing in the store"] = replace(question, recipe=replace(recipe, hits=False))
+    asked = [question, *changed.values()]
+    seed, guess = question.seeds[0], answer.goodput.value
+    base, *values = crew.goodputs(
+        [(each.fleet(answer.placement), each.recipe, each.goal, seed, guess) for each in asked]
+    )
+    return [
+        Sensitivity(change, value, value / base if base else 0.0) for change, value in zip(changed, values, strict=True)
+    ]

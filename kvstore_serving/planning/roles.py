@@ -1,0 +1,78 @@
+"""Shifts the roles of a proxy's engines, in the file that the proxy follows. Engines take any role at any time."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvstore_client.engine.directory import EngineRecord
+from kvstore_serving.proxy.pools_file import read_pools
+from kvstore_serving.proxy.settings import SettingsError
+
+
+class RolesError(ValueError):
+    """The file cannot be used, or names too few engines; the message says what is wrong."""
+
+
+class Shifted(msgspec.Struct, frozen=True):
+    """`changed`: the engines that got another role: URL, roles before and after."""
+
+    prefill: int
+    decode: int
+    changed: list[tuple[str, str, str]]
+
+
+def shift_roles(path: Path, prefill: int, decode: int) -> Shifted:
+    """Give each engine of the file one role: so many prefill, so many decode; there must be as many engines.
+
+    Engines that have the role they are to have keep it. The file is replaced as a whole: the proxy reads the old one or
+    the new one. Raises `RolesError`."""
+    try:
+        engines = read_pools(path)
+    except SettingsError as error:
+        raise RolesError(str(error)) from error
+    if prefill + decode != len(engines):
+        raise RolesError(
+            f"{path} names {len(engines)} engines: --prefill {prefill} and --decode {decode} are {prefill + decode}"
+        )
+
+    # Those that only prefill come first, those that only decode last: the fewest engines change.
+    def place(number: int) -> int:
+        roles = engines[number].roles
+        return 1 if len(roles) > 1 else 0 if roles == ("prefill",) else 2
+
+    order = sorted(range(len(engines)), key=place)
+    fresh = list(engines)
+    for rank, number in enumerate(order):
+        role = ("prefill",) if rank < prefill else ("decode",)
+        fresh[number] = msgspec.structs.replace(engines[number], roles=role)
+    changed = [
+        (old.url, "+".join(old.roles), "+".join(new.roles))
+        for old, new in zip(engines, fresh, strict=True)
+        if old.roles != new.roles
+    ]
+    if changed:
+        _replace(path, "\n".join(line for engine in fresh for line in _entry(engine)) + "\n")
+    return Shifted(prefill, decode, changed)
+
+
+def _entry(engine: EngineRecord) -> Iterator[str]:
+    yield "[[engines]]"
+    for name, value in msgspec.to_builtins(engine).items():
+        if value != "":
+            yield f"{name} = {msgspec.json.encode(value).decode()}"
+    yield ""
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.resolve().parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        Path(file.name).chmod(path.stat().st_mode & 0o777)
+        os.replace(file.name, path.resolve())
+    except OSError as error:
+        raise RolesError(f"{path}: {error.strerror}") from error

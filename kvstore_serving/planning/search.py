@@ -1,0 +1,289 @@
+"""The search for a placement: which degrees of parallelism, how many engines of each phase, on which nodes.
+
+Both ways are DistServe's (Zhong et al., OSDI 2024, algorithms 1 and 2), with prompts that the store has in part, with
+SLOs that one request must hold together, and with transfers that take time:
+
+* Blocks go *through the store*, over the nodes' network, so each phase is placed for itself (algorithm 1). Every shape
+  that fits the memory is simulated alone, and gives the rate that one engine serves. The cheapest sums of engines that
+  serve the rate are then simulated together, and get more engines where they do not hold.
+* Blocks go *directly*, from GPU to GPU, and the network between nodes is slow: stages of both phases are on one node
+  (algorithm 2). Both have as many stages, and a unit is what fits the nodes of one stage each; units are repeated.
+
+Colocated engines are searched beside them, for comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore_serving.load.report import Slo
+from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.goodput import Crew, Goal, Goodput, mean_goodput
+from kvstore_serving.planning.placement import Engines, Placement, Shape
+from kvstore_serving.planning.simulator import Fleet
+from kvstore_serving.planning.workload import Recipe
+
+FINALISTS: Final = 6  # sums of engines that are simulated together
+GROWTH: Final = 4  # times that a finalist may get one more engine
+NEVER_S: Final = math.inf
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the search is asked. `rate_rps` None: as much as all GPUs can serve. `seeds`: of the interval of the
+    result; the search itself uses the first. `fixed_store`: the store has the nodes that `links` says; else it is to
+    have as many as it needs. `kept_bytes`: what the store keeps for later prompts; None: what the workload says, or
+    what is written in `keep_s`."""
+
+    pools: Sequence[Pool]
+    links: Links
+    recipe: Recipe
+    goal: Goal
+    rate_rps: float | None
+    max_batch: int = 256
+    chunk_tokens: int = 2048
+    seeds: Sequence[int] = (0, 1, 2, 3, 4)
+    fixed_store: bool = False
+    keep_s: float = 600.0
+    kept_bytes: int | None = None
+
+    def fleet(self, placement: Placement) -> Fleet:
+        """These engines, on what there is."""
+        return Fleet(self.pools, self.links, placement, self.max_batch, self.chunk_tokens)
+
+    def price(self, placement: Placement) -> float:
+        """Of an hour."""
+        return placement.price(self.pools)
+
+
+@dataclass(frozen=True)
+class Rated:
+    """An engine alone: the rate that one instance serves."""
+
+    pool: int
+    shape: Shape
+    rate_rps: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A placement and what it serves. `enough`: it serves the rate that was asked for."""
+
+    placement: Placement
+    goodput: Goodput
+    enough: bool
+
+
+class NothingFits(ValueError):
+    """No engine fits the nodes, or none holds the SLOs."""
+
+
+def shapes_of(pools: Sequence[Pool]) -> list[tuple[int, Shape]]:
+    """-> the pool and the shape of all engines that fit memory and nodes."""
+    return [
+        (number, Shape(tp, pp))
+        for number, pool in enumerate(pools)
+        for tp, pp in pool.profile.shapes
+        if tp <= pool.gpus_per_node and pp <= pool.nodes * (pool.gpus_per_node // tp)
+    ]
+
+
+def rate_phases(question: Question, crew: Crew) -> dict[str, list[Rated]]:
+    """-> for `prefill`, `decode` and `colocated`, what each shape serves alone, the best for its price first."""
+    shapes = shapes_of(question.pools)
+    if not shapes:
+        raise NothingFits(
+            "no degree of parallelism of the profile fits these nodes: it needs more GPUs a node, or nodes"
+        )
+    # Misses of the two phases are of different requests, mostly: each may have half of what is allowed.
+    slo, percentile = question.goal.slo, 100 - (100 - question.goal.percentile) / 2
+    goals = {
+        "prefill": Goal(Slo(slo.ttft_s, NEVER_S), percentile),
+        "decode": Goal(Slo(NEVER_S, slo.tpot_s), percentile),
+        "colocated": question.goal,
+    }
+    names = [(phase, pool, shape) for phase in goals for pool, shape in shapes]
+    tasks = [
+        (
+            question.fleet(Placement(**{phase: Engines(shape, 1, pool)})),
+            question.recipe,
+            goals[phase],
+            question.seeds[0],
+            1.0,
+        )
+        for phase, pool, shape in names
+    ]
+    found: dict[str, list[Rated]] = {phase: [] for phase in goals}
+    for (phase, pool, shape), rate in zip(names, crew.goodputs(tasks), strict=True):
+        if rate > 0:
+            found[phase].append(Rated(pool, shape, rate))
+    for rated in found.values():
+        rated.sort(key=lambda each: -each.rate_rps / (each.shape.gpus * question.pools[each.pool].price))
+    return found
+
+
+def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer:
+    """-> the cheapest placement with prefill and decode apart that serves the rate; else the one that serves most.
+    Raises `NothingFits`."""
+    for phase in ("prefill", "decode"):
+        if not phases[phase]:
+            slo = question.goal.slo
+            limit = f"TTFT of {slo.ttft_s:g} s" if phase == "prefill" else f"TPOT of {slo.tpot_s:g} s"
+            raise NothingFits(f"no {phase} engine holds a {limit}, even with one request at a time")
+    candidates = list(_direct(question, phases) if question.links.via == "direct" else _apart(question, phases))
+    return _decide(question, candidates, crew)
+
+
+def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer | None:
+    """-> the cheapest placement of engines that do both. None if none holds the SLOs."""
+    candidates = []
+    for rated in phases["colocated"]:
+        most = _most(question, rated)
+        wanted = most if question.rate_rps is None else math.ceil(question.rate_rps / rated.rate_rps)
+        if instances := min(wanted, most):
+            candidates.append(Placement(colocated=Engines(rated.shape, instances, rated.pool)))
+    if not candidates:
+        return None
+    return _decide(question, sorted(candidates, key=_order(question, phases))[:FINALISTS], crew)
+
+
+# ---- candidates --------------------------------------------------------------------------------------------------
+
+
+def _apart(question: Question, phases: dict[str, list[Rated]]) -> list[Placement]:
+    """Algorithm 1: engines of each phase for themselves."""
+    found = []
+    for prefill in phases["prefill"]:
+        for decode in phases["decode"]:
+            found += list(_counts(question, prefill, decode))
+    return sorted(found, key=_order(question, phases))[:FINALISTS]
+
+
+def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
+    """How many of each: for the rate; or, without one or if that does not fit, as many as fit."""
+    rate = question.rate_rps
+    if rate is not None:
+        placement = _pair(prefill, math.ceil(rate / prefill.rate_rps), decode, math.ceil(rate / decode.rate_rps))
+        if question.fleet(placement).nodes is not None:
+            yield placement
+            return
+    for number in range(1, _most(question, prefill) + 1):
+        wanted = math.ceil(number * prefill.rate_rps / decode.rate_rps)
+        for instances in range(min(wanted, _most(question, decode)), 0, -1):
+            placement = _pair(prefill, number, decode, instances)
+            if question.fleet(placement).nodes is not None:
+                yield placement
+                break
+
+
+def _direct(question: Question, phases: dict[str, list[Rated]]) -> list[Placement]:
+    """Algorithm 2: stages of both phases on one node, in units that are repeated."""
+    found = []
+    for prefill in phases["prefill"]:
+        for decode in phases["decode"]:
+            pool = question.pools[prefill.pool]
+            if prefill.pool != decode.pool or prefill.shape.pp != decode.shape.pp:
+                continue
+            tps = prefill.shape.tp, decode.shape.tp
+            units = pool.nodes // prefill.shape.pp
+            for number in range(1, pool.gpus_per_node // tps[0] + 1):
+                most = (pool.gpus_per_node - number * tps[0]) // tps[1]
+                for instances in range(1, most + 1):
+                    serves = min(number * prefill.rate_rps, instances * decode.rate_rps)
+                    times = units if question.rate_rps is None else min(units, math.ceil(question.rate_rps / serves))
+                    if times:
+                        found.append(_pair(prefill, number * times, decode, instances * times))
+    if not found:
+        raise NothingFits("no pair of engines with as many stages fits the GPUs of a node: take --via store")
+    return sorted(found, key=_order(question, phases))[:FINALISTS]
+
+
+def _pair(prefill: Rated, prefills: int, decode: Rated, decodes: int) -> Placement:
+    return Placement(Engines(prefill.shape, prefills, prefill.pool), Engines(decode.shape, decodes, decode.pool))
+
+
+def _most(question: Question, rated: Rated) -> int:
+    """-> how many instances of a shape fit its pool."""
+    pool, shape = question.pools[rated.pool], rated.shape
+    return pool.nodes * (pool.gpus_per_node // shape.tp) // shape.pp
+
+
+def _order(question: Question, phases: dict[str, list[Rated]]) -> Callable[[Placement], tuple[float, ...]]:
+    """-> the order of candidates: those that seem to serve the rate, by their price; then by what they serve."""
+    rates = {(phase, each.pool, each.shape): each.rate_rps for phase, rated in phases.items() for each in rated}
+
+    def order(placement: Placement) -> tuple[float, ...]:
+        price = question.price(placement)
+        serves = min(
+            engines.instances * rates[phase, engines.pool, engines.shape] for phase, engines in placement.named.items()
+        )
+        if question.rate_rps is None or serves < question.rate_rps:
+            return 1.0, -serves, price
+        return 0.0, price, -serves
+
+    return order
+
+
+def _decide(question: Question, candidates: Sequence[Placement], crew: Crew) -> Answer:
+    """Simulate whole placements, and take the best: the cheapest one whose goodput, over all seeds, is the rate."""
+    if not candidates:
+        raise NothingFits("no placement with both phases fits these nodes")
+    rate = question.rate_rps
+    if rate is not None:  # engines that share a load serve more than as many that have each a part of it
+        seed = question.seeds[0]
+        tasks = [(question.fleet(each), question.recipe, question.goal, rate, seed) for each in candidates]
+        candidates = list(dict.fromkeys(crew.shrunk(tasks)))
+    served = _served(question, candidates, crew)
+    refused: dict[Placement, Goodput] = {}
+    for _ in range(GROWTH):
+        enough = [each for each, value in served.items() if rate is not None and value >= rate and each not in refused]
+        for placement in sorted(enough, key=lambda each: (question.price(each), -served[each])):
+            refused[placement] = found = measured(question, placement, crew)
+            if rate is not None and found.value >= rate:
+                return Answer(placement, found, True)
+        if rate is None:
+            break
+        # What each phase serves alone is an estimate: one more engine may be missing.
+        grown = dict.fromkeys(each for placement in served for each in _grown(question, placement))
+        fresh = sorted((each for each in grown if each not in served), key=question.price)
+        if not fresh:
+            break
+        served |= _served(question, fresh[: 2 * FINALISTS], crew)
+    chosen = max(served, key=lambda each: (served[each], -question.price(each)))
+    found = refused.get(chosen) or measured(question, chosen, crew)
+    if not found.value:
+        raise NothingFits(
+            "together, the engines hold the SLOs at no rate: a hand-over takes too long, or too much is computed"
+        )
+    return Answer(chosen, found, rate is None or found.value >= rate)
+
+
+def measured(question: Question, placement: Placement, crew: Crew) -> Goodput:
+    """-> the goodput of a placement, over all seeds."""
+    tasks = [
+        (question.fleet(placement), question.recipe, question.goal, seed, _guess(question.rate_rps))
+        for seed in question.seeds
+    ]
+    return mean_goodput(crew.goodputs(tasks))
+
+
+def _served(question: Question, placements: Sequence[Placement], crew: Crew) -> dict[Placement, float]:
+    """-> the goodput of each, with the first seed."""
+    guess = _guess(question.rate_rps)
+    tasks = [(question.fleet(each), question.recipe, question.goal, question.seeds[0], guess) for each in placements]
+    return dict(zip(placements, crew.goodputs(tasks), strict=True))
+
+
+def _grown(question: Question, placement: Placement) -> Iterator[Placement]:
+    """-> the placements with one engine more, if they fit."""
+    for phase, engines in placement.named.items():
+        grown = placement.with_instances(phase, engines.instances + 1)
+        if question.fleet(grown).nodes is not None:
+            yield grown
+
+
+def _guess(rate: float | None) -> float:
+    return 1.0 if rate is None else rate

@@ -1,0 +1,387 @@
+"""A fleet in simulated time: requests arrive, are prefilled, handed over and decoded, and attain their SLOs or not.
+
+A prompt's leading blocks that the store has are loaded before its prefill begins, while other prompts are computed. The
+first token reaches the user from the prefill engine. Then the blocks go to a decode engine: through the store, where
+they are fetched while they are sent, or from GPU to GPU, where they hold the prefill engine's memory until they have
+been fetched; then a decode engine on the same nodes is taken, if there is one. What later prompts can find is sent to
+the store in any case. Prefill engines are chosen by the fewest tokens that wait, decode engines by the fewest
+that they have memory reserved for.
+
+TTFT and TPOT must hold for the same request. Percentiles that hold apart say less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import numpy as np
+import simpy
+
+from kvstore_serving.load.report import Slo
+from kvstore_serving.planning.colocated import ColocatedEngine
+from kvstore_serving.planning.engine import Steps
+from kvstore_serving.planning.engines import DecodeEngine, PrefillEngine
+from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.jobs import Job, Link, transfer
+from kvstore_serving.planning.placement import Engines, Placement, nodes_of
+from kvstore_serving.planning.workload import Counts, Floats, Workload
+
+WARM_UP: Final = 0.2  # of the requests come before those that are counted: the fleet is empty at first
+PARTS: Final = ("load", "prefill_queue", "prefill", "decode_memory", "hand_over", "decode")
+_AnyEngine = TypeVar("_AnyEngine", PrefillEngine, DecodeEngine, ColocatedEngine)
+
+
+class DoesNotFit(ValueError):
+    """The engines do not fit the nodes."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """An engine fails and comes back. `phase`: prefill, decode or colocated; `instance`: from 0."""
+
+    phase: str
+    instance: int
+    from_s: float
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What is simulated. `chunk_tokens`: of colocated engines; 0: they do not prefill in chunks. `batch_tokens`: of
+    prefill engines; None: from the profile."""
+
+    pools: Sequence[Pool]
+    links: Links
+    placement: Placement
+    max_batch: int = 256
+    chunk_tokens: int = 2048
+    batch_tokens: int | None = None
+    outages: Sequence[Outage] = ()
+
+    @property
+    def nodes(self) -> list[list[list[int]]] | None:
+        """For each phase, for each instance, the node of each stage. None: they do not fit."""
+        return nodes_of(self.placement, self.pools, together=self.links.via == "direct")
+
+
+@dataclass
+class Run:
+    """What became of the requests that are counted. Times in seconds, one for each, in the order of arrival; NaN for a
+    request that had not ended when the run did. `steps`: of decoding. `decided`: the run ended early, because so many
+    SLOs were missed that the rest did not matter. `kept_up`: of the requests that came in the first nine tenths of the
+    time, the share that had ended when the last one came; it falls when more comes than is served. `busy`: of each
+    phase, the share of time that its engines worked. `memory`: the largest share of an engine's memory that was
+    reserved. `links`: the share of time that the busiest link of a kind sent. `parts_s`: where the time of each
+    request went: `load` of what the store has of it, `prefill_queue`, `prefill`, `decode_memory` (the wait for
+    memory), `hand_over` (its blocks move), `decode`."""
+
+    ttft_s: Floats
+    tpot_s: Floats
+    steps: Counts
+    decided: bool
+    kept_up: float
+    duration_s: float
+    busy: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+    links: dict[str, float] = field(default_factory=dict)
+    parts_s: dict[str, Floats] = field(default_factory=dict)
+
+    def mean_parts_s(self) -> dict[str, float]:
+        """Where the time of requests goes, in the mean."""
+        return {part: float(np.nanmean(values)) for part, values in self.parts_s.items() if not np.isnan(values).all()}
+
+    def held(self, slo: Slo) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], ...]:
+        """-> for each request, whether TTFT holds, and TPOT."""
+        return self.ttft_s <= slo.ttft_s, self.tpot_s <= slo.tpot_s
+
+    def attainment(self, slo: Slo) -> float:
+        """The share of requests for which both hold."""
+        ttft, tpot = self.held(slo)
+        return float((ttft & tpot).mean())
+
+
+class _Simulation:
+    def __init__(
+        self, fleet: Fleet, workload: Workload, rate_rps: float, slo: Slo | None, allowed: float, first: int
+    ) -> None:
+        self.fleet, self.workload, self.slo = fleet, workload, slo
+        self.env = env = simpy.Environment()
+        self.over = env.event()
+        found = fleet.nodes
+        if found is None:
+            raise DoesNotFit(f"{fleet.placement} does not fit {[(p.nodes, p.gpus_per_node) for p in fleet.pools]}")
+        links = fleet.links
+        nodes = sum(pool.nodes for pool in fleet.pools)
+        self.out = [Link(links.node_bytes_per_s) for _ in range(nodes)]
+        self.into = [Link(links.node_bytes_per_s) for _ in range(nodes)]
+        self.inside = [Link(links.inside_bytes_per_s) for _ in range(nodes)]
+        self.store_in, self.store_out = (Link(links.store_bytes_per_s * links.store_nodes) for _ in range(2))
+        self.nodes: dict[object, list[int]] = {}
+        self.prefills: list[PrefillEngine] = []
+        self.decodes: list[DecodeEngine] = []
+        self.colocated: list[ColocatedEngine] = []
+        for (phase, engines), places in zip(fleet.placement.named.items(), found, strict=True):
+            for stages in places:
+                self.nodes[self._make(phase, engines)] = stages
+        pool = fleet.pools[fleet.placement.phases[0].pool]
+        self.kv_bytes = pool.profile.kv_bytes_per_token
+        self.jobs = [
+            Job(at, tokens, output, hits, number >= first)
+            for number, (at, tokens, output, hits) in enumerate(
+                zip(
+                    (workload.at / rate_rps).tolist(),
+                    workload.inputs.tolist(),
+                    workload.outputs.tolist(),
+                    workload.hits.tolist(),
+                    strict=True,
+                )
+            )
+        ]
+        self.unfinished = len(self.jobs) - first
+        self.left = math.floor(allowed * self.unfinished + 1e-9)  # misses until the run is decided
+        self.saves = bool(workload.hits.any())  # later prompts find in the store what is computed now
+        self.decided = False
+        self.source: dict[Job, tuple[PrefillEngine, int]] = {}  # who has a job's blocks, and at which epoch
+        self.served: dict[Job, ColocatedEngine] = {}  # who does both phases of a job, whose blocks are to be saved
+        env.process(self._arrivals())
+        for outage in fleet.outages:
+            env.process(self._outage(outage))
+
+    def _make(self, phase: str, engines: Engines) -> object:
+        fleet, env = self.fleet, self.env
+        profile, shape = fleet.pools[engines.pool].profile, engines.shape
+        if phase == "prefill":
+            self.prefills.append(PrefillEngine(env, profile, shape, self._prefilled, fleet.batch_tokens))
+            return self.prefills[-1]
+        if phase == "decode":
+            self.decodes.append(DecodeEngine(env, profile, shape, self._fetch, self._ended, fleet.max_batch))
+            return self.decodes[-1]
+        self.colocated.append(ColocatedEngine(env, profile, shape, self._ended, fleet.max_batch, fleet.chunk_tokens))
+        return self.colocated[-1]
+
+    # ---- the way of a request ------------------------------------------------------------------------------------
+
+    def _arrivals(self) -> Steps:
+        env = self.env
+        for job in self.jobs:
+            if job.at_s > env.now:
+                yield env.timeout(job.at_s - env.now)
+            self._dispatch(job)
+
+    def _dispatch(self, job: Job) -> None:
+        """Give a request to an engine, once what the store has of it has arrived there."""
+        if self.decodes and not self.prefills:  # decoding alone: its prefill takes no time
+            job.prefilled_s = job.first_s = job.sent_s = self.env.now
+            job.left -= 1
+            job.context += 1
+            if job.left:
+                _least(self.decodes).add(job)
+            else:
+                self._ended(job)
+            return
+        engine: PrefillEngine | ColocatedEngine
+        engine = _least(self.prefills) if self.prefills else _least(self.colocated)
+        engine.expect(job)
+        if isinstance(engine, ColocatedEngine) and self.saves:
+            self.served[job] = engine
+        if not job.hits:
+            engine.add(job)
+            return
+        there_s = transfer(
+            self.env.now, job.hits * self.kv_bytes, [(self.store_out, 1.0), *self._share(self.into, engine)]
+        )
+        epoch = engine.epoch
+
+        def loaded(_: simpy.Event) -> None:
+            if engine.epoch != epoch:  # it failed while they came
+                self._dispatch(job)
+                return
+            job.loaded_s = self.env.now
+            engine.add(job)
+
+        self.env.timeout(there_s - self.env.now).callbacks.append(loaded)
+
+    def _prefilled(self, engine: PrefillEngine, job: Job) -> None:
+        """A prompt is computed, its first token is out."""
+        now = self.env.now
+        if self.slo is not None and job.ttft_s > self.slo.ttft_s:
+            self._missed(job)
+        if not self.decodes:  # prefills alone
+            engine.release(job)
+            self._ended(job)
+            return
+        if self.fleet.links.via == "store":
+            job.sent_s = self._save(engine, job)
+            engine.after(job.sent_s - now, lambda: engine.release(job))
+        elif self.saves:
+            self._save(engine, job)
+        if not job.left:
+            if self.fleet.links.via == "direct":
+                engine.release(job)
+            self._ended(job)
+            return
+        decodes = self.decodes
+        if self.fleet.links.via == "direct":
+            self.source[job] = engine, engine.epoch
+            decodes = [each for each in decodes if self._near(engine, each) and not each.down] or decodes
+        _least(decodes).add(job)
+
+    def _save(self, engine: PrefillEngine | ColocatedEngine, job: Job) -> float:
+        """Send what was computed of a prompt to the store. -> when it is there."""
+        new = min(job.input, job.context - 1) - job.hits
+        path = [*self._share(self.out, engine), (self.store_in, 1.0)]
+        return transfer(self.env.now, max(0, new) * self.kv_bytes, path)
+
+    def _near(self, one: object, other: object) -> bool:
+        """Whether all stages of two engines are on the same nodes."""
+        return set(self.nodes[one]) == set(self.nodes[other])
+
+    def _fetch(self, engine: DecodeEngine, job: Job) -> None:
+        """A decode engine has memory for a request: fetch its blocks."""
+        now, nbytes = self.env.now, (job.context - 1) * self.kv_bytes
+        job.admitted_s = now
+        source, epoch = self.source.pop(job, (None, 0))
+        if source is not None and source.epoch != epoch:  # the blocks are gone with the engine that had them
+            engine.give_up(job)
+            self._dispatch(job)
+            return
+        if self.fleet.links.via == "store":
+            path = [(self.store_out, 1.0), *self._share(self.into, engine)]
+            there_s = max(job.sent_s, transfer(now, nbytes, path))
+        elif source is None:  # decoding alone
+            there_s = now
+        else:
+            there_s = transfer(now, nbytes, self._direct(source, engine))
+            source.after(there_s - now, lambda: source.release(job))
+
+        def arrived() -> None:
+            job.ready_s = self.env.now
+            engine.arrived(job)
+
+        engine.after(there_s - now, arrived)
+
+    def _ended(self, job: Job) -> None:
+        if job.last_s < 0:
+            job.last_s = job.first_s
+        if self.saves and job in self.served:
+            self._save(self.served.pop(job), job)
+        if not job.counted:
+            return
+        self.unfinished -= 1
+        if self.slo is not None and (job.ttft_s > self.slo.ttft_s or job.tpot_s > self.slo.tpot_s):
+            self._missed(job)
+        if self.unfinished == 0 and not self.over.triggered:
+            self.over.succeed()
+
+    def _missed(self, job: Job) -> None:
+        if job.missed or not job.counted:
+            return
+        job.missed = True
+        self.left -= 1
+        if self.left < 0 and not self.over.triggered:
+            self.decided = True
+            self.over.succeed()
+
+    # ---- links ---------------------------------------------------------------------------------------------------
+
+    def _share(self, links: Sequence[Link], engine: object) -> list[tuple[Link, float]]:
+        """-> the links of the nodes that an engine's stages are on, each with the share of the layers there."""
+        stages = self.nodes[engine]
+        return [(links[node], stages.count(node) / len(stages)) for node in dict.fromkeys(stages)]
+
+    def _direct(self, source: PrefillEngine, engine: DecodeEngine) -> list[tuple[Link, float]]:
+        sent, taken = dict(self._share_of(source)), dict(self._share_of(engine))
+        path: list[tuple[Link, float]] = []
+        for node, share in sent.items():
+            stays = min(share, taken.get(node, 0.0))
+            path += [(self.inside[node], stays)] if stays else []
+            path += [(self.out[node], share - stays)] if share > stays else []
+        for node, share in taken.items():
+            comes = share - min(share, sent.get(node, 0.0))
+            path += [(self.into[node], comes)] if comes else []
+        return path
+
+    def _share_of(self, engine: object) -> list[tuple[int, float]]:
+        stages = self.nodes[engine]
+        return [(node, stages.count(node) / len(stages)) for node in dict.fromkeys(stages)]
+
+    # ---- failures ------------------------------------------------------------------------------------------------
+
+    def _outage(self, outage: Outage) -> Steps:
+        engines: dict[str, Sequence[PrefillEngine | DecodeEngine | ColocatedEngine]]
+        engines = {"prefill": self.prefills, "decode": self.decodes, "colocated": self.colocated}
+        engine = engines[outage.phase][outage.instance]
+        yield self.env.timeout(outage.from_s)
+        lost = engine.fail()
+        for job in lost:
+            source, epoch = self.source.pop(job, (None, 0))
+            if source is not None and source.epoch == epoch:
+                source.release(job)
+            # The store has the blocks of its prompt if they were computed; what was generated is computed again.
+            if job.prefilled_s >= 0 and self.fleet.links.via == "store":
+                job.hits = min(job.input, job.context - 1)
+            self._dispatch(job)
+        yield self.env.timeout(outage.until_s - outage.from_s)
+        engine.recover()
+
+    # ---- the result ----------------------------------------------------------------------------------------------
+
+    def run(self) -> Run:
+        self.env.run(until=self.over)
+        now = self.env.now
+        counted = [job for job in self.jobs if job.counted]
+        ttft = np.array([job.ttft_s if job.first_s >= 0 else np.nan for job in counted])
+        tpot = np.array([job.tpot_s if job.last_s >= 0 else np.nan for job in counted])
+        run = Run(
+            ttft, tpot, np.maximum(1, np.array([job.output - 1 for job in counted])), self.decided, self._kept_up(), now
+        )
+        phases: dict[str, Sequence[PrefillEngine | DecodeEngine | ColocatedEngine]]
+        phases = {"prefill": self.prefills, "decode": self.decodes, "colocated": self.colocated}
+        for name, engines in phases.items():
+            if engines:
+                run.busy[name] = sum(engine.busy_s for engine in engines) / len(engines) / now
+                run.memory[name] = max(engine.peak / engine.capacity for engine in engines)
+        kinds = {"node": [*self.out, *self.into], "inside": self.inside, "store": [self.store_in, self.store_out]}
+        for name, links in kinds.items():
+            run.links[name] = max(link.sent_bytes / link.bytes_per_s for link in links) / now
+        times = np.array(
+            [
+                (job.at_s, job.loaded_s, job.begun_s, job.prefilled_s, job.admitted_s, job.ready_s, job.last_s)
+                for job in counted
+            ]
+        )
+        times[times < 0] = np.nan
+        run.parts_s = dict(zip(PARTS, np.diff(times, axis=1).T, strict=True))
+        return run
+
+    def _kept_up(self) -> float:
+        last = self.jobs[-1].at_s
+        early = [job for job in self.jobs if job.at_s <= 0.9 * last]
+        return sum(0 <= job.last_s <= last for job in early) / len(early)
+
+
+def simulate(
+    fleet: Fleet,
+    workload: Workload,
+    rate_rps: float,
+    slo: Slo | None = None,
+    percentile: float | None = None,
+    warm_up: int | None = None,
+) -> Run:
+    """Play a workload at a rate. Raises `DoesNotFit`.
+
+    warm_up: so many of the first requests are not counted; None: a share of them, `WARM_UP`.
+
+    With `slo` and `percentile`, the run ends as soon as so many requests have missed their SLOs that the percentile
+    cannot be held."""
+    allowed = 1.0 if percentile is None else 1 - percentile / 100
+    first = int(len(workload) * WARM_UP) if warm_up is None else warm_up
+    return _Simulation(fleet, workload, rate_rps, slo, allowed, first).run()
+
+
+def _least(engines: Sequence[_AnyEngine]) -> _AnyEngine:
+    """-> the engine with the fewest tokens, of those that work, if one does."""
+    return min(engines, key=lambda engine: (engine.down, engine.pending))

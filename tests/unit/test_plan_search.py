@@ -1,0 +1,369 @@
+"""Profiles, workloads, the search and the plan, without the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore_serving.load.report import Slo
+from kvstore_serving.planning.fitting import Sample, TooFew, fit_decode, fit_prefill
+from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.goodput import Crew, Goal, goodput, mean_goodput
+from kvstore_serving.planning.hit_curve import CurveError, read_curve
+from kvstore_serving.planning.jobs import Link, transfer
+from kvstore_serving.planning.placement import Engines, Placement, Shape, nodes_of
+from kvstore_serving.planning.plan import make_plan
+from kvstore_serving.planning.profile import (
+    DecodeTimes,
+    Degree,
+    PrefillTimes,
+    Profile,
+    ProfileError,
+    from_distserve,
+    read_profile,
+    shipped,
+    write_profile,
+)
+from kvstore_serving.planning.search import NothingFits, Question, best, best_colocated, rate_phases
+from kvstore_serving.planning.simulator import Fleet
+from kvstore_serving.planning.watching import Load, Watched, propose
+from kvstore_serving.planning.workload import Lengths, Replayed, Synthetic, rate_of
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Crew(executor, lambda done, of: None)
+
+
+def small_profile(kv_tokens: int = 20_000, name: str = "small") -> Profile:
+    """A prefill of 500 tokens takes 0.1 s on one GPU and 0.06 s on two; a step of ten requests takes 20 ms."""
+    degrees = [
+        Degree(1, PrefillTimes(0.01, 0.00018, 0.0), [DecodeTimes(0.01, 1e-7, 0.001)], {1: kv_tokens, 2: 2 * kv_tokens}),
+        Degree(2, PrefillTimes(0.01, 0.0001, 0.0), [DecodeTimes(0.008, 1e-7, 0.0006)], {1: 2 * kv_tokens}),
+    ]
+    return Profile(name, "m", "gpu", "made for a test", False, 1000, degrees)
+
+
+def question(rate_rps: float | None = 5.0, nodes: int = 2, gpus: int = 4, **changes: object) -> Question:
+    given = {
+        "pools": [Pool(small_profile(), nodes, gpus)],
+        "links": Links(),
+        "recipe": Synthetic(Lengths(500), Lengths(20)),
+        "goal": Goal(Slo(0.3, 0.05), 90),
+        "rate_rps": rate_rps,
+        "seeds": (0, 1),
+    }
+    return Question(**(given | changes))  # type: ignore[arg-type]
+
+
+# ---- profiles ----------------------------------------------------------------------------------------------------
+
+
+def test_fits_give_back_what_made_the_samples() -> None:
+    prefill, decode = PrefillTimes(0.02, 1e-4, 3e-9), DecodeTimes(0.01, 2e-7, 5e-4)
+    loads = [(requests, tokens) for requests in (1, 2, 4, 8) for tokens in (100, 700, 3000)]
+    found = fit_prefill([Sample(b, n, prefill.of(b * n, b * n**2)) for b, n in loads])
+    assert (found.fixed_s, found.per_token_s, found.per_token_squared_s) == pytest.approx((0.02, 1e-4, 3e-9))
+    assert found.error == pytest.approx(0, abs=1e-9)
+    step = fit_decode([Sample(b, n, decode.of(b, b * n)) for b, n in loads])
+    assert (step.fixed_s, step.per_context_token_s, step.per_request_s) == pytest.approx((0.01, 2e-7, 5e-4))
+
+
+def test_fits_weigh_relative_errors_and_are_never_negative() -> None:
+    random = np.random.default_rng(0)
+    falling = [Sample(1, n, 0.1 - n * 1e-5 + random.normal(0, 1e-4)) for n in (100, 200, 400, 800, 1600)]
+    found = fit_prefill(falling)
+    assert min(found.fixed_s, found.per_token_s, found.per_token_squared_s) >= 0
+    noisy = [Sample(1, n, (0.01 + n * 1e-4) * factor) for n in (10, 10_000) for factor in (0.9, 1.1, 1.0)]
+    noisy += [Sample(1, 1000, 0.11)]
+    assert fit_prefill(noisy).of(10, 100) == pytest.approx(0.011, rel=0.1), "the short one counts as much"
+
+
+def test_too_few_samples_are_an_error() -> None:
+    with pytest.raises(TooFew, match="2 different loads"):
+        fit_prefill([Sample(1, 100, 0.1), Sample(1, 100, 0.2), Sample(1, 200, 0.2)])
+
+
+def test_shipped_profiles_are_read_and_say_where_they_are_from() -> None:
+    assert "opt-13b-a100-80g" in shipped()
+    for name in shipped():
+        profile = read_profile(name)
+        assert not profile.measured and "DistServe" in profile.source and profile.name == name
+        for degree in profile.degrees:
+            assert 0.001 < degree.prefill.of(512, 512**2) < 1 and 0.001 < degree.step_s(8, 8 * 1000) < 0.2
+    thirteen = read_profile("opt-13b-a100-80g").degree(1)
+    assert thirteen.prefill.fixed_s == pytest.approx(0.01810254647486372), "seconds, from milliseconds"
+    assert thirteen.step_s(94, 0) == pytest.approx((19.934702624895458 + 94 * 0.03850697740828398) / 1000)
+    assert thirteen.step_s(95, 0) == pytest.approx((7.1661889468253595 + 95 * 0.15831096191764046) / 1000)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    write_profile(small_profile(), path)
+    assert read_profile(str(path)) == small_profile()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"degrees": []}, "expected at least one degree"),
+        ({"extra": 1}, "unknown field `extra`"),
+        ({"kv_bytes_per_token": 0}, "kv_bytes_per_token"),
+        ({"stage_s": -1}, "stage_s"),
+    ],
+)
+def test_a_profile_that_is_wrong_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(msgspec.to_builtins(small_profile(), str_keys=True) | change))
+    with pytest.raises(ProfileError, match=message):
+        read_profile(str(path))
+
+
+def test_pieces_of_decoding_must_begin_at_one_and_rise(tmp_path: Path) -> None:
+    document = msgspec.to_builtins(small_profile(), str_keys=True)
+    document["degrees"][0]["decode"][0]["from_batch"] = 2
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match="expected from_batch to rise from 1, found"):
+        read_profile(str(path))
+    with pytest.raises(ProfileError, match=r"expected a file that .* or one of opt-13b"):
+        read_profile(str(tmp_path / "no.json"))
+
+
+def test_distserves_files_are_read() -> None:
+    one = {"decoding_large_small_bs_threshold": 95, "prefill": [18.1, 0.1, 7e-6]}
+    one |= {"decoding_smallbs": [19.9, 6e-4, 0.04], "decoding_largebs": [7.2, 5e-4, 0.16]}
+    coefficients = json.dumps({"m": {"1": one, "8": one}}).encode()
+    [degree] = from_distserve(coefficients, [("m", "1", "2", "163008"), ("other", "8", "1", "5")], "m")
+    assert (degree.tp, degree.kv_tokens, degree.decode[1].from_batch) == (1, {2: 163008}, 95)
+    with pytest.raises(ProfileError, match="no model 'x' there: expected one of m"):
+        from_distserve(coefficients, [], "x")
+
+
+# ---- workloads ---------------------------------------------------------------------------------------------------
+
+
+def test_lengths_have_the_mean_and_the_variation_that_were_asked_for() -> None:
+    made = Synthetic(Lengths(500, 1.0), Lengths(50, 0.5), arrival_cv=2.0, hit_rate=0.25).make(40_000, 1)
+    assert made.inputs.mean() == pytest.approx(500, rel=0.03)
+    assert made.inputs.std() / made.inputs.mean() == pytest.approx(1.0, rel=0.1)
+    assert made.outputs.std() / made.outputs.mean() == pytest.approx(0.5, rel=0.1)
+    gaps = np.diff(made.at)
+    assert gaps.mean() == pytest.approx(1.0, rel=0.05) and gaps.std() == pytest.approx(2.0, rel=0.1)
+    assert made.means.hit_rate == pytest.approx(0.25, abs=0.01)
+    equal = Synthetic(Lengths(5), Lengths(5), arrival_cv=0.0).make(10, 0)
+    assert np.diff(equal.at) == pytest.approx(1.0)
+
+
+def trace(path: Path, prompts: list[list[int]]) -> Path:
+    lines = [
+        {"timestamp": 100 * number, "input_length": 512 * len(ids), "output_length": 5, "hash_ids": ids}
+        for number, ids in enumerate(prompts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_prompts_of_a_trace_find_what_they_share_in_the_store(tmp_path: Path) -> None:
+    file = trace(tmp_path / "t.jsonl", [[1, 2, 3], [1, 2, 4], [9, 2], [1, 2, 3]])
+    whole = Replayed(file).make(4, 0)
+    assert whole.hits.tolist() == [0, 1024, 0, 1535], "leading blocks only, and one token is always computed"
+    assert whole.kept_tokens == 6 * 512 - 512
+    small = Replayed(file, kept_tokens=2 * 512).make(4, 0)
+    assert small.hits.tolist() == [0, 1024, 0, 0] and small.kept_tokens == 2 * 512
+    assert Replayed(file, hits=False).make(4, 0).hits.tolist() == [0] * 4
+    again = Replayed(file).make(6, 0)
+    assert again.inputs.tolist() == [*whole.inputs.tolist(), *whole.inputs.tolist()[:2]], "a short trace comes again"
+    assert np.diff(again.at) == pytest.approx(1.0)
+    assert rate_of(file) == pytest.approx(10.0)
+    assert np.diff(whole.at) == pytest.approx(1.0), "one a second in the mean"
+
+
+def test_parts_of_a_trace_are_as_busy_as_they_are(tmp_path: Path) -> None:
+    lines = [(0, 1), (1000, 2), (1100, 3), (1200, 4)]
+    file = tmp_path / "t.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": 9, "output_length": 5, "hash_ids": [block]}) + "\n"
+            for at, block in lines
+        )
+    )
+    busy, calm = (Replayed(file, parts=2).make(2, seed) for seed in (0, 1))  # 0: the one in the middle
+    assert calm.at[1] == pytest.approx(10 * busy.at[1])
+
+
+def test_a_hit_curve_is_read_from_a_result_of_the_eviction_benchmark(tmp_path: Path) -> None:
+    file = tmp_path / "eviction.json"
+    parameters = {"group": "trace", "blocks": [10, 20], "hit_rate": {"default": [0.2, 0.4]}}
+    file.write_text(json.dumps({"cases": [{"parameters": parameters}]}))
+    curve = read_curve(file)
+    assert [curve.at(blocks * 512) for blocks in (0, 5, 15, 99)] == pytest.approx([0.0, 0.1, 0.3, 0.4])
+    file.write_text("{}")
+    with pytest.raises(CurveError, match=r"not a result of `python -m benchmarks\.eviction"):
+        read_curve(file)
+
+
+# ---- the search --------------------------------------------------------------------------------------------------
+
+
+def test_the_goodput_is_the_highest_rate_that_holds() -> None:
+    """One prefill takes 0.1 s: with a TTFT of 0.2 s for 90 % the utilisation may be 0.39, says the exact tail."""
+    made = Profile(
+        "p",
+        "m",
+        "g",
+        "test",
+        False,
+        1,
+        [Degree(1, PrefillTimes(0, 1e-3, 0), [DecodeTimes(1e-9, 0, 0)], {1: 10**9})],
+        0.0,
+    )
+    fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1)
+    goal = Goal(Slo(0.2, 1.0), 90)
+    values = [goodput(fleet, Synthetic(Lengths(100), Lengths(1)), goal, seed) for seed in range(6)]
+    assert np.mean(values) == pytest.approx(3.92, rel=0.1)
+    found = mean_goodput(values)
+    assert found.ci95 is not None and found.ci95[0] < 3.92 < found.ci95[1]
+    never = Goal(Slo(0.09, 1.0), 90)
+    assert goodput(fleet, Synthetic(Lengths(100), Lengths(1)), never, 0) == 0.0
+
+
+def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew: Crew) -> None:
+    asked = question()
+    answer = best(asked, rate_phases(asked, crew), crew)
+    assert answer.enough and answer.goodput.value >= 5.0
+    assert nodes_of(answer.placement, asked.pools) is not None
+    for phase, engines in answer.placement.named.items():
+        if engines.instances == 1:
+            continue
+        fewer = msgspec.structs.replace(engines, instances=engines.instances - 1)
+        placement = msgspec.structs.replace(answer.placement, **{phase: fewer})
+        assert goodput(asked.fleet(placement), asked.recipe, asked.goal, 0, 5.0) < 5.0, "one less would not do"
+
+
+def test_more_than_all_gpus_can_serve_is_said(crew: Crew) -> None:
+    asked = question(rate_rps=1000.0, nodes=1)
+    answer = best(asked, rate_phases(asked, crew), crew)
+    assert not answer.enough and answer.goodput.value < 1000
+    assert answer.placement.gpus <= 4
+
+
+def test_slower_links_and_shorter_slos_serve_less(crew: Crew) -> None:
+    placement = Placement(Engines(Shape(1, 1), 2), Engines(Shape(1, 1), 2))
+    values = {}
+    for name, changes in {
+        "base": {},
+        "slow": {"links": Links(node_bytes_per_s=1e6)},
+        "strict": {"goal": Goal(Slo(0.15, 0.05), 90)},
+        "cached": {"recipe": Synthetic(Lengths(500), Lengths(20), hit_rate=0.8)},
+    }.items():
+        asked = question(**changes)
+        values[name] = goodput(asked.fleet(placement), asked.recipe, asked.goal, 0, 5.0)
+    assert values["slow"] < values["base"] and values["strict"] < values["base"] < values["cached"]
+
+
+def test_a_slo_that_no_engine_holds_is_named(crew: Crew) -> None:
+    for goal, message in ((Goal(Slo(0.01, 1), 90), "TTFT of 0.01 s"), (Goal(Slo(1, 0.001), 90), "TPOT of 0.001 s")):
+        asked = question(goal=goal)
+        with pytest.raises(NothingFits, match=message):
+            best(asked, rate_phases(asked, crew), crew)
+    asked = question(goal=Goal(Slo(0.01, 1), 90))
+    assert best_colocated(asked, rate_phases(asked, crew), crew) is None
+
+
+def test_direct_hand_overs_have_both_phases_on_one_node(crew: Crew) -> None:
+    asked = question(links=Links("direct", node_bytes_per_s=1e3, inside_bytes_per_s=1e12))
+    answer = best(asked, rate_phases(asked, crew), crew)
+    assert answer.enough
+    prefill, decode = answer.placement.prefill, answer.placement.decode
+    assert prefill is not None and decode is not None and prefill.shape.pp == decode.shape.pp
+    with pytest.raises(NothingFits, match="take --via store"):
+        alone = question(gpus=1, links=Links("direct"))
+        best(alone, rate_phases(alone, crew), crew)
+
+
+def test_the_cheaper_gpus_are_taken(crew: Crew) -> None:
+    dear, cheap = (Pool(small_profile(name=name), 2, 4, price) for name, price in (("dear", 5.0), ("cheap", 1.0)))
+    asked = question(pools=[dear, cheap])
+    answer = best(asked, rate_phases(asked, crew), crew)
+    assert {engines.pool for engines in answer.placement.phases} == {1}
+
+
+def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
+    recipe = Synthetic(Lengths(500), Lengths(20), hit_rate=0.5)
+    plan = make_plan(question(recipe=recipe, keep_s=100.0), crew)
+    assert plan.enough and plan.store.rate_rps == 5.0
+    assert plan.store.write_bytes_per_s == pytest.approx(5 * 250 * 1000)
+    assert plan.store.read_bytes_per_s == pytest.approx(5 * (250 + 500) * 1000)
+    assert plan.store.capacity_bytes == pytest.approx(5 * 250 * 1000 * 100, rel=0.1)
+    assert plan.store.nodes == 1
+    assert plan.goodput_rps_per_gpu.value == pytest.approx(plan.goodput_rps / plan.gpus)
+    changes = {each.change: each.ratio for each in plan.sensitivity}
+    assert changes["nothing in the store"] < 1 and changes["TTFT SLO half"] <= 1 <= changes["TTFT SLO twice"]
+    rates = [point.rate_rps for point in plan.curve]
+    assert rates == sorted(rates) and plan.curve[0].attainment > 0.9 > plan.curve[-1].attainment
+
+
+@pytest.mark.parametrize(
+    ("changes", "short"),
+    [
+        ({}, "prefill compute"),
+        ({"pools": [Pool(small_profile(kv_tokens=1100), 1, 2)], "goal": Goal(Slo(5.0, 0.05), 90)}, "decode memory"),
+        ({"links": Links(store_bytes_per_s=3e6), "fixed_store": True}, "store bandwidth"),
+        ({"recipe": Synthetic(Lengths(50), Lengths(200)), "goal": Goal(Slo(1.0, 0.025), 90)}, "decode compute"),
+    ],
+)
+def test_a_plan_names_what_is_short_first(crew: Crew, changes: dict[str, object], short: str) -> None:
+    asked = question(rate_rps=None, nodes=1, gpus=2, **changes)
+    plan = make_plan(asked, crew, sensitivity=False)
+    assert plan.binding == short
+
+
+# ---- what a review found -----------------------------------------------------------------------------------------
+
+
+def test_engines_that_share_a_load_are_no_more_than_it_takes(crew: Crew) -> None:
+    """One engine alone may be 29 % busy for a TTFT of twice its prefill; several that share the load, far more."""
+    degree = Degree(1, PrefillTimes(0.1, 0, 0), [DecodeTimes(1e-6, 0, 0)], {1: 10**9})
+    made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
+    asked = question(
+        rate_rps=20.0,
+        pools=[Pool(made, 12, 1)],
+        recipe=Synthetic(Lengths(100), Lengths(2)),
+        goal=Goal(Slo(0.2, 1.0), 90),
+    )
+    answer = best(asked, rate_phases(asked, crew), crew)
+    prefill = answer.placement.prefill
+    assert answer.enough and prefill is not None and prefill.instances <= 4
+
+
+def test_a_loose_slo_does_not_make_an_engine_faster(crew: Crew) -> None:
+    """A backlog that grows for a few minutes is within a SLO of minutes; the engine cannot serve it all the same."""
+    degree = Degree(1, PrefillTimes(0.1, 0, 0), [DecodeTimes(1e-6, 0, 0)], {1: 10**9})
+    made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
+    fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(prefill=Engines(Shape(1, 1), 1)), batch_tokens=1)
+    for ttft in (5.0, 60.0, 600.0):
+        value = goodput(fleet, Synthetic(Lengths(100), Lengths(1)), Goal(Slo(ttft, 1.0), 90), 0)
+        assert 8.0 < value < 12.0, f"TTFT {ttft}: 10 prompts a second is all it can compute"
+
+
+def test_a_link_that_is_behind_does_not_idle_the_others() -> None:
+    slow, fast = Link(1.0), Link(100.0)
+    assert transfer(0.0, 10.0, [(slow, 1.0), (fast, 1.0)]) == pytest.approx(10.0)
+    assert transfer(0.0, 10.0, [(fast, 1.0)]) == pytest.approx(0.2)
+
+
+def test_roles_that_are_shared_are_compared_too(crew: Crew) -> None:
+    watched = Watched(small_profile(), Shape(1, 1), Links(), Goal(Slo(0.3, 0.05), 90), seeds=(0,))
+    load = Load(4.0, 500.0, 20.0, 0.0)
+    proposal = propose(watched, load, 2, None, [], crew)
+    assert proposal.now is not None and proposal.best is not None
+    assert (proposal.now.prefill, proposal.now.decode) == (2, 2)
+    assert proposal.change is (proposal.best.goodput_rps >= 1.05 * proposal.now.goodput_rps)

@@ -1,0 +1,216 @@
+"""The simulator: against the closed forms, and against what must hold whatever is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore_serving.load.report import Slo
+from kvstore_serving.planning import queueing
+from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.placement import Engines, Placement, Shape, nodes_of
+from kvstore_serving.planning.profile import DecodeTimes, Degree, PrefillTimes, Profile
+from kvstore_serving.planning.simulator import DoesNotFit, Fleet, Outage, simulate
+from kvstore_serving.planning.workload import Lengths, Synthetic, Workload
+
+FAST = Links(node_bytes_per_s=1e15, inside_bytes_per_s=1e15, store_bytes_per_s=1e15)
+
+
+def profile(
+    *,
+    fixed_s: float = 0.0,
+    per_token_s: float = 0.001,
+    step_s: float = 0.01,
+    kv_tokens: int = 1_000_000,
+    kv_bytes: int = 1,
+) -> Profile:
+    degrees = [
+        Degree(
+            tp,
+            PrefillTimes(fixed_s / tp, per_token_s / tp, 0.0),
+            [DecodeTimes(step_s, 0.0, 0.0)],
+            {1: kv_tokens, 2: kv_tokens},
+        )
+        for tp in (1, 2)
+    ]
+    return Profile("p", "m", "g", "made for a test", False, kv_bytes, degrees, stage_s=0.0)
+
+
+def fleet(placement: Placement, made: Profile | None = None, links: Links = FAST, nodes: int = 8) -> Fleet:
+    return Fleet([Pool(made or profile(), nodes, 2)], links, placement, batch_tokens=1)
+
+
+def requests(count: int, inputs: int, outputs: int, gap_s: float = 1.0, hits: int = 0) -> Workload:
+    counts = [np.full(count, value, dtype=np.int64) for value in (inputs, outputs, hits)]
+    return Workload(np.arange(count) * gap_s, *counts, "test")
+
+
+APART = Placement(Engines(Shape(1, 1), 1), Engines(Shape(1, 1), 1))
+COLOCATED = Placement(colocated=Engines(Shape(1, 1), 1))
+
+
+@pytest.mark.parametrize(("shape", "load"), [(Shape(1, 1), 0.7), (Shape(1, 2), 1.4), (Shape(2, 1), 1.2)])
+def test_prefills_of_one_length_wait_as_the_closed_forms_say(shape: Shape, load: float) -> None:
+    """One device, a pipeline, and tensor parallelism with a speed-up of 2: the three cases of the closed forms."""
+    made = Synthetic(Lengths(1000), Lengths(1)).make(100_000, 3)
+    run = simulate(fleet(Placement(prefill=Engines(shape, 1))), made, load)
+    expected = {
+        Shape(1, 1): lambda: queueing.one_device(1.0, load),
+        Shape(1, 2): lambda: queueing.inter_op(1.0, load, 2),
+        Shape(2, 1): lambda: queueing.intra_op(1.0, load, 2.0),
+    }[shape]()
+    assert run.ttft_s.mean() == pytest.approx(expected.ttft_s.mean, rel=0.03)
+    assert np.percentile(run.ttft_s, 90) == pytest.approx(expected.ttft_s.p90, rel=0.05)
+    assert run.busy["prefill"] == pytest.approx(expected.utilisation, rel=0.02)
+
+
+def test_a_request_alone_takes_its_prefill_its_transfer_and_its_steps() -> None:
+    links = Links(node_bytes_per_s=1000.0, store_bytes_per_s=1e15)
+    run = simulate(fleet(APART, links=links), requests(10, 100, 11, gap_s=100.0), 1.0)
+    assert run.ttft_s == pytest.approx(0.1)
+    # 100 bytes over the prefill engine's link, while the decode engine reads them over its own, and ten steps.
+    assert run.tpot_s == pytest.approx((0.1 + 10 * 0.01) / 10)
+    assert run.mean_parts_s() == pytest.approx(
+        {"load": 0, "prefill_queue": 0, "prefill": 0.1, "decode_memory": 0, "hand_over": 0.1, "decode": 0.1}, abs=1e-9
+    )
+
+
+def test_what_the_store_has_of_a_prompt_is_loaded_and_not_computed() -> None:
+    links = Links(node_bytes_per_s=1000.0, store_bytes_per_s=1e15)
+    run = simulate(fleet(APART, links=links), requests(10, 100, 2, gap_s=100.0, hits=80), 1.0)
+    assert run.ttft_s == pytest.approx(0.08 + 0.02)
+
+
+def test_blocks_of_many_share_a_link() -> None:
+    links = Links(node_bytes_per_s=100.0, store_bytes_per_s=1e15)
+    placement = Placement(Engines(Shape(1, 1), 2), Engines(Shape(1, 1), 1))
+    run = simulate(fleet(placement, links=links), requests(200, 100, 2, gap_s=0.2), 1.0)
+    assert run.duration_s >= 200 * 100 / 100.0, "100 bytes each, at 100 bytes/s into one node"
+    assert run.links["node"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_decode_engine_takes_no_more_than_its_memory_holds() -> None:
+    made = profile(kv_tokens=250)
+    run = simulate(fleet(APART, made), requests(50, 100, 41, gap_s=0.01), 1.0)
+    assert run.memory["decode"] <= 1.0
+    assert run.mean_parts_s()["decode_memory"] > 0.05, "two at a time, the others wait"
+
+
+def test_a_prompt_that_no_memory_holds_is_computed_alone() -> None:
+    made = profile(kv_tokens=50)
+    assert np.isfinite(simulate(fleet(APART, made), requests(10, 100, 5), 1.0).tpot_s).all()
+    assert np.isfinite(simulate(fleet(COLOCATED, made), requests(10, 100, 5), 1.0).tpot_s).all()
+
+
+def test_directly_handed_blocks_hold_the_prefill_engines_memory_until_they_are_fetched() -> None:
+    slow = Links("direct", node_bytes_per_s=100.0, inside_bytes_per_s=100.0)
+    made = profile(kv_tokens=150)
+    direct = simulate(fleet(APART, made, slow), requests(20, 100, 2, gap_s=0.1), 1.0)
+    through = simulate(
+        fleet(APART, made, replace_links(slow, via="store", node_bytes_per_s=1e15)),
+        requests(20, 100, 2, gap_s=0.1),
+        1.0,
+    )
+    assert direct.ttft_s.max() > 10, "the second waits until the first has been fetched, a second each"
+    assert through.ttft_s.max() < 1
+
+
+def replace_links(links: Links, **changes: object) -> Links:
+    return Links(**{name: getattr(links, name) for name in links.__struct_fields__} | changes)
+
+
+def test_stages_of_both_phases_share_a_node_when_blocks_go_directly() -> None:
+    pool = Pool(profile(), nodes=4, gpus_per_node=2)
+    placement = Placement(Engines(Shape(1, 2), 2), Engines(Shape(1, 2), 2))
+    together, apart = (nodes_of(placement, [pool], together=each) for each in (True, False))
+    assert together is not None and apart is not None
+    assert together[0] == together[1]
+    slow = Links("direct", node_bytes_per_s=1.0, inside_bytes_per_s=1e15)
+    run = simulate(Fleet([pool], slow, placement), requests(10, 100, 2, gap_s=10), 1.0)
+    assert run.links["node"] == 0.0 and run.tpot_s.max() < 0.1
+
+
+def test_chunks_keep_decoding_beside_a_long_prefill() -> None:
+    mixed = Workload(
+        np.array([0.0, 0.5]), np.array([10, 4000]), np.array([400, 1]), np.zeros(2, dtype=np.int64), "test"
+    )
+    times = {
+        chunk: simulate(replace(fleet(COLOCATED), chunk_tokens=chunk), mixed, 1.0, warm_up=0).tpot_s[0]
+        for chunk in (0, 100)
+    }
+    assert times[0] == pytest.approx((399 * 0.01 + 4.0) / 399, rel=0.02), "it waits for the whole prompt"
+    assert times[100] == pytest.approx((399 * 0.01 + 4.0) / 399, rel=0.05), "as long, in small steps"
+    small = simulate(replace(fleet(COLOCATED), chunk_tokens=20), mixed, 1.0, warm_up=0)
+    assert small.ttft_s[1] > 5, "a smaller budget takes the prompt longer"
+    assert small.tpot_s[0] < times[100] + 0.02
+
+
+def test_a_run_ends_when_too_many_have_missed() -> None:
+    made = Synthetic(Lengths(1000), Lengths(5)).make(2000, 0)
+    run = simulate(fleet(APART), made, 3.0, Slo(2.0, 1.0), 90)
+    assert run.decided
+    assert run.duration_s < made.at[-1] / 3.0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "colocated"])
+def test_an_engine_that_fails_loses_no_request(phase: str) -> None:
+    both = Placement(Engines(Shape(1, 1), 2), Engines(Shape(1, 1), 2))
+    placement = both if phase != "colocated" else Placement(colocated=Engines(Shape(1, 1), 2))
+    outages = (Outage(phase, 0, 10.0, 20.0), Outage(phase, 1, 15.0, 25.0))  # for five seconds, there is none
+    made = Synthetic(Lengths(300), Lengths(40)).make(200, 1)
+    calm = simulate(fleet(placement), made, 2.0, warm_up=0)
+    run = simulate(replace(fleet(placement), outages=outages), made, 2.0, warm_up=0)
+    for each in (run.ttft_s, run.tpot_s):
+        assert np.isfinite(each).all() and (each >= 0).all()
+    assert run.ttft_s.sum() + run.tpot_s.sum() > calm.ttft_s.sum() + calm.tpot_s.sum()
+
+
+def test_engines_that_do_not_fit_the_nodes_are_refused() -> None:
+    with pytest.raises(DoesNotFit):
+        simulate(fleet(Placement(Engines(Shape(2, 1), 8), Engines(Shape(2, 1), 1))), requests(10, 10, 2), 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    load=st.floats(0.1, 5.0),
+    engines=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    shape=st.sampled_from([Shape(1, 1), Shape(1, 2), Shape(2, 1)]),
+    kind=st.sampled_from(["store", "direct", "colocated", "whole prompts"]),
+    hit_rate=st.sampled_from([0.0, 0.5]),
+    kv_tokens=st.sampled_from([500, 3000, 100_000]),
+    outage=st.booleans(),
+)
+def test_every_request_ends_in_its_order(
+    seed: int,
+    load: float,
+    engines: tuple[int, int],
+    shape: Shape,
+    kind: str,
+    hit_rate: float,
+    kv_tokens: int,
+    outage: bool,
+) -> None:
+    made = Synthetic(Lengths(200, 1.0), Lengths(20, 1.0), hit_rate=hit_rate).make(60, seed)
+    links = Links("direct" if kind == "direct" else "store", 1e5, 1e6, 1e5)
+    apart = Placement(Engines(shape, engines[0]), Engines(shape, engines[1]))
+    placement = apart if kind in ("store", "direct") else Placement(colocated=Engines(shape, engines[0]))
+    one = fleet(placement, profile(fixed_s=0.01, kv_tokens=kv_tokens), links, nodes=12)
+    phase = "decode" if placement is apart else "colocated"
+    one = replace(
+        one,
+        chunk_tokens=0 if kind == "whole prompts" else 64,
+        outages=[Outage(phase, 0, 5.0, 6.0)] if outage else [],
+    )
+    run = simulate(one, made, load, warm_up=0)
+    assert len(run.ttft_s) == 60
+    assert (run.ttft_s > 0).all() and (run.tpot_s >= 0).all(), "no time runs backwards"
+    assert np.isfinite(run.ttft_s).all() and np.isfinite(run.tpot_s).all(), "nothing is lost"
+    for share in (*run.busy.values(), *run.links.values()):
+        assert 0 <= share <= 1 + 1e-9, "nobody works more than all the time"
+    again = simulate(one, made, load, warm_up=0)
+    assert (again.ttft_s == run.ttft_s).all() and (again.tpot_s == run.tpot_s).all(), "a seed gives one result"
