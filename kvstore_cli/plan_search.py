@@ -52,7 +52,7 @@ def search(
     gpus_per_node: Annotated[list[int], typer.Option(min=1, help="GPUs of a node; for each --profile.")],
     percentile: Annotated[float, typer.Option(help="So many percent of requests must attain both SLOs.")] = 90.0,
     rate: Annotated[
-        float | None, typer.Option(metavar="R", help="Requests per second. Without it: as many as the GPUs can serve.")
+        float | None, typer.Option(metavar="R", help="Requests per second. Without it: the most for the price.")
     ] = None,
     input_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of a prompt.")] = None,
     output_tokens: Annotated[float | None, typer.Option(metavar="N", help="Mean tokens of an answer.")] = None,

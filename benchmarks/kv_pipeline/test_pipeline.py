@@ -4,10 +4,10 @@ A decoder with real weights and attention runs on one core; server, kernel and t
 one. The share alpha of the layers has its KV in the store, evenly spread. For each ratio of KV to weights, and each
 rate of the link, alpha grows: the *knee* is where a step begins to take longer, and is compared with
 
-    alpha* = B_link (T_step - T_overhead) / M
+    alpha* = B_link T_step / M
 
-(`kvstore plan pipeline`), with B_link and T_overhead measured by reading alone over the same link, and T_step without
-lending. Rates are chosen so that alpha* lies between 0 and 1. *Serial* reads a layer when it is needed; depths 1 and 2
+(`kvstore plan pipeline`), with B_link measured by reading all layers over the same link and doing nothing else, and
+T_step without lending. Rates are chosen so that alpha* lies between 0 and 1. *Serial* reads a layer when it is needed; depths 1 and 2
 read ahead. What the decoder puts out must be equal to the last bit whatever is lent. *Pushed*: attention goes to the
 KV, and comes back as partial attention; its output is equal but for rounding.
 
@@ -133,18 +133,16 @@ def _knees(benchmark: Benchmark, name: str, rig: Rig) -> None:
         runs: dict[Any, Any] = {lent: (lambda lent=lent: rig.lent(lent, 1)) for lent in range(0, layers + 1, 2)}
         every = lent_layers(shape, layers)
         runs |= {
-            "one": partial(read_time, shape, rig.client, every[:1]),
             "all": partial(read_time, shape, rig.client, every),
         }
         found = _rounds(benchmark, runs)
         step_s = found[0]
-        # All layers alone give the link's rate; what a layer costs beyond it is the overhead of each.
-        link = (shape.kv_bytes - shape.layer_bytes) / (found["all"] - found["one"])
-        overhead_s = max(0.0, found["one"] - shape.layer_bytes / link)
-        plan = plan_pipeline(shape.kv_bytes, link, shape.kv_bytes / step_s, 0.0, overhead_s)
+        # What starting each read takes is in the rate: layers are read one after the other, by one thread.
+        link = shape.kv_bytes / found["all"]
+        plan = plan_pipeline(shape.kv_bytes, link, shape.kv_bytes / step_s, 0.0, 0.0)
         curve = {lent / layers: found[lent] for lent in range(0, layers + 1, 2)}
         measured = knee(curve)
-        worst = max(curve[alpha] / max(alpha * shape.kv_bytes / link + overhead_s, step_s) for alpha in curve if alpha)
+        worst = max(curve[alpha] / max(alpha * shape.kv_bytes / link, step_s) for alpha in curve if alpha)
         console().print(
             f"KV {name} x weights, link {link / 1e9:.2f} GB/s: step {step_s * 1e3:.1f} ms, alpha* {plan.alpha:.1%}, "
             f"knee {measured:.1%}, at worst {worst:.2f} x max(copy, compute)"
@@ -154,7 +152,7 @@ def _knees(benchmark: Benchmark, name: str, rig: Rig) -> None:
                 name=f"{name}, {wanted:g}", seconds={}, moved={}, limits={},
                 parameters={
                     "group": KNEE, "ratio": name, "kv_bytes": shape.kv_bytes, "weight_bytes": shape.weight_bytes,
-                    "link_bytes_per_s": link, "overhead_s": overhead_s, "step_s": step_s, "alpha": plan.alpha,
+                    "link_bytes_per_s": link, "step_s": step_s, "alpha": plan.alpha,
                     "knee": measured, "curve": {f"{alpha:.4f}": seconds for alpha, seconds in curve.items()},
                     "worst_to_max": worst,
                 },

@@ -152,12 +152,12 @@ def knees(results: Results) -> str:
         rows.append(
             (
                 case["ratio"], f"{case['kv_bytes'] / 1e6:.0f} MB", f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s",
-                f"{case['step_s'] * 1e3:.1f} ms", f"{case['overhead_s'] * 1e3:.2f} ms", f"{alpha:.1%}", f"{knee:.1%}",
+                f"{case['step_s'] * 1e3:.1f} ms", f"{alpha:.1%}", f"{knee:.1%}",
                 f"{knee / alpha - 1:+.0%}", f"{case['worst_to_max']:.2f} x",
             )
         )  # fmt: skip
     headings = (
-        "KV to weights", "KV", "link", "step", "overhead", "alpha*", "knee", "off", "step at worst, of the longer"
+        "KV to weights", "KV", "link", "step", "alpha*", "knee", "off", "step at worst, of the longer"
     )  # fmt: skip
     return markdown(headings, rows)
 

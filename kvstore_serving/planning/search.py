@@ -33,7 +33,7 @@ NEVER_S: Final = math.inf
 
 @dataclass(frozen=True)
 class Question:
-    """What the search is asked. `rate_rps` None: as much as all GPUs can serve. `seeds`: of the interval of the
+    """What the search is asked. `rate_rps` None: as much as can be served for the price. `seeds`: of the interval of the
     result; the search itself uses the first. `fixed_store`: the store has the nodes that `links` says; else it is to
     have as many as it needs. `kept_bytes`: what the store keeps for later prompts; None: what the workload says, or
     what is written in `keep_s`."""
@@ -127,7 +127,7 @@ def rate_phases(question: Question, crew: Crew) -> dict[str, list[Rated]]:
 
 def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer:
     """-> the cheapest placement with prefill and decode apart that serves the rate; else the one that serves most.
-    Raises `NothingFits`."""
+    Without a rate, the one that serves most for its price. Raises `NothingFits`."""
     for phase in ("prefill", "decode"):
         if not phases[phase]:
             slo = question.goal.slo
@@ -212,7 +212,8 @@ def _most(question: Question, rated: Rated) -> int:
 
 
 def _order(question: Question, phases: dict[str, list[Rated]]) -> Callable[[Placement], tuple[float, ...]]:
-    """-> the order of candidates: those that seem to serve the rate, by their price; then by what they serve."""
+    """-> the order of candidates: those that seem to serve the rate, by their price; then by what they serve. Without a
+    rate, by what they serve for their price."""
     rates = {(phase, each.pool, each.shape): each.rate_rps for phase, rated in phases.items() for each in rated}
 
     def order(placement: Placement) -> tuple[float, ...]:
@@ -220,7 +221,9 @@ def _order(question: Question, phases: dict[str, list[Rated]]) -> Callable[[Plac
         serves = min(
             engines.instances * rates[phase, engines.pool, engines.shape] for phase, engines in placement.named.items()
         )
-        if question.rate_rps is None or serves < question.rate_rps:
+        if question.rate_rps is None:
+            return 0.0, -serves / price, price
+        if serves < question.rate_rps:
             return 1.0, -serves, price
         return 0.0, price, -serves
 
@@ -252,7 +255,8 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew) -> 
         if not fresh:
             break
         served |= _served(question, fresh[: 2 * FINALISTS], crew)
-    chosen = max(served, key=lambda each: (served[each], -question.price(each)))
+    worth = {each: value / question.price(each) if rate is None else value for each, value in served.items()}
+    chosen = max(served, key=lambda each: (worth[each], -question.price(each)))
     found = refused.get(chosen) or measured(question, chosen, crew)
     if not found.value:
         raise NothingFits(
