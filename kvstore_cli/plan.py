@@ -143,6 +143,10 @@ def profile(
         str | None,
         typer.Option(metavar="N|FILE", help="Tokens that its memory holds, for each --url. Default: as vLLM says."),
     ] = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Measure the transfers to and from this store, too; as for --endpoint."),
+    ] = None,
     distserve: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Do not measure: take coefficients of DistServe's simulator.")
     ] = None,
@@ -160,6 +164,8 @@ def profile(
     else:
         sweep = _sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
         found, fits = _measured(url or [], tp, sweep, model, kv_bytes_per_token, gpu, kv_tokens, shown=not as_json)
+    if store is not None:
+        found = _with_transfers(found, store)
     try:
         write_profile(found, output)
     except OSError as error:
@@ -358,6 +364,20 @@ def _measured(
         fits.append((tp, found))
     source = f"measured with `kvstore plan profile`, {sweep.rounds} rounds"
     return Profile(model, model, gpu, source, True, kv_bytes_per_token, degrees, stage_s=0.0), fits
+
+
+def _with_transfers(profile: Profile, store: list[str]) -> Profile:
+    import msgspec
+
+    from kvstore_cli.options import store_errors
+    from kvstore_serving.planning.transfer_rate import transfer_rate
+
+    with store_errors():
+        try:
+            rates = transfer_rate(store, profile.kv_bytes_per_token)
+        except ValueError as error:
+            fail("usage", f"--store {error}")
+    return msgspec.structs.replace(profile, store_bytes_per_s=min(rates))
 
 
 def _placement(colocated: str | None, prefill: str | None, decode: str | None) -> Placement:

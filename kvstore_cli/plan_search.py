@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore_serving.planning.workload import Recipe
 
 MOST_CV: Final = 20.0
+STORE: Final = 10e9  # bytes a second of a store node
 PART: Final = 100  # requests of a part of a trace, at least
 SEARCH_EXAMPLES: Final = example(
     "kvstore plan search --profile opt-13b-a100-80g --rate 6 --input-tokens 755 --output-tokens 200 \\",
@@ -84,7 +85,10 @@ def search(
     inside_bytes_per_s: Annotated[
         float, typer.Option(metavar="BYTES/S", help="Between GPUs of a node, for direct.")
     ] = 200e9,
-    store_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a store node, each way.")] = 10e9,
+    store_bytes_per_s: Annotated[
+        float | None,
+        typer.Option(metavar="BYTES/S", help=f"Of a store node, each way. Default: as in the profile, or {STORE:g}."),
+    ] = None,
     store_nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of the store. Default: as many as it takes.")
     ] = None,
@@ -136,8 +140,11 @@ def search(
     check_finite("--keep-seconds", keep_seconds)
     check_writable(chart, pools)
     _check_urls(prefill_url, decode_url)
-    links = make_links(via, node_bytes_per_s, inside_bytes_per_s, store_bytes_per_s, store_nodes, store_memory)
     found_pools = _pools(profile, nodes, gpus_per_node, price)
+    store_rate = (
+        store_bytes_per_s if store_bytes_per_s is not None else found_pools[0].profile.store_bytes_per_s or STORE
+    )
+    links = make_links(via, node_bytes_per_s, inside_bytes_per_s, store_rate, store_nodes, store_memory)
     kept = None if store_keeps is None else parse_bytes("--store-keeps", store_keeps)
     kept_tokens = None if kept is None else int(kept // found_pools[0].profile.kv_bytes_per_token)
     recipe: Recipe

@@ -7,9 +7,9 @@ rate of the link, alpha grows: the *knee* is where a step begins to take longer,
     alpha* = B_link T_step / M
 
 (`kvstore plan pipeline`), with B_link measured by reading all layers over the same link and doing nothing else, and
-T_step without lending. Rates are chosen so that alpha* lies between 0 and 1. *Serial* reads a layer when it is needed; depths 1 and 2
-read ahead. What the decoder puts out must be equal to the last bit whatever is lent. *Pushed*: attention goes to the
-KV, and comes back as partial attention; its output is equal but for rounding.
+T_step without lending. Rates are chosen so that alpha* lies between 0 and 1. *Serial* reads a layer when it is needed;
+depths 1 and 2 read ahead. What the decoder puts out must be equal to the last bit whatever is lent. *Pushed*:
+attention goes to the KV, and comes back as partial attention; its output is equal but for rounding.
 
 Needs two cores, and root for the link (network namespaces).
 """

@@ -91,6 +91,16 @@ class Sensitivity(msgspec.Struct, frozen=True):
     ratio: float
 
 
+class Alone(msgspec.Struct, frozen=True):
+    """What one engine of a shape serves alone in a phase, for each of its GPUs."""
+
+    phase: str
+    gpu: str
+    tp: int
+    pp: int
+    rate_rps_per_gpu: float
+
+
 class Plan(msgspec.Struct, frozen=True):
     """The result of `kvstore plan search`. `enough`: the placement serves `rate_rps`. `mean_ttft_parts_s`: where the
     time of a request goes at the goodput, in seconds. `busy`: shares of time."""
@@ -106,6 +116,7 @@ class Plan(msgspec.Struct, frozen=True):
     store: StoreNeeds
     colocated: Colocated
     sensitivity: list[Sensitivity]
+    alone: list[Alone]
     curve: list[Point]
     time_s: dict[str, float]
     busy: dict[str, float]
@@ -145,6 +156,7 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
         store=store_needs(question, answer, at_goodput),
         colocated=_colocated(question, other, curves[1] if other is not None else []),
         sensitivity=_sensitivity(question, answer, crew) if sensitivity else [],
+        alone=_alone(question, phases),
         curve=curves[0],
         time_s=at_goodput.mean_parts_s(),
         busy=at_goodput.busy,
@@ -265,6 +277,20 @@ def _colocated(question: Question, answer: Answer | None, curve: list[Point]) ->
     return Colocated(placed, answer.goodput.per(gpus), answer.goodput.value, gpus, answer.enough, curve)
 
 
+def _alone(question: Question, phases: dict[str, list[Rated]]) -> list[Alone]:
+    return [
+        Alone(
+            phase,
+            question.pools[each.pool].profile.gpu,
+            each.shape.tp,
+            each.shape.pp,
+            each.rate_rps / each.shape.gpus,
+        )
+        for phase, rated in phases.items()
+        for each in rated
+    ]
+
+
 def _curves(question: Question, answers: Sequence[Answer], crew: Crew) -> list[list[Point]]:
     tasks = [
         (
@@ -307,10 +333,17 @@ def _sensitivity(question: Question, answer: Answer, crew: Crew) -> list[Sensiti
             changed["nothing in the store"] = replace(question, recipe=replace(recipe, hit_rate=0.0))
     elif isinstance(recipe, Replayed) and recipe.hits:
         changed["nothing in the store"] = replace(question, recipe=replace(recipe, hits=False))
-    asked = [question, *changed.values()]
+    placements = [answer.placement] * (1 + len(changed))
+    for phase, engines in answer.placement.named.items():
+        if engines.instances > 1:
+            changed[f"one {phase} engine less, as after a failure"] = question
+            placements.append(answer.placement.with_instances(phase, engines.instances - 1))
     seed, guess = question.seeds[0], answer.goodput.value
     base, *values = crew.goodputs(
-        [(each.fleet(answer.placement), each.recipe, each.goal, seed, guess) for each in asked]
+        [
+            (each.fleet(placement), each.recipe, each.goal, seed, guess)
+            for each, placement in zip([question, *changed.values()], placements, strict=True)
+        ]
     )
     return [
         Sensitivity(change, value, value / base if base else 0.0) for change, value in zip(changed, values, strict=True)

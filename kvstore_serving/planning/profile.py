@@ -86,7 +86,8 @@ class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine, as the planner sees it. `kv_bytes_per_token`: of all layers and heads. `measured`: by `plan profile`;
-    else it is published, or made by hand, and `source` says by whom."""
+    else it is published, or made by hand, and `source` says by whom. `store_bytes_per_s`: what one client beside the
+    engine reads from the store or writes there, the slower of both; None: not measured."""
 
     name: str
     model: str
@@ -96,6 +97,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes_per_token: _Count
     degrees: list[Degree]
     stage_s: _NotNegative = 0.001
+    store_bytes_per_s: _Positive | None = None
 
     def __post_init__(self) -> None:
         if not self.degrees:

@@ -33,9 +33,9 @@ NEVER_S: Final = math.inf
 
 @dataclass(frozen=True)
 class Question:
-    """What the search is asked. `rate_rps` None: as much as can be served for the price. `seeds`: of the interval of the
-    result; the search itself uses the first. `fixed_store`: the store has the nodes that `links` says; else it is to
-    have as many as it needs. `kept_bytes`: what the store keeps for later prompts; None: what the workload says, or
+    """What the search is asked. `rate_rps` None: as much as can be served for the price. `seeds`: of the interval of
+    the result; the search itself uses the first. `fixed_store`: the store has the nodes that `links` says; else it is
+    to have as many as it needs. `kept_bytes`: what the store keeps for later prompts; None: what the workload says, or
     what is written in `keep_s`."""
 
     pools: Sequence[Pool]
