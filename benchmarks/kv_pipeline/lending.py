@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import TracebackType
 
@@ -186,10 +187,16 @@ def fill(shape: Shape, resident: Resident, client: KVStoreClient) -> None:
         client.set(keys_of(shape, layer), kv.view(np.uint8).reshape(shape.batch, shape.block_bytes), deferred=False)
 
 
-def read_time(shape: Shape, client: KVStoreClient, layers: Sequence[int]) -> float:
-    """-> seconds to read these layers one after the other, and nothing else."""
-    buffer = np.zeros((shape.batch, shape.block_bytes), dtype=np.uint8)
-    begin = time.perf_counter()
-    for layer in layers:
-        client.get_into(keys_of(shape, layer), buffer)
-    return time.perf_counter() - begin
+def read_time(shape: Shape, client: KVStoreClient, layers: Sequence[int], core: int) -> float:
+    """-> seconds to read these layers one after the other and do nothing else, by a thread on this core."""
+
+    def read() -> float:
+        os.sched_setaffinity(threading.get_native_id(), {core})
+        buffer = np.zeros((shape.batch, shape.block_bytes), dtype=np.uint8)
+        begin = time.perf_counter()
+        for layer in layers:
+            client.get_into(keys_of(shape, layer), buffer)
+        return time.perf_counter() - begin
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(read).result()

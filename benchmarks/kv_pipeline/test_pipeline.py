@@ -66,12 +66,17 @@ class Rig:
         self.client = stack.enter_context(self.connect(False))
         link.set_rate(FULL_RATE)
         fill(shape, self.resident, self.client)
-        os.sched_setaffinity(0, {self.own_core})
         stack.callback(os.sched_setaffinity, 0, {self.own_core, self.other_core})
+        os.sched_setaffinity(0, {self.own_core})
         self.expected = self.decoder.run(self.resident.attend)
 
     def connect(self, shared: bool) -> KVStoreClient:
-        return KVStoreClient(self.endpoint, namespace(self.shape), timeout_s=TIMEOUT_S, shared_memory=shared)
+        """A client whose threads are on the other core."""
+        os.sched_setaffinity(0, {self.other_core})
+        try:
+            return KVStoreClient(self.endpoint, namespace(self.shape), timeout_s=TIMEOUT_S, shared_memory=shared)
+        finally:
+            os.sched_setaffinity(0, {self.own_core})
 
     def steps(self, lender: Resident | Fetched | Pushed, exact: bool = True) -> float:
         """-> seconds of a step: the median after the first one. Raises `AssertionError` for another output."""
@@ -133,7 +138,7 @@ def _knees(benchmark: Benchmark, name: str, rig: Rig) -> None:
         runs: dict[Any, Any] = {lent: (lambda lent=lent: rig.lent(lent, 1)) for lent in range(0, layers + 1, 2)}
         every = lent_layers(shape, layers)
         runs |= {
-            "all": partial(read_time, shape, rig.client, every),
+            "all": partial(read_time, shape, rig.client, every, rig.other_core),
         }
         found = _rounds(benchmark, runs)
         step_s = found[0]
