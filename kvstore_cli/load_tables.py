@@ -10,18 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore_cli.output import printable
+from kvstore_cli.plain_table import plain_table
 
 if TYPE_CHECKING:
     from kvstore_serving.load.report import LoadReport, Spread
     from kvstore_serving.load.sweep import Sweep
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _ms(seconds: float | None) -> str:
@@ -44,14 +37,14 @@ def print_report(report: LoadReport) -> None:
         f"{report.completed} completed, {report.failed} failed; {report.sent_rps:.3g} req/s sent, "
         f"{report.output_tokens_per_s:,.0f} tokens/s received\n"
     )
-    times = _table("Latency of completed requests", "ms", "mean", "p50", "p90", "p99", "max")
+    times = plain_table("Latency of completed requests", "ms", "mean", "p50", "p90", "p99", "max")
     spreads: dict[str, Spread] = {"TTFT": report.ttft_s, "TPOT": report.tpot_s, "inter-token": report.itl_s}
     for name, spread in spreads.items():
         times.add_row(name, *map(_ms, (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)))
     console.print(times)
     print()
     held = report.attainment
-    attained = _table("SLO attainment of all requests", "objective", "attained", "95 % interval")
+    attained = plain_table("SLO attainment of all requests", "objective", "attained", "95 % interval")
     attained.add_row("TTFT and TPOT", _share(held.joint), _range(held.ci95))
     attained.add_row(f"TTFT ≤ {report.slo.ttft_s:g} s", _share(held.ttft), _range(held.ttft_ci95))
     attained.add_row(f"TPOT ≤ {report.slo.tpot_s:g} s", _share(held.tpot), _range(held.tpot_ci95))
@@ -66,7 +59,7 @@ def print_sweep(sweep: Sweep) -> None:
     """Print one row a rate."""
     console = Console(highlight=False)
     columns = ("attained", "95 % interval", "goodput", "failed", "TTFT p90 ms", "TPOT p90 ms")
-    table = _table("SLO attainment against rate", "req/s", *columns)
+    table = plain_table("SLO attainment against rate", "req/s", *columns)
     for report in sweep.sweep:
         table.add_row(
             f"{report.rate_rps:g}",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvstore.sizes import format_size
 from kvstore_cli.output import printable
+from kvstore_cli.plain_table import plain_table
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.goodput import Goodput
@@ -24,17 +24,9 @@ if TYPE_CHECKING:
     from kvstore_serving.planning.watching import Proposal
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def print_queue(queue: Queue) -> None:
     """Print the closed forms."""
-    table = _table(f"Utilisation {queue.utilisation:.1%}", "ms", "mean", "p90", "p99")
+    table = plain_table(f"Utilisation {queue.utilisation:.1%}", "ms", "mean", "p90", "p99")
     for name, times in (("wait", queue.wait_s), ("time to the first token", queue.ttft_s)):
         table.add_row(name, *(f"{value * 1000:.1f}" for value in (times.mean, times.p90, times.p99)))
     Console(highlight=False).print(table)
@@ -64,7 +56,7 @@ def print_plan(plan: Plan) -> None:
         f"TTFT {plan.slo.ttft_s:g} s and TPOT {plan.slo.tpot_s:g} s\n"
     )
     placed, other = plan.placement, plan.colocated
-    table = _table("Placement", "phase", "tp", "pp", "engines", "GPUs", "req/s a GPU", "95 %")
+    table = plain_table("Placement", "phase", "tp", "pp", "engines", "GPUs", "req/s a GPU", "95 %")
     _engines(table, "prefill", placed.prefill)
     _engines(table, "decode", placed.decode)
     table.add_row("both", "", "", "", str(plan.gpus), *_goodput(plan.goodput_rps_per_gpu))
@@ -82,12 +74,12 @@ def print_plan(plan: Plan) -> None:
         f"the store must deliver {store.read_bytes_per_s / 1e9:.3g} GB/s and take {store.write_bytes_per_s / 1e9:.3g} "
         f"GB/s at {store.rate_rps:.3g} req/s, and hold {format_size(store.capacity_bytes)}: {store.nodes} node(s)\n"
     )
-    times = _table("Mean time of a request at the goodput", "part", "ms")
+    times = plain_table("Mean time of a request at the goodput", "part", "ms")
     for part, seconds in plan.time_s.items():
         times.add_row(part.replace("_", " "), f"{seconds * 1000:.1f}")
     console.print(times)
     print()
-    used = _table("Used at the goodput", "", "busy", "memory, at most")
+    used = plain_table("Used at the goodput", "", "busy", "memory, at most")
     for phase, share in plan.busy.items():
         used.add_row(phase, f"{share:.0%}", f"{plan.memory[phase]:.0%}")
     for link, share in plan.links.items():
@@ -95,7 +87,7 @@ def print_plan(plan: Plan) -> None:
     console.print(used)
     if plan.sensitivity:
         print()
-        changes = _table("Goodput of these engines if one thing changes", "change", "req/s", "of the plan's")
+        changes = plain_table("Goodput of these engines if one thing changes", "change", "req/s", "of the plan's")
         for each in plan.sensitivity:
             changes.add_row(each.change, f"{each.goodput_rps:.3g}", f"{each.ratio:.0%}")
         console.print(changes)
@@ -115,7 +107,7 @@ def _goodput(goodput: Goodput) -> tuple[str, str]:
 def print_profile(profile: Profile, fits: Sequence[tuple[int, Measured]] | None) -> None:
     """Print the fitted times, and what was measured beside them."""
     console = Console(highlight=False)
-    times = _table(
+    times = plain_table(
         f"{printable(profile.name)}: {printable(profile.source)}", "tp", "phase", "a ms", "b us", "c", "error"
     )
     for degree in profile.degrees:
@@ -133,7 +125,7 @@ def print_profile(profile: Profile, fits: Sequence[tuple[int, Measured]] | None)
     console.print(times)
     for tp, measured in fits or ():
         print()
-        samples = _table(f"Measured, tp {tp}", "phase", "requests", "tokens each", "ms", "fitted ms", "off")
+        samples = plain_table(f"Measured, tp {tp}", "phase", "requests", "tokens each", "ms", "fitted ms", "off")
         degree = profile.degree(tp)
         for each in measured.prefill:
             fitted = degree.prefill.of(each.requests * each.tokens, each.requests * each.tokens**2)
@@ -159,7 +151,7 @@ def _error(error: float | None) -> str:
 def print_verified(verified: Verified) -> None:
     """Print what was predicted and what was measured."""
     columns = ("predicted", "measured", "95 %", "off, points", "TTFT p50 ms", "measured", "TPOT p50 ms", "measured")
-    table = _table("SLO attainment", "req/s", *columns)
+    table = plain_table("SLO attainment", "req/s", *columns)
     for each in verified.compared:
         interval = "" if each.measured_ci95 is None else f"{each.measured_ci95[0]:.0%} … {each.measured_ci95[1]:.0%}"
         table.add_row(

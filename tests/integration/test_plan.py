@@ -386,3 +386,16 @@ def test_watch_says_what_it_cannot_watch(endpoint: Endpoint) -> None:
     assert nobody["error"]["kind"] == "unreachable"
     shape = document("watch", "--proxy", endpoint.url, "--shape", "7,1", *options, status=2)
     assert "not in the profile" in shape["error"]["message"]
+
+
+def test_search_without_its_extra_says_what_to_install() -> None:
+    code = "import sys; sys.modules['simpy'] = None; from kvstore_cli.main import run; sys.exit(run(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", "search", *ENGINE, *LOAD, *SEARCH],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1 and 'pip install "llm-kvstore[serving]"' in done.stderr
