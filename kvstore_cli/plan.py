@@ -112,17 +112,20 @@ def pipeline(
 
 @plan_app.command(
     epilog=example(
-        "kvstore plan profile --url http://engine-1:8000 --model M --kv-bytes-per-token 57344 --output engine.json",
+        "kvstore plan profile --url http://engine-1:8000 --model M --config M/config.json --output engine.json",
         "kvstore plan profile --distserve profiler-a100-80g.json --kv-tokens max_num_tokens.csv \\",
         "    --model facebook/opt-13b --kv-bytes-per-token 819200 --output opt-13b.json",
     )
 )
 def profile(
     model: Annotated[str, typer.Option(help="Name of the model, as the engine serves it.")],
-    kv_bytes_per_token: Annotated[
-        int, typer.Option(min=1, help="Of all layers and heads: 2 x layers x heads x size x 2.")
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile to write.")],
+    kv_bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, help="KV of a token: 2 x layers x KV heads x head size x bytes of an element.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compute it from the model's config.json instead.")
+    ] = None,
     url: Annotated[
         list[str] | None,
         typer.Option(metavar="URL", help="A running engine that does nothing else; one for each --tp."),
@@ -158,12 +161,13 @@ def profile(
     from kvstore_serving.planning.profile import write_profile
 
     check_writable(None, output)
+    kv_bytes = _kv_bytes(kv_bytes_per_token, config)
     if distserve is not None:
-        found = _imported(distserve, kv_tokens, model, kv_bytes_per_token, gpu)
+        found = _imported(distserve, kv_tokens, model, kv_bytes, gpu)
         fits = None
     else:
         sweep = _sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
-        found, fits = _measured(url or [], tp, sweep, model, kv_bytes_per_token, gpu, kv_tokens, shown=not as_json)
+        found, fits = _measured(url or [], tp, sweep, model, kv_bytes, gpu, kv_tokens, shown=not as_json)
     if store is not None:
         found = _with_transfers(found, store)
     try:
@@ -288,6 +292,20 @@ def roles(
     except RolesError as error:
         fail("usage", str(error))
     show(shifted, as_json, lambda: print_roles(shifted))
+
+
+def _kv_bytes(given: int | None, config: Path | None) -> int:
+    from kvstore_serving.planning.model_config import ConfigError, kv_bytes_per_token
+
+    if (given is None) == (config is None):
+        fail("usage", "give --kv-bytes-per-token or --config, the model's config.json; one of them")
+    if given is not None:
+        return given
+    assert config is not None
+    try:
+        return kv_bytes_per_token(config)
+    except ConfigError as error:
+        fail("usage", f"--config {error}")
 
 
 def _sweep(lengths: str, prefills: str, decodes: str, decode_tokens: int, rounds: int, vocab: int) -> Sweep:

@@ -149,7 +149,10 @@ def read_profile(given: str) -> Profile:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{given}: {error}") from error
+        raise ProfileError(
+            f"{given}: {error}; expected what `kvstore plan profile` wrote. DistServe's coefficients become a profile with "
+            "`kvstore plan profile --distserve`"
+        ) from error
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.goodput import Crew, Goal, goodput, mean_goodput
 from kvstore_serving.planning.hit_curve import CurveError, read_curve
 from kvstore_serving.planning.jobs import Link, transfer
+from kvstore_serving.planning.model_config import ConfigError, kv_bytes_per_token
 from kvstore_serving.planning.placement import Engines, Placement, Shape, nodes_of
 from kvstore_serving.planning.plan import make_plan
 from kvstore_serving.planning.profile import (
@@ -145,6 +147,36 @@ def test_distserves_files_are_read() -> None:
     assert (degree.tp, degree.kv_tokens, degree.decode[1].from_batch) == (1, {2: 163008}, 95)
     with pytest.raises(ProfileError, match="no model 'x' there: expected one of m"):
         from_distserve(coefficients, [], "x")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Qwen2.5-7B, Llama-3.1-8B, DeepSeek-V3 (MLA), and a model of several parts
+        ({"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584}, 57_344),
+        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, 131_072),
+        (
+            {"num_hidden_layers": 61, "num_attention_heads": 128, "hidden_size": 7168, "kv_lora_rank": 512}
+            | {"qk_rope_head_dim": 64},
+            70_272,
+        ),
+        ({"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "dtype": "float32"}}, 512),
+    ],
+)
+def test_the_kv_of_a_token_follows_from_the_models_config(
+    tmp_path: Path, config: dict[str, object], expected: int
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"torch_dtype": "bfloat16", "vocab_size": 5} | config))
+    assert kv_bytes_per_token(file) == expected
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"num_hidden_layers": 0}', "no JSON"])
+def test_a_config_without_a_shape_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        kv_bytes_per_token(file)
 
 
 # ---- workloads ---------------------------------------------------------------------------------------------------
