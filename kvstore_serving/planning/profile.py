@@ -150,8 +150,8 @@ def read_profile(given: str) -> Profile:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileError(
-            f"{given}: {error}; expected what `kvstore plan profile` wrote. DistServe's coefficients become a profile with "
-            "`kvstore plan profile --distserve`"
+            f"{given}: {error}; expected what `kvstore plan profile` wrote. DistServe's coefficients become a profile "
+            "with `kvstore plan profile --distserve`"
         ) from error
 
 
