@@ -72,6 +72,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_transfer_out", 8, engine=True),
     Entry(f"{REMOTE}.test_transfer_in", 5, engine=True),
     Entry(f"{REMOTE}.test_long_prefill", 7, ("--first-token-rounds", "7"), engine=True),
+    Entry(f"{REMOTE}.test_documents", 12, engine=True),
     Entry(f"{REMOTE}.test_slow_store", 10, engine=True),
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),
     Entry(f"{REMOTE}.test_hand_over", 12, engine=True),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 BLOCK_TOKENS: Final = 32  # vLLM's CPU attention takes multiples of 32
-_LONGEST: Final = 65536
+_LONGEST: Final = 131072
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def cacheable_tokens(tokens: int) -> int:
 def save_model(model: EngineModel) -> Path:
     """The model's folder. It is made once, with weights from a fixed seed, and kept for later runs."""
     cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
-    folder = Path(cache).expanduser() / "models" / f"benchmark-{model.name}-1"
+    folder = Path(cache).expanduser() / "models" / f"benchmark-{model.name}-2"
     if (folder / "config.json").exists():
         return folder
     import torch

@@ -9,6 +9,7 @@ from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
 from benchmarks.remote_kv_cache.test_apart import FIGURES, WAYS
+from benchmarks.remote_kv_cache.test_documents import DOCUMENTS, ENGINES
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
@@ -67,7 +68,11 @@ def long_prefill(results: Results) -> str:
 
 def first_token(results: Results) -> str:
     """Seconds to the first token, and their share of the time of computing it."""
-    cases = results["test_long_prefill"].group(FIRST_TOKEN)
+    return _first_tokens(results, "test_long_prefill")
+
+
+def _first_tokens(results: Results, benchmark: str) -> str:
+    cases = results[benchmark].group(FIRST_TOKEN)
     if not cases:
         return "Not measured yet."
     case, rows = cases[0], []
@@ -77,6 +82,33 @@ def first_token(results: Results) -> str:
         limit = f"{case.to_limit(name).median:.2f}" if name in case.limits else ""
         rows.append((name, times, f"1/{1 / case.ratio(name, COMPUTED):.1f}", limit))
     return markdown((case.name, "s, median (min … max)", "of computing", "x the engine's own cache"), rows)
+
+
+def documents(results: Results) -> str:
+    """Documents that are asked about again and again."""
+    result = results["test_documents"]
+    rows = []
+    for case in result.group(DOCUMENTS):
+        for name in ENGINES:
+            seconds = case.seconds(name)
+            times = f"{seconds.median:.3f} ({seconds.low:.3f} … {seconds.high:.3f})"
+            rate, cached = case.parameters["requests_rps"][name], case.parameters["cached"][name]
+            share = f"1/{1 / case.ratio(name, WITHOUT):.1f}"
+            rows.append((str(case.parameters["at_once"]), name, times, share, f"{rate:.2f}", f"{cached:.0%}"))
+    headings = (
+        "at once",
+        "engine",
+        "first token, s, mean: median (min … max)",
+        f"of {WITHOUT}",
+        "requests/s",
+        "cached",
+    )
+    return f"{markdown(headings, rows)}\n\n{_checked(result)}"
+
+
+def long_prompt(results: Results) -> str:
+    """One prompt of 100 000 tokens."""
+    return _first_tokens(results, "test_documents")
 
 
 def slow_store(results: Results) -> str:
@@ -220,6 +252,8 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "transfer_in": ("test_transfer_in", transfer_in),
     "long_prefill": ("test_long_prefill", long_prefill),
     "first_token": ("test_long_prefill", first_token),
+    "documents": ("test_documents", documents),
+    "long_prompt": ("test_documents", long_prompt),
     "slow_store": ("test_slow_store", slow_store),
     "request_time": ("test_request_time", request_time),
     "layer_parts": ("test_layer_parts", layer_parts),
