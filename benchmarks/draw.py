@@ -53,12 +53,13 @@ def draw_charts(results: Results, folder: Path) -> list[Path]:
     from benchmarks.cluster_sim.charts import CLUSTER_CHARTS
     from benchmarks.eviction.charts import EVICTION_CHARTS
     from benchmarks.persistence_kv_cache.charts import PERSISTENCE_CHARTS
+    from benchmarks.planning.charts import PLANNING_CHARTS
     from benchmarks.remote_kv_cache.charts import REMOTE_CHARTS
     from benchmarks.remote_kv_cache.engine_charts import ENGINE_CHARTS
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    everything = REMOTE_CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS
+    everything = REMOTE_CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS | PLANNING_CHARTS
     for name, (needed, make) in everything.items():
         if needed in results:
             path = folder / f"{name}.svg"

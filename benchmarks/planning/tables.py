@@ -9,11 +9,13 @@ from benchmarks.markdown import markdown
 from benchmarks.planning.test_interference import APART as SEPARATED
 from benchmarks.planning.test_interference import LENGTHS, WAYS
 from benchmarks.planning.test_predicted import APART, COLOCATED
+from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, SEARCH, T_ALL, T_SINGLE
 from benchmarks.results_reader import CaseResult, Results
 
 SIMULATOR: Final = "test_simulator"
 PREDICTED: Final = "test_predicted"
+PREDICTED_APART: Final = "test_predicted_apart"
 PIPELINE: Final = "test_pipeline"
 INTERFERENCE: Final = "test_interference"
 _QUANTITIES: Final = {"mean": "mean", "p90": "P90", "p99": "P99"}
@@ -106,8 +108,8 @@ def search_time(results: Results) -> str:
 def predicted(results: Results) -> str:
     """Attainment, predicted and measured."""
     rows, said = [], ""
-    for way in (COLOCATED, APART):
-        cases = _parameters(results, PREDICTED, way)
+    for benchmark, way in ((PREDICTED, COLOCATED), (PREDICTED, APART), (PREDICTED_APART, AS_IT_RUNS)):
+        cases = _parameters(results, benchmark, way) if benchmark in results else []
         for case in cases:
             rows.append(
                 (

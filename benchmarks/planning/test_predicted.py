@@ -139,18 +139,18 @@ def main() -> int:
         weights = save_model(model)
         profile = scratch / "profile.json"
         with engine(weights, first, scratch / "engine.log", None) as url:
-            found = _profile(benchmark, url, model, profile)
+            found = measure_profile(benchmark, url, model, profile)
             [degree] = found["degrees"]
-            ttft, tpot, capacity = _idle(degree)
+            ttft, tpot, capacity = idle(degree)
             slo = SCALE_TTFT * ttft, SCALE_TPOT * tpot
-            _compare(benchmark, COLOCATED, url, profile, [capacity * share for share in SHARES], slo, requests)
+            compare(benchmark, COLOCATED, url, profile, [capacity * share for share in SHARES], slo, requests)
         endpoint = stack.enter_context(kvstore_server(1 << 30))
         urls = [
             stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint)) for core in (first, second)
         ]
         front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
         apart = 1 / degree_prefill(degree)  # prompts that a prefill engine can compute a second
-        _compare(
+        compare(
             benchmark, APART, front, profile, [apart * share for share in SHARES], slo, requests,
             "--prefill", "1,1,1", "--decode", "1,1,1",
         )  # fmt: skip
@@ -167,7 +167,7 @@ def degree_prefill(degree: dict[str, Any]) -> float:
     return float(prefill["fixed_s"] + prefill["per_token_s"] * INPUT + squares)
 
 
-def _idle(degree: dict[str, Any]) -> tuple[float, float, float]:
+def idle(degree: dict[str, Any]) -> tuple[float, float, float]:
     """-> TTFT and TPOT of a request alone, and the requests a second that keep one engine busy."""
     prefill, step = degree_prefill(degree), degree["decode"][0]
     tpot = step["fixed_s"] + step["per_request_s"] + step["per_context_token_s"] * INPUT
@@ -176,11 +176,12 @@ def _idle(degree: dict[str, Any]) -> tuple[float, float, float]:
     return prefill, tpot, 1 / (prefill + OUTPUT * each)
 
 
-def _profile(benchmark: Benchmark, url: str, model: EngineModel, path: Path) -> dict[str, Any]:
+def measure_profile(benchmark: Benchmark, url: str, model: EngineModel, path: Path) -> dict[str, Any]:
+    """Measure an engine with `kvstore plan profile`. -> the profile."""
     sweep = ["--rounds", "1", "--lengths", "128,512", "--prefill-batches", "1,2", "--decode-batches", "1,4"]
     if not benchmark.quick:
-        sweep = ["--rounds", "3", "--lengths", "128,256,512,1024"]
-        sweep += ["--prefill-batches", "1,2,3", "--decode-batches", "1,2,4,8,16"]
+        sweep = ["--rounds", "2", "--lengths", "128,512,1024"]
+        sweep += ["--prefill-batches", "1,2", "--decode-batches", "1,2,4,8"]
     found = plan(
         "profile", "--url", url, "--model", "m", "--kv-bytes-per-token", str(model.token_bytes), "--output", str(path),
         "--gpu", "one core", "--vocab", str(model.vocab_size), *sweep,
@@ -190,7 +191,7 @@ def _profile(benchmark: Benchmark, url: str, model: EngineModel, path: Path) -> 
     return found
 
 
-def _compare(
+def compare(
     benchmark: Benchmark,
     way: str,
     url: str,
@@ -200,6 +201,7 @@ def _compare(
     requests: int,
     *placement: str,
 ) -> None:
+    """Send requests at these rates, and keep what was predicted and measured."""
     found = plan(
         "verify", "--profile", str(profile), "--url", url, "--model", "m", "--input-tokens", str(INPUT),
         "--output-tokens", str(OUTPUT), "--requests", str(requests), "--warmup", str(WARM_UP),

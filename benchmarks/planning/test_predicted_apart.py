@@ -1,0 +1,75 @@
+"""What the simulator predicts for prefill and decode apart, from a profile of engines as they run there.
+
+As `test_predicted`, but the engine is profiled with the connector, while a store takes its blocks and the other engine
+is there: what that takes of its core is in the profile. On two cores, the store, the proxy and whoever sends the
+requests share the cores of both engines.
+
+Needs vLLM and two cores; without them nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from benchmarks.planning.test_predicted import (
+    INPUT,
+    OUTPUT,
+    SCALE_TPOT,
+    SCALE_TTFT,
+    compare,
+    degree_prefill,
+    engine,
+    idle,
+    measure_profile,
+    proxy,
+)
+from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import kvstore_server
+
+AS_IT_RUNS: Final = "apart, profiled with the connector"
+REQUESTS: Final = 90
+SHARES: Final = (0.3, 0.5, 0.65, 0.8, 0.95)  # of the prompts that a prefill engine can compute
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of each rate; default: %(default)s")
+
+
+def main() -> int:
+    benchmark = Benchmark(__spec__.name, __doc__ or "", 1, _options)
+    reason = missing_module("vllm") or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
+    if reason:
+        benchmark.say(f"nothing is measured: {reason}")
+        return 1
+    model = ENGINE_MODELS["tiny" if benchmark.quick else "mid"]
+    weights = save_model(model)
+    requests = 20 if benchmark.quick else benchmark.options.requests
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        scratch = Path(folder)
+        endpoint = stack.enter_context(kvstore_server(2 << 30))
+        urls = [
+            stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint))
+            for core in sorted(os.sched_getaffinity(0))[:2]
+        ]
+        profile = scratch / "profile.json"
+        found = measure_profile(benchmark, urls[0], model, profile)
+        [degree] = found["degrees"]
+        ttft, tpot, _ = idle(degree)
+        front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
+        rates = [share / degree_prefill(degree) for share in SHARES]
+        slo = SCALE_TTFT * ttft, SCALE_TPOT * tpot
+        placement = ("--prefill", "1,1,1", "--decode", "1,1,1")
+        compare(benchmark, AS_IT_RUNS, front, profile, rates, slo, requests, *placement)
+    benchmark.finish(profile=found, input_tokens=INPUT, output_tokens=OUTPUT, requests=requests, model=model.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
