@@ -39,6 +39,8 @@ LENGTHS: Final = (128, 512, 1024, 2048, 4096)
 BATCH: Final = 4
 CONTEXT: Final = 256
 ROUNDS: Final = 5
+BEFORE_S: Final = 2.0  # in which the batch begins to decode
+ANSWER: Final = 192  # tokens of the batch's answers, and more for a long prompt
 BUDGET: Final = "8192"  # tokens of a step: a whole prompt
 WAYS: Final[dict[str, Sequence[str]]] = {
     WHOLE: ("--max-num-batched-tokens", BUDGET),
@@ -59,7 +61,7 @@ class Asking:
         prompt's time to its first token."""
         async with Client(self._url, "completions", timeout_s=300.0, api_key=None, whole_output=True) as client:
             batch = [asyncio.create_task(self._send(client, CONTEXT, answer, 0)) for _ in range(BATCH)]
-            await asyncio.sleep(0.5 + 4 * self.prefill_s)
+            await asyncio.sleep(BEFORE_S)
             prompt = await self._send(client, length, 1, 1)
             running = await asyncio.gather(*batch)
         begin, end = prompt.sent_s, prompt.arrivals_s[0]
@@ -73,8 +75,6 @@ class Asking:
         beside = [after - before for before, after in pairs if after > begin and before < end]
         alone = [after - before for before, after in pairs if after <= begin]
         return max(beside), median(alone), end - begin
-
-    prefill_s = 0.1  # of one prompt of the batch, roughly
 
     async def _send(self, client: Client, length: int, output: int, priority: int) -> Outcome:
         extra = f'{{"priority": {priority}}}' if self._priority else "{}"
@@ -119,11 +119,11 @@ def main() -> int:
 
 def _measure(benchmark: Benchmark, way: str, asking: Asking) -> None:
     lengths = LENGTHS[:1] if benchmark.quick else LENGTHS
-    asyncio.run(asking.round(lengths[0], 64))  # warms up
+    asyncio.run(asking.round(lengths[0], ANSWER))  # warms up
     found: dict[int, list[tuple[float, float, float]]] = {length: [] for length in lengths}
     for _ in range(benchmark.rounds):
         for length in lengths:
-            found[length].append(asyncio.run(asking.round(length, 64 + length // 8)))
+            found[length].append(asyncio.run(asking.round(length, ANSWER + length // 8)))
     for length, rounds in found.items():
         gap, alone, ttft = (median(column) for column in zip(*rounds, strict=True))
         console().print(
