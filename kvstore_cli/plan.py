@@ -25,13 +25,11 @@ from kvstore_cli.plan_options import (
     parse_numbers,
     profile_of,
 )
+from kvstore_cli.plan_profile import imported, kv_bytes_of, make_sweep, measured, with_transfers
 from kvstore_cli.plan_search import SEARCH_EXAMPLES, search
-from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.placement import Placement
-    from kvstore_serving.planning.profile import Profile
-    from kvstore_serving.planning.profiling import Measured, Sweep
 
 plan_app: Final = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="Plan a fleet with prefill and decode apart."
@@ -161,15 +159,15 @@ def profile(
     from kvstore_serving.planning.profile import write_profile
 
     check_writable(None, output)
-    kv_bytes = _kv_bytes(kv_bytes_per_token, config)
+    kv_bytes = kv_bytes_of(kv_bytes_per_token, config)
     if distserve is not None:
-        found = _imported(distserve, kv_tokens, model, kv_bytes, gpu)
+        found = imported(distserve, kv_tokens, model, kv_bytes, gpu)
         fits = None
     else:
-        sweep = _sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
-        found, fits = _measured(url or [], tp, sweep, model, kv_bytes, gpu, kv_tokens, shown=not as_json)
+        sweep = make_sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
+        found, fits = measured(url or [], tp, sweep, model, kv_bytes, gpu, kv_tokens, shown=not as_json)
     if store is not None:
-        found = _with_transfers(found, store)
+        found = with_transfers(found, store)
     try:
         write_profile(found, output)
     except OSError as error:
@@ -292,110 +290,6 @@ def roles(
     except RolesError as error:
         fail("usage", str(error))
     show(shifted, as_json, lambda: print_roles(shifted))
-
-
-def _kv_bytes(given: int | None, config: Path | None) -> int:
-    from kvstore_serving.planning.model_config import ConfigError, kv_bytes_per_token
-
-    if (given is None) == (config is None):
-        fail("usage", "give --kv-bytes-per-token or --config, the model's config.json; one of them")
-    if given is not None:
-        return given
-    assert config is not None
-    try:
-        return kv_bytes_per_token(config)
-    except ConfigError as error:
-        fail("usage", f"--config {error}")
-
-
-def _sweep(lengths: str, prefills: str, decodes: str, decode_tokens: int, rounds: int, vocab: int) -> Sweep:
-    from kvstore_serving.planning.profiling import Sweep
-
-    return Sweep(
-        parse_numbers("--lengths", lengths),
-        parse_numbers("--prefill-batches", prefills),
-        parse_numbers("--decode-batches", decodes),
-        decode_tokens,
-        rounds,
-        vocab,
-    )
-
-
-def _imported(coefficients: Path, capacities: str | None, model: str, kv_bytes_per_token: int, gpu: str) -> Profile:
-    import csv
-
-    from kvstore_serving.planning.profile import Profile, ProfileError, from_distserve
-
-    if capacities is None:
-        fail("usage", "--distserve: give --kv-tokens FILE, too: DistServe's max_num_tokens.csv")
-    try:
-        with Path(capacities).open(newline="") as file:
-            rows = list(csv.reader(file))[1:]
-        degrees = from_distserve(coefficients.read_bytes(), rows, model)
-        source = f"coefficients of DistServe's simulator, {coefficients.name}"
-        return Profile(coefficients.stem, model, gpu, source, False, kv_bytes_per_token, degrees)
-    except OSError as error:
-        fail("usage", f"{error.filename}: {error.strerror}")
-    except ProfileError as error:
-        fail("usage", f"--distserve {coefficients}: {error}")
-    except ValueError as error:
-        fail("usage", f"--kv-tokens {capacities}: expected rows of model,tp,pp,max_num_tokens: {error}")
-
-
-def _measured(
-    urls: list[str],
-    tps: list[int] | None,
-    sweep: Sweep,
-    model: str,
-    kv_bytes_per_token: int,
-    gpu: str,
-    kv_tokens: str | None,
-    shown: bool,
-) -> tuple[Profile, list[tuple[int, Measured]]]:
-    import asyncio
-
-    from kvstore_serving.planning import profiling
-    from kvstore_serving.planning.fitting import TooFew
-    from kvstore_serving.planning.profile import Profile
-
-    tps = tps or [1] * len(urls)
-    if not urls:
-        fail("usage", "--url not given: name a running engine, or a file with --distserve")
-    if len(tps) != len(urls) or len(set(tps)) != len(tps):
-        fail("usage", f"--tp was given {len(tps)} times; expected once for each of {len(urls)} --url, and each another")
-    given = iter(parse_numbers("--kv-tokens", kv_tokens) if kv_tokens is not None else [])
-    if kv_tokens is not None and kv_tokens.count(",") + 1 != len(urls):
-        fail("usage", f"--kv-tokens {kv_tokens}: expected a number for each of {len(urls)} --url")
-    degrees, fits = [], []
-    for url, tp in zip(urls, tps, strict=True):
-        tokens = next(given, None) if kv_tokens is not None else asyncio.run(profiling.kv_tokens(url))
-        if tokens is None:
-            fail("failed", f"{url}/metrics does not say how many tokens its memory holds: give --kv-tokens N")
-        try:
-            with progress_bar(f"measuring {url}", shown, "runs") as progress:
-                found = asyncio.run(profiling.measure(url, model, sweep, progress))
-            degrees.append(found.degree(tp, 1, tokens))
-        except profiling.MeasureError as error:
-            fail("failed", f"{url}: {error}")
-        except TooFew as error:
-            fail("usage", f"--lengths and the batches: {error}")
-        fits.append((tp, found))
-    source = f"measured with `kvstore plan profile`, {sweep.rounds} rounds"
-    return Profile(model, model, gpu, source, True, kv_bytes_per_token, degrees, stage_s=0.0), fits
-
-
-def _with_transfers(profile: Profile, store: list[str]) -> Profile:
-    import msgspec
-
-    from kvstore_cli.options import store_errors
-    from kvstore_serving.planning.transfer_rate import transfer_rate
-
-    with store_errors():
-        try:
-            rates = transfer_rate(store, profile.kv_bytes_per_token)
-        except ValueError as error:
-            fail("usage", f"--store {error}")
-    return msgspec.structs.replace(profile, store_bytes_per_s=min(rates))
 
 
 def _placement(colocated: str | None, prefill: str | None, decode: str | None) -> Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -31,15 +31,18 @@ class _Config(msgspec.Struct):
     text_config: dict[str, msgspec.Raw] | None = None
 
 
+_decode: Final = msgspec.json.Decoder(_Config).decode
+
+
 def kv_bytes_per_token(path: Path) -> int:
     """-> the bytes of a token's KV in all layers, in the model's own dtype. Raises `ConfigError`.
 
     All layers are taken to keep all tokens: a model with sliding windows or state space layers keeps less."""
     try:
         data = path.read_bytes()
-        config = msgspec.json.decode(data, type=_Config)
+        config = _decode(data)
         if config.num_hidden_layers is None and config.text_config is not None:
-            config = msgspec.json.decode(msgspec.json.encode(config.text_config), type=_Config)
+            config = _decode(msgspec.json.encode(config.text_config))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

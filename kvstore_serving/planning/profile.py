@@ -172,11 +172,14 @@ class _Coefficients(msgspec.Struct, forbid_unknown_fields=True):
     decoding_largebs: tuple[float, float, float]
 
 
+_decode_distserve: Final = msgspec.json.Decoder(dict[str, dict[int, _Coefficients]]).decode
+
+
 def from_distserve(coefficients: bytes, capacities: Iterable[Sequence[str]], model: str) -> list[Degree]:
     """-> the degrees of a model from DistServe's files: `profiler-a100-80g.*.json`, and the rows of
     `max_num_tokens.csv` (model, tp, pp, max_num_tokens). Raises `ProfileError`."""
     try:
-        models = msgspec.json.decode(coefficients, type=dict[str, dict[int, _Coefficients]])
+        models = _decode_distserve(coefficients)
     except msgspec.DecodeError as error:
         raise ProfileError(f"not the coefficients of DistServe's simulator: {error}") from error
     if model not in models:

@@ -116,8 +116,11 @@ def kinds(choose: random.Random) -> Iterator[str]:
 
 
 def keys_in(server: Server) -> list[bytes]:
-    """Of all blocks of the engines' namespace."""
-    [namespace] = namespaces(server)
+    """Of all blocks of the engines' namespace. A server that was killed in the last round may not have it any more."""
+    known = namespaces(server)
+    if not known:
+        return []
+    [namespace] = known
     with RawClient(server) as client:
         client.hello(namespace.namespace.encode())
         reply = client.ask(pack(HOTTEST, 1, 60_000, 0, 1 << 20, False))
@@ -171,7 +174,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
     clock.advance(PART_TTL_S + 1)
     if parts and not sum(each.evicted for each in namespaces(pair.server)):
         there = Counter(key[:-1] for key in keys_in(pair.server))
-        assert set(there.values()) == {parts["layer_parts"]}, "a part is left of a block that is not complete"
+        assert set(there.values()) <= {parts["layer_parts"]}, "a part is left of a block that is not complete"
     print(f"{met.total()} faults, the longest answer {longest_s:.2f} s beside the fault itself")
     for kind in KINDS:
         print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))

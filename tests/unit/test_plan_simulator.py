@@ -56,7 +56,7 @@ COLOCATED = Placement(colocated=Engines(Shape(1, 1), 1))
 @pytest.mark.parametrize(("shape", "load"), [(Shape(1, 1), 0.7), (Shape(1, 2), 1.4), (Shape(2, 1), 1.2)])
 def test_prefills_of_one_length_wait_as_the_closed_forms_say(shape: Shape, load: float) -> None:
     """One device, a pipeline, and tensor parallelism with a speed-up of 2: the three cases of the closed forms."""
-    made = Synthetic(Lengths(1000), Lengths(1)).make(100_000, 3)
+    made = Synthetic(Lengths(1000), Lengths(1)).make(60_000, 3)
     run = simulate(fleet(Placement(prefill=Engines(shape, 1))), made, load)
     expected = {
         Shape(1, 1): lambda: queueing.one_device(1.0, load),
@@ -174,7 +174,7 @@ def test_engines_that_do_not_fit_the_nodes_are_refused() -> None:
         simulate(fleet(Placement(Engines(Shape(2, 1), 8), Engines(Shape(2, 1), 1))), requests(10, 10, 2), 1.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     load=st.floats(0.1, 5.0),
