@@ -100,6 +100,11 @@ def nodes_of(placement: Placement, pools: Sequence[Pool], together: bool = False
     return found
 
 
+def shares_of(stages: Sequence[int]) -> dict[int, float]:
+    """-> the nodes that an engine's stages are on, each with the share of the layers there."""
+    return {node: stages.count(node) / len(stages) for node in dict.fromkeys(stages)}
+
+
 def _units(placement: Placement, pools: Sequence[Pool], starts: Sequence[int]) -> list[list[list[int]]] | None:
     """-> the nodes when equal groups of both phases have nodes of their own, one a stage; None: they do not fit."""
     prefill, decode = placement.phases

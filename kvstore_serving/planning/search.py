@@ -22,7 +22,7 @@ from typing import Final
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.goodput import Crew, Goal, Goodput, mean_goodput
-from kvstore_serving.planning.placement import Engines, Placement, Shape
+from kvstore_serving.planning.placement import Engines, Placement, Shape, shares_of
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.workload import Recipe
 
@@ -133,7 +133,7 @@ def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answ
             slo = question.goal.slo
             limit = f"TTFT of {slo.ttft_s:g} s" if phase == "prefill" else f"TPOT of {slo.tpot_s:g} s"
             raise NothingFits(f"no {phase} engine holds a {limit}, even with one request at a time")
-    candidates = list(_direct(question, phases) if question.links.via == "direct" else _apart(question, phases))
+    candidates = _direct(question, phases) if question.links.via == "direct" else _apart(question, phases)
     return _decide(question, candidates, crew)
 
 
@@ -147,7 +147,7 @@ def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Cre
             candidates.append(Placement(colocated=Engines(rated.shape, instances, rated.pool)))
     if not candidates:
         return None
-    return _decide(question, sorted(candidates, key=_order(question, phases))[:FINALISTS], crew)
+    return _decide(question, _finalists(question, phases, [[each] for each in candidates]), crew)
 
 
 # ---- candidates --------------------------------------------------------------------------------------------------
@@ -155,11 +155,16 @@ def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Cre
 
 def _apart(question: Question, phases: dict[str, list[Rated]]) -> list[Placement]:
     """Algorithm 1: engines of each phase for themselves."""
-    found = []
-    for prefill in phases["prefill"]:
-        for decode in phases["decode"]:
-            found += list(_counts(question, prefill, decode))
-    return sorted(found, key=_order(question, phases))[:FINALISTS]
+    pairs = [(prefill, decode) for prefill in phases["prefill"] for decode in phases["decode"]]
+    return _finalists(question, phases, [list(_counts(question, *pair)) for pair in pairs])
+
+
+def _finalists(
+    question: Question, phases: dict[str, list[Rated]], groups: Sequence[Sequence[Placement]]
+) -> list[Placement]:
+    """-> the best of each group, and of those the best: numbers of engines of one pair of shapes differ little."""
+    order = _order(question, phases)
+    return sorted((min(group, key=order) for group in groups if group), key=order)[:FINALISTS]
 
 
 def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
@@ -181,24 +186,27 @@ def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[Place
 
 def _direct(question: Question, phases: dict[str, list[Rated]]) -> list[Placement]:
     """Algorithm 2: stages of both phases on one node, in units that are repeated."""
-    found = []
-    for prefill in phases["prefill"]:
-        for decode in phases["decode"]:
-            pool = question.pools[prefill.pool]
-            if prefill.pool != decode.pool or prefill.shape.pp != decode.shape.pp:
-                continue
-            tps = prefill.shape.tp, decode.shape.tp
-            units = pool.nodes // prefill.shape.pp
-            for number in range(1, pool.gpus_per_node // tps[0] + 1):
-                most = (pool.gpus_per_node - number * tps[0]) // tps[1]
-                for instances in range(1, most + 1):
-                    serves = min(number * prefill.rate_rps, instances * decode.rate_rps)
-                    times = units if question.rate_rps is None else min(units, math.ceil(question.rate_rps / serves))
-                    if times:
-                        found.append(_pair(prefill, number * times, decode, instances * times))
-    if not found:
+    groups = [
+        list(_units(question, prefill, decode))
+        for prefill in phases["prefill"]
+        for decode in phases["decode"]
+        if prefill.pool == decode.pool and prefill.shape.pp == decode.shape.pp
+    ]
+    if not any(groups):
         raise NothingFits("no pair of engines with as many stages fits the GPUs of a node: take --via store")
-    return sorted(found, key=_order(question, phases))[:FINALISTS]
+    return _finalists(question, phases, groups)
+
+
+def _units(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
+    """What of both fits the nodes of one stage each, as often as the rate wants it, or as there are nodes."""
+    pool, tp = question.pools[prefill.pool], prefill.shape.tp
+    units = pool.nodes // prefill.shape.pp
+    for number in range(1, pool.gpus_per_node // tp + 1):
+        for instances in range(1, (pool.gpus_per_node - number * tp) // decode.shape.tp + 1):
+            serves = min(number * prefill.rate_rps, instances * decode.rate_rps)
+            times = units if question.rate_rps is None else min(units, math.ceil(question.rate_rps / serves))
+            if times:
+                yield _pair(prefill, number * times, decode, instances * times)
 
 
 def _pair(prefill: Rated, prefills: int, decode: Rated, decodes: int) -> Placement:
@@ -221,6 +229,7 @@ def _order(question: Question, phases: dict[str, list[Rated]]) -> Callable[[Plac
         serves = min(
             engines.instances * rates[phase, engines.pool, engines.shape] for phase, engines in placement.named.items()
         )
+        serves = min(serves, _carried(question, placement))
         if question.rate_rps is None:
             return 0.0, -serves / price, price
         if serves < question.rate_rps:
@@ -228,6 +237,23 @@ def _order(question: Question, phases: dict[str, list[Rated]]) -> Callable[[Plac
         return 0.0, price, -serves
 
     return order
+
+
+def _carried(question: Question, placement: Placement) -> float:
+    """-> the rate that the nodes' links carry: a phase that is simulated alone does not hand anything over."""
+    fleet, means = question.fleet(placement), question.recipe.means
+    if question.links.via == "direct" or placement.prefill is None or fleet.nodes is None:
+        return math.inf
+    carried = math.inf
+    for tokens, instances in zip((means.new, means.inputs), fleet.nodes, strict=True):
+        loads: dict[int, float] = {}  # for each node, of how many engines it moves the blocks
+        for stages in instances:
+            for node, share in shares_of(stages).items():
+                loads[node] = loads.get(node, 0.0) + share
+        kv = question.pools[placement.phases[0].pool].profile.kv_bytes_per_token
+        busiest = max(loads.values()) / len(instances)
+        carried = min(carried, question.links.node_bytes_per_s / (busiest * tokens * kv)) if tokens else carried
+    return carried
 
 
 def _decide(question: Question, candidates: Sequence[Placement], crew: Crew) -> Answer:

@@ -26,7 +26,7 @@ from kvstore_serving.planning.engine import Steps
 from kvstore_serving.planning.engines import DecodeEngine, PrefillEngine
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.jobs import Job, Link, transfer
-from kvstore_serving.planning.placement import Engines, Placement, nodes_of
+from kvstore_serving.planning.placement import Engines, Placement, nodes_of, shares_of
 from kvstore_serving.planning.workload import Counts, Floats, Workload
 
 WARM_UP: Final = 0.2  # of the requests come before those that are counted: the fleet is empty at first
@@ -289,11 +289,10 @@ class _Simulation:
 
     def _share(self, links: Sequence[Link], engine: object) -> list[tuple[Link, float]]:
         """-> the links of the nodes that an engine's stages are on, each with the share of the layers there."""
-        stages = self.nodes[engine]
-        return [(links[node], stages.count(node) / len(stages)) for node in dict.fromkeys(stages)]
+        return [(links[node], share) for node, share in shares_of(self.nodes[engine]).items()]
 
     def _direct(self, source: PrefillEngine, engine: DecodeEngine) -> list[tuple[Link, float]]:
-        sent, taken = dict(self._share_of(source)), dict(self._share_of(engine))
+        sent, taken = shares_of(self.nodes[source]), shares_of(self.nodes[engine])
         path: list[tuple[Link, float]] = []
         for node, share in sent.items():
             stays = min(share, taken.get(node, 0.0))
@@ -303,10 +302,6 @@ class _Simulation:
             comes = share - min(share, sent.get(node, 0.0))
             path += [(self.into[node], comes)] if comes else []
         return path
-
-    def _share_of(self, engine: object) -> list[tuple[int, float]]:
-        stages = self.nodes[engine]
-        return [(node, stages.count(node) / len(stages)) for node in dict.fromkeys(stages)]
 
     # ---- failures ------------------------------------------------------------------------------------------------
 
