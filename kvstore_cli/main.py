@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Final, cast
 
 import typer
 
 from kvstore import __version__
 from kvstore_cli import output
+from kvstore_cli.auth import auth_app
 from kvstore_cli.blocks import contains, delete, get, set_
 from kvstore_cli.cluster import cluster_app, drain
 from kvstore_cli.load import load
@@ -45,9 +47,22 @@ app = typer.Typer(
 )
 
 
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File with the token for servers that want one. [env vars: KVSTORE_TOKEN, KVSTORE_TOKEN_FILE]",
+    ),
+]
+
+
 @app.callback()
-def _main(version: VersionOption = False) -> None:
+def _main(version: VersionOption = False, token_file: TokenFileOption = None) -> None:
     """Look at and use a running kvstore server."""
+    if token_file is not None:  # whatever client the command makes reads them
+        os.environ.pop("KVSTORE_TOKEN", None)
+        os.environ["KVSTORE_TOKEN_FILE"] = str(token_file)
 
 
 @app.command(epilog=example("kvstore ping --endpoint cache-1:7070"))
@@ -142,6 +157,7 @@ app.command(
         "kvstore proxy --listen 0.0.0.0:8000 --store cache-1:7070 --prefill http://gpu-1:8000 --decode http://gpu-2:8000"
     )
 )(proxy)
+app.add_typer(auth_app, name="auth")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(plan_app, name="plan")
 app.command(

@@ -39,13 +39,19 @@ def purge(
     Says first how much there is, and asks. Where there is no terminal to ask on, --yes is needed. Engines compute again
     what they find missing.
     """
+    import msgspec
+
     from kvstore_cli.progress import progress_bar
 
     if (namespace is None) != everything:
         fail("usage", "expected either --namespace JSON, to empty one namespace, or --all, to empty the store")
     wanted = parse_namespace(namespace) if namespace is not None else None
     with connected(endpoint, wanted, timeout) as client:
-        contents = _contents(client.info().shards, wanted.id if wanted is not None else None)
+        shards = client.info().shards
+        tenant = shards[0].tenant if shards else ""
+        if wanted is not None and tenant:  # the server keeps it under the tenant that the token names
+            wanted = msgspec.structs.replace(wanted, tenant=tenant)
+        contents = _contents(shards, wanted.id if wanted is not None else None)
         if contents and not yes:
             _ask(contents, as_json)
         removed = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -50,6 +51,7 @@ class AsyncKVStoreClient:
         shared_memory: SharedMemory = "auto",
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
+        token: str | os.PathLike[str] | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -65,6 +67,7 @@ class AsyncKVStoreClient:
             shared_memory=shared_memory,
             connections=connections,
             nixl=nixl,
+            token=token,
         )
         self._timeout_s = timeout_s
         self._client: KVStoreClient | None = None

@@ -36,6 +36,7 @@ from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
 from kvstore_client._links.buffers import BlockSource, ResultMemory, writable_rows
 from kvstore_client._links.core import Core
+from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
 from kvstore_client._links.link import SharedMemory
 from kvstore_client.endpoints import parse_endpoints
@@ -78,7 +79,10 @@ class KVStoreClient:
     `connections`, 1 to 16: how many to each shard, where no shared memory is used. Each beside the first one has a
     thread that reads it; large reads are spread over all of them. The first is opened here, the others in the
     background; the server counts each against its limits. `nixl`: read blocks of servers on other hosts with NIXL, if
-    they allow it (``--nixl``); where its reads fail, and for sets, the connection is used.
+    they allow it (``--nixl``); where its reads fail, and for sets, the connection is used. `token`: for servers that
+    want one (``--auth``): the token, or the path of a file with it, which is read again at each connection; None: what
+    ``KVSTORE_TOKEN`` has, or the file that ``KVSTORE_TOKEN_FILE`` names. Where it is refused, calls raise
+    `NotAuthorized`.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class KVStoreClient:
         shared_memory: SharedMemory = "auto",
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
+        token: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
@@ -119,6 +124,7 @@ class KVStoreClient:
             shared_memory,
             connections,
             shared_nixl() if nixl else None,
+            Credentials(token),
         )
         self._exchange = Exchange(self._core)
         self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)

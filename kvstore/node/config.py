@@ -33,6 +33,7 @@ MAX_SECONDS: Final = 86_400
 SERVER: Final = "Server"
 MEMORY: Final = "Memory"
 DISK: Final = "Disk"
+ACCESS: Final = "Access"
 CLUSTER: Final = "Cluster"
 LOG: Final = "Log"
 NAMESPACES: Final = "Namespaces"
@@ -157,6 +158,37 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             more="persistence.md#checking-verify-and-scrub",
         ),
     ] = 0
+
+    auth: Annotated[
+        str | None,
+        Setting(
+            ACCESS,
+            "File of the principals who may use this server, with hashed tokens: `kvstore auth add` makes it. It is "
+            "read again when it changes.",
+            "FILE",
+            unset="whoever reaches the server may do everything",
+            more="security.md#logins",
+        ),
+    ] = None
+    insecure: Annotated[
+        bool,
+        Setting(
+            ACCESS,
+            "Listen on an address that others can reach, although nobody has to log in. In a trusted network only.",
+            more="security.md#logins",
+        ),
+    ] = False
+    audit: Annotated[
+        str | None,
+        Setting(
+            ACCESS,
+            "Record administrative acts, failed logins and refusals as JSON lines: in a file, on standard error, or "
+            "with syslog.",
+            "FILE|stderr|syslog",
+            unset="off",
+            more="security.md#audit-log",
+        ),
+    ] = None
 
     cluster: Annotated[
         str | None,
@@ -291,6 +323,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"this gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: expected at least "
                 f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
             )
+        self._check_access()
         self._check_cluster()
         if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:
             raise Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
@@ -302,6 +335,28 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.transient_memory.of(self.memory) > self.memory:
             raise Misfit("transient_memory", f"expected at most the memory of all shards, {self.memory}")
+
+    def _check_access(self) -> None:
+        for name in ("auth", "audit"):
+            if getattr(self, name) == "":
+                raise Misfit(name, "expected a file")
+        if self.insecure:
+            return
+        if self.auth is not None:
+            if self.nixl:
+                raise Misfit(
+                    "nixl",
+                    "NIXL's own ports ask nobody to log in: leave --nixl or --auth out, or give --insecure too if "
+                    "whoever reaches this host may read every block",
+                )
+            return
+        for name, host in (("host", self.host), ("http", self.http.host if self.http is not None else "localhost")):
+            if not is_loopback(host):
+                raise Misfit(
+                    name,
+                    f"{host or 'every address'} is not this machine alone, and whoever reaches it may read, change and "
+                    "delete all blocks: give --auth FILE, or --insecure if every host in that network is trusted",
+                )
 
     def _check_cluster(self) -> None:
         if self.node_id is not None and not is_name(self.node_id):

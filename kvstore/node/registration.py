@@ -35,6 +35,7 @@ from kvstore.cluster.members import DirectoryError, Member, Membership, State
 from kvstore.cluster.url import EtcdURL
 from kvstore.moving.draining import Draining
 from kvstore.moving.filling import Filling
+from kvstore.node.access import with_cookies
 from kvstore.node.registration_status import RegistrationStatus
 from kvstore.wire import ShardAddress
 
@@ -52,8 +53,9 @@ SAY_TRIES: Final = 20
 class Registration:
     """The membership of one node. Any thread may call it.
 
-    `member`: the node's record; its state is ignored. `shards`: the same shards, at addresses that this process can
-    reach. `drained` is called, on a thread of its own, when a drain that `drain` began has ended and the node has left
+    `member`: the node's record; its state is ignored. `secret`: from which members compute what they show to each
+    other; empty: their records say it. `shards`: the same shards, at addresses that this process can reach. `drained`
+    is called, on a thread of its own, when a drain that `drain` began has ended and the node has left
     the cluster. Raises `DirectoryError` when the package requests is missing.
     """
 
@@ -66,8 +68,10 @@ class Registration:
         lease_s: int,
         grace_s: float,
         drained: Callable[[], None],
+        secret: str = "",
     ) -> None:
         self.url = url
+        self._secret = secret
         self.node = member.node
         self._member = member
         self._shards = shards
@@ -182,7 +186,7 @@ class Registration:
 
     def _on_view(self, view: Membership) -> None:
         self._wake.set()
-        self._filling.take(view)
+        self._filling.take(msgspec.structs.replace(view, members=with_cookies(view.members, self._secret)))
 
     def _run(self) -> None:
         failures = 0
@@ -372,7 +376,7 @@ class Registration:
         """-> the members in the last view, with this node's present record."""
         view = self._follower.current
         others = [member for member in view.members if member.node != self.node] if view else []
-        return [*others, self._member]
+        return with_cookies([*others, self._member], self._secret)
 
     def _leave_drained(self) -> None:
         assert self._draining is not None

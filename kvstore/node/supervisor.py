@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 import kvstore
+from kvstore.auth.policy import member_cookie
 from kvstore.cluster.members import DirectoryError, Member
 from kvstore.disk.config import DiskConfig
 from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout
 from kvstore.extras import nixl_package
 from kvstore.logs import fields
 from kvstore.node import unix_sockets
+from kvstore.node.access import check_access
 from kvstore.node.children import Child, StartError, bind
 from kvstore.node.config import WILDCARDS, ServerConfig, is_loopback
 from kvstore.node.settings import HostPort, changed, listed
@@ -77,6 +79,7 @@ class Supervisor:
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         if config.nixl and not nixl_package():
             raise StartError("--nixl: NIXL is not installed; expected pip install llm-kvstore[nixl]")
+        self._member_secret = check_access(config)
         self._disk = _open_disk(config)
         listeners = bind(config.host, config.port, config.shards)
         self._unix_users = unix_sockets.users_of(config)
@@ -101,7 +104,9 @@ class Supervisor:
             ShardAddress(f"{name}/{child.number}", "", child.address[1], float(config.shard_memory_bytes))
             for child in self._children
         ]
-        self._cookie = secrets.token_hex(16)  # who shows it to a shard has a place of a member
+        # Who shows it to a shard is a member of the cluster.
+        secret = self._member_secret
+        self._cookie = member_cookie(secret, self.node) if secret else secrets.token_hex(16)
         self._registration = self._make_registration()
         self._draining = False
 
@@ -111,6 +116,7 @@ class Supervisor:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # moving blocks needs many connections
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, self._on_hangup)
         # The kernel may give a signal to any thread. Python handles it on this one, which may be waiting: wake it.
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         started = time.monotonic()
@@ -197,7 +203,7 @@ class Supervisor:
             version=kvstore.__version__,
             instance=uuid.uuid4().hex,
             started=time.time(),
-            cookie=self._cookie,
+            cookie="" if self._member_secret else self._cookie,
         )
         here = [
             msgspec.structs.replace(shard, host=child.address[0])
@@ -211,6 +217,7 @@ class Supervisor:
                 lease_s=config.lease_seconds,
                 grace_s=config.grace_seconds,
                 drained=self._on_drained,
+                secret=self._member_secret,
             )
         except DirectoryError as error:
             raise StartError(f"cluster: {error}") from None
@@ -296,6 +303,12 @@ class Supervisor:
                         child.process.kill()
             self._stopping = True
 
+    def _on_hangup(self, _number: int, _frame: object) -> None:
+        """Have the shards read the file of principals again. One that is starting reads it anyway."""
+        for child in self._children:
+            if child.process is not None and child.ready_fd < 0:
+                child.process.send_signal(signal.SIGHUP)
+
     def _shard_config(self, child: Child, ready_fd: int) -> ShardConfig:
         return ShardConfig(
             node=self.node,
@@ -320,6 +333,8 @@ class Supervisor:
             transient_bytes=self.config.shard_transient_bytes,
             zone=self.config.zone,
             cookie=self._cookie,
+            auth=self.config.auth or "",
+            audit=self.config.audit or "",
         )
 
     def _disk_config(self, shard: int) -> DiskConfig | None:

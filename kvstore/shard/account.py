@@ -51,7 +51,8 @@ MEMORY: Final = "memory"
 MEMORY_OF_ADDRESS: Final = "memory_of_address"
 GETS: Final = "gets_of_connection"
 JOBS: Final = "jobs"
-LIMITS: Final = (PLACES, PLACES_OF_ADDRESS, MEMORY, MEMORY_OF_ADDRESS, GETS, JOBS)
+LOGINS: Final = "logins"
+LIMITS: Final = (PLACES, PLACES_OF_ADDRESS, MEMORY, MEMORY_OF_ADDRESS, GETS, JOBS, LOGINS)
 
 
 class LimitReached(WireError):
@@ -99,6 +100,7 @@ class Share:
         self.connections = 0  # all that are open
         self.places = 0  # of them, those that have a place of a client
         self.jobs = 0  # in the background
+        self.logins = 0  # that wait
         self.held_bytes = 0
         self._account = account
         self._member = member

@@ -12,10 +12,14 @@ from typing import Final
 import msgspec
 
 from kvstore import __version__, wire
+from kvstore.auth.audit import Audit
+from kvstore.auth.policy import AuthFile
+from kvstore.auth.rights import ALL, EVERY_TENANT, NONE, READ, Rights, own, refuse
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import MAX_HELD_BYTES, REMOVAL_BYTES
 from kvstore.shard.background import Background
 from kvstore.shard.leases import Leases, Lending
+from kvstore.shard.logins import Logins
 from kvstore.shard.peer import Peer
 from kvstore.shard.places import Places
 from kvstore.shard.sets import Sets
@@ -44,9 +48,12 @@ class Answers:
         disk: DiskTier | None,
         state: ShardState,
         places: Places,
+        audit: Audit,
+        auth: AuthFile | None = None,
         nixl: Sharing | None = None,
     ) -> None:
-        """nixl: how clients on other hosts may read this shard's memory; None: they may not."""
+        """auth: who may do what; None: everybody everything. nixl: how clients on other hosts may read this shard's
+        memory; None: they may not."""
         self.lending = Lending(store.arena)
         self._nixl = nixl
         self.places = places
@@ -54,6 +61,8 @@ class Answers:
         self._store = store
         self._disk = disk
         self._state = state
+        self._audit = audit
+        self.logins = Logins(auth, audit, self._logged_in) if auth is not None else None
         self.sets = Sets(store, disk, state, self.lending)
         self.background = Background(store, disk, state.account, self.sets.reply_for_good)
 
@@ -89,8 +98,9 @@ class Answers:
         elif isinstance(request, wire.Sync):  # every SET before it on this connection is complete already
             peer.reply(wire.SyncReply(request.id))
         elif isinstance(request, wire.Info):
-            peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info())))
+            peer.reply(wire.InfoReply(request.id, msgspec.msgpack.encode(self.info(peer.rights))))
         elif isinstance(request, wire.Scrub):
+            self._note(peer, request)
             disk = self._disk
             peer.reply(wire.ScrubReply(request.id, disk.scrubbing.ask() if disk is not None and disk.volume.on else 0))
         elif isinstance(request, wire.Hottest):
@@ -98,7 +108,33 @@ class Answers:
         elif isinstance(request, wire.Purge):
             if not (peer.namespace or request.all):
                 raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first", request.id)
+            self._note(peer, request)
             self.background.purge(peer, request)
+
+    def check_rights(self, peer: Peer, request: wire.Request) -> None:
+        """Raise `WireError` for a request that needs a verb which the connection does not have. Whoever reads a block
+        that is damaged may have it deleted: the shard itself looks whether it is."""
+        if isinstance(request, wire.Delete) and request.damaged and peer.rights.verbs & READ:
+            return
+        self._state.unauthorized += 1
+        if peer.rights is not NONE:
+            self._note(peer, request, "denied")
+        raise refuse(peer.rights, request)
+
+    def _note(self, peer: Peer, request: wire.Request, outcome: str = "begun") -> None:
+        """Record what somebody does, or may not do, in the audit log."""
+        if peer.member:
+            return
+        rights = peer.rights
+        self._audit.record(
+            type(request).__name__.lower(),
+            outcome=outcome,
+            principal=rights.principal,
+            tenant=rights.tenant,
+            address=peer.address,
+            namespace=peer.namespace.decode(),
+            **({"all": request.all} if isinstance(request, wire.Purge) else {}),
+        )
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
         if request.protocol != wire.PROTOCOL_VERSION:
@@ -107,14 +143,31 @@ class Answers:
                 f"protocol version {request.protocol}: this server speaks {wire.PROTOCOL_VERSION}",
                 request.id,
             )
-        block_bytes = 0
-        if request.namespace:
+        self.places.show_cookie(peer, request.cookie)
+        if self.logins is not None:
+            if self.places.is_cookie(request.cookie):
+                peer.rights = ALL
+            elif not self.logins.begin(peer, request, self._state.now):
+                return
+        self._welcome(peer, request)
+
+    def _logged_in(self, peer: Peer, request: wire.Hello) -> None:
+        """Go on with a HELLO that waited for the check of its token."""
+        try:
+            self._welcome(peer, request)
+        except WireError as error:
+            peer.refuse(error.request_id, error)
+
+    def _welcome(self, peer: Peer, request: wire.Hello) -> None:
+        block_bytes, namespace = 0, request.namespace
+        if namespace:
             try:
-                block_bytes = self._store.check_namespace(request.namespace)
+                block_bytes = self._store.check_namespace(namespace)
+                namespace = own(namespace, peer.rights)
             except WireError as error:
                 error.request_id = request.id
                 raise
-        peer.namespace = request.namespace
+        peer.namespace = namespace
         peer.replicas = request.replicas
         self.sets.note_replicas(peer, self._store.get(peer.namespace))
         peer.client = request.client[:64]
@@ -123,7 +176,6 @@ class Answers:
             peer.leases = Leases(self.lending, peer.share, self._nixl)
         if peer.leases is not None:
             peer.leases.ring_wanted = request.release_ring
-        self.places.show_cookie(peer, request.cookie)
         config = self._config
         peer.reply(
             wire.Welcome(
@@ -259,8 +311,8 @@ class Answers:
         namespace.pins += count
         return True
 
-    def info(self) -> wire.ShardInfo:
-        """The state and the counters of this shard."""
+    def info(self, rights: Rights) -> wire.ShardInfo:
+        """The state and the counters of this shard, with the namespaces that somebody with these rights may use."""
         config, state, arena = self._config, self._state, self._store.arena
         self.lending.collect()
         with open("/proc/self/statm") as statm:
@@ -285,7 +337,7 @@ class Answers:
             bytes_in=state.bytes_in,
             bytes_out=state.bytes_out + self.lending.total_bytes,
             errors=state.errors,
-            namespaces=[namespace.info(state.now) for namespace in self._store],
+            namespaces=[namespace.info(state.now) for namespace in self._store if rights.owns(namespace.tenant)],
             policy=config.policy,
             index_bytes=self._store.index_bytes,
             disk=self._disk.info() if self._disk is not None else None,
@@ -300,6 +352,9 @@ class Answers:
             held_bytes=state.account.held,
             held_limit_bytes=MAX_HELD_BYTES,
             refused=state.refused,
+            tenant="" if rights.tenant == EVERY_TENANT else rights.tenant,
+            unauthorized=state.unauthorized,
+            failed_logins=self.logins.failed if self.logins is not None else 0,
             unix_socket=config.unix_path,
             lent_blocks=self.lending.blocks,
             lent_bytes=self.lending.held_bytes,

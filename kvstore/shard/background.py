@@ -144,7 +144,7 @@ class Background:
 
     def _chosen(self, peer: Peer, request: wire.Purge) -> list[NamespaceStore]:
         if request.all:
-            return list(self._store)
+            return [namespace for namespace in self._store if peer.rights.owns(namespace.tenant)]
         namespace = self._store.get(peer.namespace)
         return [namespace] if namespace is not None else []
 

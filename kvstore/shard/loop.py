@@ -20,11 +20,15 @@ import time
 from typing import Final
 
 from kvstore import wire
+from kvstore.auth.audit import Audit
+from kvstore.auth.policy import AuthFile
+from kvstore.auth.rights import ALL, NONE
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
 from kvstore.shard.client_files import ClientFiles
 from kvstore.shard.leases import Holders, Leases
+from kvstore.shard.logins import LOGIN_S
 from kvstore.shard.neighbours import Neighbours
 from kvstore.shard.peer import Peer, Place
 from kvstore.shard.places import Places
@@ -66,7 +70,9 @@ class Shard:
         """local: the Unix socket on which it listens for clients on this host. sharing: how memory is shared there."""
         self._config = config
         self._sharing = sharing
-        self._state = ShardState(time.monotonic())
+        auth = AuthFile(config.auth) if config.auth else None
+        self._audit = Audit(config.audit, node=config.node, shard=config.shard)
+        self._state = ShardState(time.monotonic(), ALL if auth is None else NONE)
         self._store = Store(
             config.memory_bytes,
             config.segment_bytes,
@@ -96,7 +102,10 @@ class Shard:
         self._nixl: Sharing | None = Nixl() if config.nixl else None
         if self._nixl is not None:
             self._store.arena.withdraw = self._nixl.withdraw
-        self._answers = Answers(config, self._store, self._disk, self._state, self._places, self._nixl)
+        self._answers = Answers(
+            config, self._store, self._disk, self._state, self._places, self._audit, auth, self._nixl
+        )
+        self._logins = self._answers.logins
         self._neighbours = Neighbours(config, self._store)
 
     # ---- the loop --------------------------------------------------------------------------------------------
@@ -107,8 +116,10 @@ class Shard:
         turns = state.turns
         for listener in listeners:
             poll.register(listener, select.EPOLLIN)
-        if self._neighbours.fd >= 0:
-            poll.register(self._neighbours.fd, select.EPOLLIN)
+        logins = self._logins
+        for fd in (self._neighbours.fd, logins.fd if logins is not None else -1):
+            if fd >= 0:
+                poll.register(fd, select.EPOLLIN)
         housekeeping = 0.0
         while not self._drained():
             events = poll.poll(self._patience_s())
@@ -120,6 +131,9 @@ class Shard:
                     continue
                 if fd == self._neighbours.fd:
                     self._neighbours.hear()
+                    continue
+                if logins is not None and fd == logins.fd:
+                    logins.finish()
                     continue
                 if disk is not None and self._on_disk_event(disk, fd, event):
                     continue
@@ -156,6 +170,8 @@ class Shard:
                 housekeeping = now + HOUSEKEEPING_S
                 self._enforce_deadlines(now)
                 self._store.expire(now, state.draining)
+                if logins is not None and logins.step(now):
+                    self._disconnect_invalid()
                 if self._nixl is not None:
                     self._nixl.progress()  # clients connect and leave
                 if now >= self._accepts_again:
@@ -168,6 +184,15 @@ class Shard:
         if disk is not None:
             disk.close()
         self._store.arena.close()
+        self._audit.close()
+
+    def _disconnect_invalid(self) -> None:
+        """Another policy is in force: end connections whose token or rights it does not have."""
+        for reader in list(self._readers.values()):
+            peer = reader.peer
+            if self._logins is not None and not self._logins.still_valid(peer):
+                log.info("client %s: principal %r has other rights now", peer.address, peer.rights.principal)
+                peer.close("its principal has other rights now")
 
     def _patience_s(self) -> float:
         """How long the loop may sleep when no event comes, in seconds."""
@@ -202,6 +227,11 @@ class Shard:
             self._behind = disk.writing.behind
             for reader in self._readers.values():  # so that `_flush` polls anew
                 self._to_flush.add(reader.peer, reader.peer.pace)
+
+    def reload(self) -> None:
+        """Read the file of principals again. Safe to call in a signal handler."""
+        if self._logins is not None:
+            self._logins.asked_to_reload = True
 
     def drain(self) -> None:
         """Finish requests in progress, take no new connections or SETs, then end. Safe to call in a signal handler."""
@@ -338,7 +368,7 @@ class Shard:
 
     def _may_read(self, reader: MessageReader) -> bool:
         peer = reader.peer
-        return not (peer.closed or peer.closing or peer.backed_up or self._held_back(reader))
+        return not (peer.closed or peer.closing or peer.backed_up or peer.logging_in or self._held_back(reader))
 
     def _read_all(self, now: float) -> None:
         for reader in self._to_read.turn():
@@ -384,6 +414,9 @@ class Shard:
                 continue
             if peer.stalled(now):
                 peer.close("the client takes nothing of its replies")
+                continue
+            if peer.rights is NONE and now > reader.began + LOGIN_S and not peer.logging_in:
+                peer.close("it has not logged in")
                 continue
             # The socket's low-water mark relies on the bytes that the client has still to send. If it sends fewer,
             # epoll never reports them, so read what is there.

@@ -15,6 +15,7 @@ from typing import Final
 
 from kvstore import wire
 from kvstore._cext import Parts
+from kvstore.auth.rights import Rights
 from kvstore.shard.account import (
     CHAINS,
     CONNECTION_BYTES,
@@ -85,7 +86,10 @@ class Peer:
         self.address = f"{share.address}:{port}"
         self.closed = False
         self.closing = False  # close when all replies are sent
-        self.namespace: bytes = b""  # canonical JSON, from HELLO
+        self.rights: Rights = state.newcomer
+        self.login: tuple[str, str] | None = None  # the principal and the hash of the token with which it logged in
+        self.logging_in = False  # its token is being checked: nothing more is read meanwhile
+        self.namespace: bytes = b""  # canonical JSON, from HELLO; its tenant is the principal's
         self.client = ""
         self.replicas = 1  # copies that the client keeps of each block
         self.chain = b""  # the keys that the client asked for last: a SET usually continues them
@@ -148,6 +152,11 @@ class Peer:
             self.reply(reply)
 
         return send
+
+    def await_login(self) -> None:
+        """Read nothing more until its token is checked."""
+        self.logging_in = True
+        self._to_flush.add(self, self.pace)  # so that the loop polls anew
 
     # ---- streams ---------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Places:
         """Forget an address that has nothing any more."""
         if share.connections or share is self._account.members or self._shares.get(share.address) is not share:
             return
-        if share.held_bytes:  # a removal waits for the disk: who comes back must still answer for it
+        if share.held_bytes or share.logins:  # a removal waits for the disk: who comes back must still answer for it
             self._gone.add(share)
             return
         self._gone.discard(share)
@@ -105,12 +105,16 @@ class Places:
     def show_cookie(self, peer: Peer, cookie: str) -> None:
         """Give a connection, for which nothing is held yet, a place of a member if the cookie is the node's."""
         members = self._account.members
-        if peer.place is Place.MEMBER or not peer.idle or not self._cookie or members.connections >= MEMBERS:
+        if peer.place is Place.MEMBER or not peer.idle or members.connections >= MEMBERS:
             return
-        if hmac.compare_digest(cookie.encode(), self._cookie):
+        if self.is_cookie(cookie):
             self.remove(peer)
             peer.place, peer.share = Place.MEMBER, members
             members.connections += 1
+
+    def is_cookie(self, cookie: str) -> bool:
+        """Whether this is what members show."""
+        return bool(self._cookie) and hmac.compare_digest(cookie.encode(), self._cookie)
 
     def _give_place(self, peer: Peer, now: float) -> LimitReached | None:
         """Give a connection a place of a client. -> why it gets none."""

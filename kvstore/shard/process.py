@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from kvstore.auth.policy import AuthFileError
 from kvstore.logs import configure as configure_logs
 from kvstore.shard.loop import Shard
 from kvstore.shard.setup import ShardConfig
@@ -48,10 +49,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         shard = Shard(config, listener, local)
+    except AuthFileError as error:
+        log.error("%s", error)
+        sys.exit(1)
     except (OSError, OverflowError) as error:
         log.error("%d bytes of memory cannot be reserved for blocks: %s; lower --memory", config.memory_bytes, error)
         sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: shard.drain())
+    signal.signal(signal.SIGHUP, lambda *_: shard.reload())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when its shards end
     os.write(config.ready_fd, b"1")
     os.close(config.ready_fd)

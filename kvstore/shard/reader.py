@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 
 from kvstore import wire
 from kvstore._cext import Payload
+from kvstore.auth.rights import NEEDED
 from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES, LimitReached
 from kvstore.shard.answers import Answers
 from kvstore.shard.peer import Peer, Place
@@ -44,6 +45,7 @@ class MessageReader:
     def __init__(self, peer: Peer, answers: Answers, state: ShardState) -> None:
         self.peer = peer
         self.events = 0  # what the loop polls the socket for
+        self.began = state.now
         self.last_heard = state.now  # when the client sent something
         self._until = 0.0  # the end of its slice of the turn
         self._cost = Cost()
@@ -238,7 +240,8 @@ class MessageReader:
         return views
 
     def go_on(self) -> bool:
-        return not (self.peer.closed or self.peer.backed_up) and time.monotonic() < self._until
+        peer = self.peer
+        return not (peer.closed or peer.backed_up or peer.logging_in) and time.monotonic() < self._until
 
     def landed(self, landing: zmtp.Landing) -> None:
         raise AssertionError("a shard sends no GETs here")
@@ -302,12 +305,16 @@ class MessageReader:
         if isinstance(request, wire.WITH_KEYS):
             self._request = request
             self.deadline = self._state.now + request.deadline_ms / 1000
+            if not NEEDED[type(request)] & self.peer.rights.verbs:
+                self._answers.check_rights(self.peer, request)
             if not more:
                 raise WireError(ErrorCode.PROTOCOL, f"{type(request).__name__.upper()} without its keys frame")
             if not self.peer.namespace:
                 raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
             self._answers.places.check(self.peer, self._state.now)
             return
+        if not NEEDED[type(request)] & self.peer.rights.verbs:
+            self._answers.check_rights(self.peer, request)
         if more:
             raise WireError(
                 ErrorCode.PROTOCOL,

@@ -33,4 +33,6 @@ class ShardConfig(msgspec.Struct, frozen=True):
     unix_users: list[int] = msgspec.field(default_factory=list)  # ids of the users who may connect there
     nixl: bool = False  # clients may read its memory with NIXL
     log_format: str = "text"
+    auth: str = ""  # the file of principals; empty: everybody may do everything
+    audit: str = ""  # where administrative acts are recorded: a file, "stderr", "syslog"; empty: nowhere
     cookie: str = ""  # what members of the cluster show in HELLO; empty: nobody is one

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 
+from kvstore.auth.rights import ALL, Rights
 from kvstore.shard.account import LIMITS, Account
 from kvstore.shard.turns import Turns
 
@@ -14,7 +15,9 @@ from kvstore.shard.turns import Turns
 class ShardState:
     """Time and counters of a shard. Plain fields, because every message reads and changes them."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, newcomer: Rights = ALL) -> None:
+        """newcomer: what a connection may do before its HELLO."""
+        self.newcomer = newcomer
         self.started = now
         self.instance = secrets.token_hex(16)  # of this process: who finds it at a Unix socket is on the same host
         self.now = now  # monotonic seconds, read once a turn of the loop
@@ -25,3 +28,4 @@ class ShardState:
         self.bytes_in = self.bytes_out = self.errors = 0
         self.refused = dict.fromkeys(LIMITS, 0)  # requests, by the limit that was reached
         self.sets = self.gets = self.lookups = 0
+        self.unauthorized = 0  # requests refused, because the connection may not

@@ -49,6 +49,7 @@ class NamespaceStore:
     memory: NamespaceTier
     disk: DiskBlocks | None
     frame_blocks: int
+    tenant: str = ""
     ttl_s: int = 0  # 0: blocks do not expire
     priority: int = 0  # the lowest priority that a block gets
     listed: bool = False  # for a mover: other nodes may have copies of its blocks

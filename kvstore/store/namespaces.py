@@ -150,8 +150,8 @@ class Store:
         if len(self._namespaces) >= MAX_NAMESPACES:
             self._forget_an_empty_one()
         index = BlockIndex(key_bytes, segment_slots(self.arena.segment_bytes, block_bytes), self.policy)
-        model = decode_namespace(canonical).model
-        rule = next((rule for rule in self._rules if fnmatchcase(model, rule.match)), None)
+        header = decode_namespace(canonical)
+        rule = next((rule for rule in self._rules if fnmatchcase(header.model, rule.match)), None)
         namespace = NamespaceStore(
             canonical=canonical,
             id=namespace_id(canonical),
@@ -161,6 +161,7 @@ class Store:
             memory=NamespaceTier(self.arena, block_bytes, index),
             disk=self.disk.open(canonical, key_bytes, block_bytes) if self.disk else None,
             frame_blocks=frame_blocks(block_bytes),
+            tenant=header.tenant,
             ttl_s=rule.ttl_seconds if rule else 0,
             priority=rule.priority if rule else 0,
         )

@@ -14,6 +14,7 @@ class NamespaceHeader(msgspec.Struct, frozen=True):
     version: int
     block_bytes: int
     model: str
+    tenant: str = ""
 
 
 _header_decoder = msgspec.json.Decoder(NamespaceHeader)

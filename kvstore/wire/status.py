@@ -114,6 +114,9 @@ class ShardInfo(msgspec.Struct, frozen=True):
     nixl: bool = False  # clients may read its memory with NIXL
     transient_bytes: int = 0  # segments of transient blocks, of all namespaces
     transient_limit_bytes: int = 0  # the most that these may be
+    tenant: str = ""  # whose namespaces are listed; empty: all
+    unauthorized: int = 0  # requests refused, because the connection's principal may not make them
+    failed_logins: int = 0
 
 
 # Decoders are made when modules are imported, because msgspec crashes the process when two threads are the first to

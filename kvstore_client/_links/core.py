@@ -29,6 +29,7 @@ from kvstore.cluster.members import DirectoryError, Membership
 from kvstore.wire import MAX_REPLICAS
 from kvstore.wire.dealer import Answer
 from kvstore.wire.remote_memory import Sharing
+from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import LaneReaders, without
 from kvstore_client._links.leading import Leading
 from kvstore_client._links.link import DEAD_AFTER_S, Link, SharedMemory
@@ -51,7 +52,7 @@ FIRST_NODES: Final = 3  # how many nodes of a cluster are tried at the start for
 
 class Core:
     """The links of one client. `lanes`: how many connections it has to each shard. `nixl`: how to read the memory of
-    shards elsewhere. Thread-safe."""
+    shards elsewhere. `credentials`: with which it logs in. Thread-safe."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Core:
         shared_memory: SharedMemory = "auto",
         lanes: int = 1,
         nixl: Sharing | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.stats = ClientStats()
         self.timeout_s = timeout_s
@@ -70,6 +72,7 @@ class Core:
         self._namespace = namespace
         self._shared_memory = shared_memory
         self._nixl = nixl
+        self._credentials = credentials
         self._lanes = lanes
         self.replicas = replicas
         self._nodes = [Node(host, port) for host, port in endpoints.nodes]
@@ -146,7 +149,8 @@ class Core:
     def hello(self) -> wire.Hello:
         """The HELLO of this client. Only HELLO has the request id 0."""
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
-        return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, replicas=self.replicas, release_ring=True)
+        token = self._credentials.token if self._credentials is not None else b""
+        return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, token, self.replicas, release_ring=True)
 
     def _new_link(self, name: str, host: str, port: int) -> Link:
         first = Link(name, host, port, self.hello, self._wake, self._shared_memory, self._nixl)

@@ -79,6 +79,7 @@ class StoreGuard:
         replicas: int = 1,
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
+        token: str | os.PathLike[str] | None = None,
         local: str = "",
         parts: Sequence[range] = (),
         logger: logging.Logger | None = None,
@@ -93,6 +94,7 @@ class StoreGuard:
         self._replicas = replicas
         self._connections = connections
         self._nixl = nixl
+        self._token = token
         self._local = local
         self._parts = parts
         self._counters = counters
@@ -170,6 +172,7 @@ class StoreGuard:
             replicas=replicas,
             connections=self._connections,
             nixl=self._nixl,
+            token=self._token,
         )
 
     def failed(self, error: Exception) -> None:

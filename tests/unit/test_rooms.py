@@ -28,8 +28,8 @@ PACKAGES = ("kvstore", "kvstore_client", "kvstore_serving", "kvstore_cli")
 # From the lowest room to the highest: a file imports from its own room and from rooms before it. A file belongs to the
 # longest name here that it starts with. `kvstore` itself is what every room may use: the version, sizes, logs.
 SERVER = [
-    *("kvstore", "kvstore._cext", "kvstore.wire", "kvstore.cluster", "kvstore.store", "kvstore.disk", "kvstore.shard"),
-    *("kvstore.moving", "kvstore.node", "kvstore.__main__"),
+    *("kvstore", "kvstore._cext", "kvstore.wire", "kvstore.cluster", "kvstore.auth", "kvstore.store", "kvstore.disk"),
+    *("kvstore.shard", "kvstore.moving", "kvstore.node", "kvstore.__main__"),
 ]
 CLIENT = [
     *("kvstore_client.errors", "kvstore_client._arguments", "kvstore_client.endpoints", "kvstore_client.keys"),

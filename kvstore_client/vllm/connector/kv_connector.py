@@ -440,6 +440,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             replicas=self._options.replicas,
             connections=self._options.connections,
             nixl=self._options.nixl,
+            token=self._options.credentials,
             local=self._options.local,
             parts=parts,
             logger=logger,

@@ -9,12 +9,14 @@ import difflib
 import re
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
 
 from kvstore.sizes import parse_size
 from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
+from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
 from kvstore_client.client import DEFAULT_CONNECTIONS
 from kvstore_client.endpoints import parse_endpoints
@@ -45,6 +47,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         shared only among engines that give the same, and also after the engine's caches were reset, as for sleep.
     replicas: how many nodes of a cluster hold a copy of each block, 1 to 3. Equal in all engines that share blocks.
     connections: to each shard that is not on this host. Large reads are spread over them.
+    token: what ``kvstore auth add`` printed, for a store with ``--auth``. vLLM logs its options, so rather give
+        `token_file`, or the variables ``KVSTORE_TOKEN`` or ``KVSTORE_TOKEN_FILE``, which count when both are empty.
+    token_file: the path of a file with the token. A new token in it is used from the next connection on.
     nixl: read blocks with NIXL from servers that allow it (``--nixl``).
     local: the address of a server on the engine's host, which is asked before `endpoint` and holds copies of what is
         set and found there; empty: none.
@@ -58,6 +63,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
     connections: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONNECTIONS)] = DEFAULT_CONNECTIONS
     nixl: bool = False
+    token: str = ""
+    token_file: str = ""
     local: str = ""
 
     def __post_init__(self) -> None:
@@ -69,6 +76,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
                     f"local is {self.local!r}; expected the address of one server on this host, other than endpoint. A "
                     "server on this host that is the only store is the endpoint itself"
                 )
+        if self.token and self.token_file:
+            raise ValueError("token and token_file are both given; expected one of them")
+        Credentials(self.credentials)  # the client's own check
         for name in ("timeout_s", "lookup_timeout_s"):
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 raise ValueError(
@@ -80,6 +90,11 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
                     f"{name} has {len(getattr(self, name))} characters; expected a name of at most {MAX_TENANT}, the "
                     "same in every engine that shares blocks"
                 )
+
+    @property
+    def credentials(self) -> str | Path | None:
+        """The token as a client takes it."""
+        return Path(self.token_file) if self.token_file else self.token or None
 
     @property
     def store_on_host(self) -> bool:

@@ -178,6 +178,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 replicas=given.replicas,
                 connections=given.connections,
                 nixl=given.nixl,
+                token=given.credentials,
                 local=given.local,
                 logger=logger,
             )

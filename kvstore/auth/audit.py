@@ -1,0 +1,135 @@
+"""The audit log: one JSON object a line for each administrative act, failed login, and refusal.
+
+It is bounded: `LINES_PER_S` lines a second after a burst (a line says how many were left out), `TEXT` characters a
+field, and a file of `MOST_BYTES`, after which it is renamed to ``FILE.1`` and begun anew. Several processes write to
+one file: each line is one `write` to a file that is open for appending. Nothing waits for it: what cannot be written
+is counted and logged. One thread uses an `Audit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import sys
+import time
+from typing import Any, Final
+
+import msgspec
+
+log = logging.getLogger("kvstore.audit")
+
+LINES_PER_S: Final = 50
+BURST: Final = 200
+TEXT: Final = 512
+MOST_BYTES: Final = 64 << 20
+COMPLAIN_S: Final = 60.0
+STDERR: Final = "stderr"
+SYSLOG: Final = "syslog"
+_SYSLOG_SOCKET: Final = "/dev/log"
+_AUTH_NOTICE: Final = 10 * 8 + 5  # facility authpriv, severity notice: RFC 5424
+
+
+class Audit:
+    """Writes the audit log. `target`: a file, "stderr", "syslog", or "" for none. `where`: names the process in each
+    line."""
+
+    def __init__(self, target: str, **where: Any) -> None:
+        """Raises `OSError` when the file cannot be opened."""
+        self._target = target
+        self._where = where
+        self._tokens = float(BURST)
+        self._filled = time.monotonic()
+        self._left_out = 0
+        self._complained = -COMPLAIN_S
+        self._fd = -1
+        self._syslog: socket.socket | None = None
+        if target not in ("", STDERR, SYSLOG):
+            self._fd = self._open()
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write a line. Never raises for what the system refuses, and never blocks on another process."""
+        if not self._target:
+            return
+        now = time.monotonic()
+        self._tokens = min(BURST, self._tokens + (now - self._filled) * LINES_PER_S)
+        self._filled = now
+        if self._tokens < 1:
+            self._left_out += 1
+            return
+        self._tokens -= 1
+        left_out, self._left_out = self._left_out, 0
+        line: dict[str, Any] = {"time": _utc(), "event": event, **self._where}
+        line |= {name: value[:TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+        if left_out:
+            line["lines_left_out"] = left_out
+        try:
+            self._write(msgspec.json.encode(line))
+        except OSError as error:
+            self._left_out += left_out + 1
+            if now - self._complained >= COMPLAIN_S:
+                self._complained = now
+                log.error("the audit log %s cannot be written: %s", self._target, error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._syslog is not None:
+            self._syslog.close()
+
+    def _write(self, line: bytes) -> None:
+        if self._target == STDERR:
+            sys.stderr.write(line.decode() + "\n")
+            sys.stderr.flush()
+        elif self._target == SYSLOG:
+            self._send(b"<%d>kvstore-server: " % _AUTH_NOTICE + line)
+        else:
+            if os.fstat(self._fd).st_size >= MOST_BYTES or not self._in_place():
+                self._turn_over()
+            os.write(self._fd, line + b"\n")
+
+    def _send(self, data: bytes) -> None:
+        if self._syslog is None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            try:
+                sock.connect(_SYSLOG_SOCKET)
+            except OSError:
+                sock.close()
+                raise
+            self._syslog = sock
+        try:
+            self._syslog.send(data)
+        except OSError:
+            self._syslog.close()
+            self._syslog = None  # the next line connects again
+            raise
+
+    def _open(self) -> int:
+        return os.open(self._target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def _in_place(self) -> bool:
+        """Whether the open file still has its name: another process, or logrotate, may have renamed it."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.stat(self._target, follow_symlinks=False), os.fstat(self._fd))
+        return False
+
+    def _turn_over(self) -> None:
+        """Rename the file if it is full and still in place, and open the one that has its name then."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)  # held for two system calls, by a process that does nothing else meanwhile
+        try:
+            if self._in_place() and os.fstat(self._fd).st_size >= MOST_BYTES:
+                os.replace(self._target, f"{self._target}.1")
+            opened = self._open()
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        os.close(self._fd)
+        self._fd = opened
+
+
+def _utc() -> str:
+    seconds = time.time()
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds % 1 * 1000):03d}Z"

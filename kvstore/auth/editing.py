@@ -1,0 +1,163 @@
+"""Changes of the file of ``--auth``: new principals, new tokens. What an operator wrote in it, comments too, stays.
+
+A file is replaced as a whole, under a lock, and only by one that says what was meant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvstore.auth.policy import MAX_TOKENS, AuthFileError, Policy, check_tenant, parse_policy
+from kvstore.auth.rights import EVERY_TENANT, verbs_of
+from kvstore.auth.tokens import NAME, hash_token, make_token
+from kvstore.sizes import spell_size
+
+HEADER: Final = """\
+# Who may use a kvstore server: kvstore-server --auth THIS_FILE. `kvstore auth add` adds a principal,
+# `kvstore auth rotate` gives one a new token. Servers read the file again when it changes. Keep it readable by the
+# server alone.
+
+# What the members of a cluster show each other: the same on every node.
+member_secret = "{secret}"
+"""
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Nobody else changes the file in the body."""
+    try:
+        folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise AuthFileError(f"{path}: {error.strerror}: expected a file in a folder that is there") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return HEADER.format(secret=secrets.token_hex(32))
+    except (OSError, UnicodeDecodeError) as error:
+        raise AuthFileError(f"{path}: {error}") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the file, with the mode and the owner that it had; a new one for its owner alone."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        status = os.stat(path) if path.exists() else None
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                if status is not None:
+                    os.fchmod(fd, status.st_mode & 0o7777)
+                    if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                        os.fchown(fd, status.st_uid, status.st_gid)
+                file.write(text)
+                file.flush()
+                os.fsync(fd)
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink()
+            raise
+    except OSError as error:
+        raise AuthFileError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def add(
+    path: Path,
+    name: str,
+    tenant: str,
+    verbs: Sequence[str],
+    namespaces: Sequence[str] = ("*",),
+    quota_bytes: int | None = None,
+) -> str:
+    """Add a principal; make the file if there is none. quota_bytes: the most memory of its tenant. -> its token.
+
+    Raises `AuthFileError` when the file cannot be used or has the principal, `ValueError` for a wrong argument.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"name {name!r}: expected 1 to 64 letters, digits, '_' and '-'")
+    try:
+        check_tenant(tenant, "given")
+    except AuthFileError as error:
+        raise ValueError(str(error)) from None
+    if not verbs:
+        raise ValueError("no verbs: expected some, such as read,write")
+    verbs_of(list(verbs))
+    token = make_token(name)
+    with _locked(path):
+        text = _read(path)
+        policy = parse_policy(text, str(path))
+        if name in policy.principals:
+            raise AuthFileError(f"{path}: it has a principal {name!r}: give it a new token with `kvstore auth rotate`")
+        lines = [
+            text.rstrip("\n"),
+            "",
+            "[[principals]]",
+            f"name = {json.dumps(name)}",
+            f"tenant = {json.dumps(tenant)}",
+            f"verbs = {json.dumps(list(verbs))}",
+            f"namespaces = {json.dumps(list(namespaces))}",
+            f"tokens = [{json.dumps(hash_token(token))}]",
+        ]
+        if quota_bytes is not None:
+            lines += _quota(policy, tenant, quota_bytes, path)
+        text = "\n".join(lines) + "\n"
+        parse_policy(text, str(path))
+        _replace(path, text)
+    return token
+
+
+def _quota(policy: Policy, tenant: str, quota_bytes: int, path: Path) -> list[str]:
+    if tenant == EVERY_TENANT:
+        raise ValueError("a quota is of one tenant: expected --tenant with a name")
+    limits = policy.tenants.get(tenant)
+    if limits is None:
+        return ["", f"[tenants.{tenant}]", f"memory = {json.dumps(spell_size(quota_bytes))}"]
+    if limits.memory != quota_bytes:
+        raise AuthFileError(
+            f"{path}: tenant {tenant!r} has memory = {limits.memory}, not {quota_bytes}: change it in the file, or "
+            "leave the quota out"
+        )
+    return []
+
+
+def rotate(path: Path, name: str, end_old: bool = False) -> str:
+    """Give a principal a new token. The last one stays valid until the next rotation; with `end_old`, no other one.
+    -> the token. Raises `AuthFileError`."""
+    token = make_token(name)
+    with _locked(path):
+        text = _read(path)
+        policy = parse_policy(text, str(path))
+        principal = policy.principals.get(name)
+        if principal is None:
+            known = ", ".join(sorted(policy.principals)) or "none"
+            raise AuthFileError(f"{path}: no principal {name!r}: expected one of {known}")
+        kept = [hash_token(token), *([] if end_old else principal.tokens[:1])]
+        assert len(kept) <= MAX_TOKENS
+        text = _with_tokens(text, principal.tokens, kept)
+        if parse_policy(text, str(path)).principals[name].tokens != tuple(kept):
+            raise AuthFileError(
+                f"{path}: the tokens of {name!r} cannot be replaced where they stand: expected one list of strings"
+            )
+        _replace(path, text)
+    return token
+
+
+def _with_tokens(text: str, old: Sequence[str], new: Sequence[str]) -> str:
+    """-> the text with the list that has these hashes replaced."""
+    quoted = r"""\s*,?\s*""".join(f"[\"']{re.escape(each)}[\"']" for each in old)
+    return re.sub(rf"\[\s*{quoted}\s*,?\s*\]", lambda _: json.dumps(list(new)), text, count=1)

@@ -1,0 +1,258 @@
+"""The file of ``--auth``: principals with hashed tokens, tenants with their limits. Reading and checking it.
+
+The file is read again when it changes. A file that cannot be used is refused as a whole, and the last good one stays in
+force. Plain data but for `AuthFile`, which one thread uses.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.auth.rights import EVERY_TENANT, VERBS, Rights, verbs_of
+from kvstore.auth.tokens import NAME, check_hash, matches, name_in
+from kvstore.sizes import parse_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+log = logging.getLogger("kvstore.auth")
+
+MAX_FILE_BYTES: Final = 4 << 20
+MAX_TOKENS: Final = 4  # of a principal: each is one hash more for a login
+MIN_SECRET: Final = 32
+_SIZES: Final = ("memory", "memory_guaranteed", "disk", "transient", "pinned")
+
+
+class AuthFileError(Exception):
+    """The file cannot be used; the message names it and says what is wrong. It repeats no token and no hash."""
+
+
+class _Principal(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+    tenant: str
+    verbs: list[str]
+    tokens: list[str]
+    namespaces: list[str] = msgspec.field(default_factory=lambda: ["*"])
+
+
+class _Limits(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    memory: str | int | None = None
+    memory_guaranteed: str | int = 0
+    disk: str | int | None = None
+    transient: str | int | None = None
+    pinned: str | int | None = None
+    connections: int | None = None
+    requests_per_s: float | None = None
+    bytes_per_s: str | int | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    principals: list[_Principal] = []
+    tenants: dict[str, _Limits] = {}
+    member_secret: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a tenant may take of a node, in bytes and per second; None: as much as there is.
+
+    memory_guaranteed: what others cannot evict. pinned: what its clients may pin.
+    """
+
+    memory: int | None = None
+    memory_guaranteed: int = 0
+    disk: int | None = None
+    transient: int | None = None
+    pinned: int | None = None
+    connections: int | None = None
+    requests_per_s: float | None = None
+    bytes_per_s: int | None = None
+
+
+NO_LIMITS: Final = Limits()
+
+
+@dataclass(frozen=True)
+class Principal:
+    """One principal of the file."""
+
+    rights: Rights
+    tokens: tuple[str, ...]  # hashes
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The content of the file."""
+
+    principals: dict[str, Principal]
+    tenants: dict[str, Limits]
+    member_secret: str = ""
+
+    def login(self, token: bytes) -> tuple[Rights, str] | None:
+        """-> the rights of who shows this token, and the hash that it matches; None: it is nobody's. Takes about 10 ms
+        for each token of the principal that it names; any thread."""
+        principal = self.principals.get(name_in(token))
+        if principal is None:
+            return None
+        for kept in principal.tokens:
+            if matches(token, kept):
+                return principal.rights, kept
+        return None
+
+    def rights_of(self, name: str, kept: str) -> Rights | None:
+        """-> the rights of a principal who has logged in with the token of this hash; None: it has it no more."""
+        principal = self.principals.get(name)
+        return principal.rights if principal is not None and kept in principal.tokens else None
+
+    def limits_of(self, tenant: str) -> Limits:
+        """-> what a tenant may take."""
+        return self.tenants.get(tenant, NO_LIMITS)
+
+
+def member_cookie(secret: str, node: str) -> str:
+    """-> what members show to the node of this id. A node that is shown one cannot make that of another node of it."""
+    return hmac.new(secret.encode(), b"kvstore member " + node.encode(), "sha256").hexdigest()
+
+
+def parse_policy(text: str, where: str) -> Policy:
+    """-> the policy of a file's text. `where`: its name, for errors. Raises `AuthFileError`."""
+    try:
+        file = msgspec.convert(tomllib.loads(text), _File)
+    except tomllib.TOMLDecodeError as error:
+        raise AuthFileError(f"{where}: not TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise AuthFileError(f"{where}: {error}") from None
+    if file.member_secret and len(file.member_secret) < MIN_SECRET:
+        raise AuthFileError(
+            f"{where}: member_secret has {len(file.member_secret)} characters: expected {MIN_SECRET} or more, random"
+        )
+    principals: dict[str, Principal] = {}
+    for number, given in enumerate(file.principals, 1):
+        principal = _principal(given, f"{where}: principal {number} ({given.name!r})")
+        if given.name in principals:
+            raise AuthFileError(f"{where}: two principals are named {given.name!r}: expected one name each")
+        principals[given.name] = principal
+    return Policy(
+        principals,
+        {name: _limits(name, limits, f"{where}: tenant {name!r}") for name, limits in file.tenants.items()},
+        file.member_secret,
+    )
+
+
+def _principal(given: _Principal, where: str) -> Principal:
+    if not NAME.fullmatch(given.name):
+        raise AuthFileError(f"{where}: expected a name of 1 to 64 letters, digits, '_' and '-'")
+    check_tenant(given.tenant, where)
+    if not given.verbs:
+        raise AuthFileError(f"{where}: no verbs: expected some of {', '.join(VERBS)}")
+    if not given.namespaces:
+        raise AuthFileError(f'{where}: no namespaces: expected patterns of models, ["*"] for all')
+    if not 1 <= len(given.tokens) <= MAX_TOKENS:
+        raise AuthFileError(f"{where}: {len(given.tokens)} tokens: expected 1 to {MAX_TOKENS}")
+    for number, kept in enumerate(given.tokens, 1):
+        try:
+            check_hash(kept)
+        except ValueError as error:
+            raise AuthFileError(f"{where}: token {number}: {error}") from None
+    try:
+        verbs = verbs_of(given.verbs)
+    except ValueError as error:
+        raise AuthFileError(f"{where}: {error}") from None
+    return Principal(Rights(given.name, given.tenant, verbs, tuple(given.namespaces)), tuple(given.tokens))
+
+
+def check_tenant(tenant: str, where: str) -> None:
+    """Raise `AuthFileError` unless this is a tenant's name, or the one that stands for all."""
+    if tenant != EVERY_TENANT and not NAME.fullmatch(tenant):
+        raise AuthFileError(
+            f"{where}: tenant {tenant!r}: expected 1 to 64 letters, digits, '_' and '-', or '{EVERY_TENANT}' for all"
+        )
+
+
+def _limits(name: str, given: _Limits, where: str) -> Limits:
+    if not NAME.fullmatch(name):
+        raise AuthFileError(f"{where}: expected a name of 1 to 64 letters, digits, '_' and '-'")
+    values: dict[str, Any] = {}
+    for field in (*_SIZES, "bytes_per_s"):
+        value = getattr(given, field)
+        if value is None:
+            continue
+        try:
+            values[field] = value if isinstance(value, int) else parse_size(value)
+        except ValueError as error:
+            raise AuthFileError(f"{where}: {field}: {error}") from None
+    for field in ("connections", "requests_per_s"):
+        values[field] = getattr(given, field)
+    for field, value in values.items():
+        if value is not None and value < 0:
+            raise AuthFileError(f"{where}: {field}: {value}: expected 0 or more")
+    limits = Limits(**values)
+    if limits.memory is not None and limits.memory_guaranteed > limits.memory:
+        raise AuthFileError(
+            f"{where}: memory_guaranteed {limits.memory_guaranteed} is more than memory {limits.memory}"
+        )
+    return limits
+
+
+class AuthFile:
+    """The file of ``--auth``, and the policy that is in force. One thread uses it."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read the file. Raises `AuthFileError`."""
+        self.path = Path(path)
+        self._seen: tuple[int, ...] = ()
+        self.policy = self._read()
+
+    def reload(self, asked: bool = False) -> bool:
+        """Read the file again if it has changed, or if that was `asked` for. -> whether another policy is in force."""
+        if not asked and self._stamp() == self._seen:
+            return False
+        try:
+            policy = self._read()
+        except AuthFileError as error:
+            log.error("%s; the policy before it stays in force", error)
+            return False
+        changed = policy != self.policy
+        self.policy = policy
+        if changed:
+            log.info("%s: %d principals are in force", self.path, len(policy.principals))
+        return changed
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return ()
+        return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def _read(self) -> Policy:
+        self._seen = self._stamp()  # before reading: a change while it is read is noticed next time
+        try:
+            status = os.stat(self.path)
+            if not stat.S_ISREG(status.st_mode):
+                raise AuthFileError(f"{self.path}: expected a regular file")
+            if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+                raise AuthFileError(
+                    f"{self.path}: mode {stat.S_IMODE(status.st_mode):o}: others may read or change it: chmod 600 it"
+                )
+            if status.st_size > MAX_FILE_BYTES:
+                raise AuthFileError(f"{self.path}: {status.st_size} bytes: expected at most {MAX_FILE_BYTES}")
+            text = self.path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise AuthFileError(
+                f"{self.path}: {error.strerror}: expected a file as `kvstore auth add` makes it"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise AuthFileError(f"{self.path}: not UTF-8: {error}") from None
+        return parse_policy(text, str(self.path))

@@ -1,0 +1,144 @@
+"""What a principal may do: verbs, a tenant, patterns of models. Plain data; any thread.
+
+Each request needs one of some verbs, as a bit mask, so that the check of a request is one look-up and one AND.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvstore import wire
+from kvstore.wire import ErrorCode, WireError
+
+READ: Final = 1
+WRITE: Final = 2
+DELETE: Final = 4
+ADMIN: Final = 8
+MONITOR: Final = 16
+KNOWN: Final = 32  # whoever has logged in
+ANYBODY: Final = 64  # also who has not logged in
+VERBS: Final = {"read": READ, "write": WRITE, "delete": DELETE, "admin": ADMIN, "monitor": MONITOR}
+EVERY_TENANT: Final = "*"
+
+NEEDED: Final[dict[type, int]] = {
+    wire.Hello: ANYBODY,
+    wire.Ping: ANYBODY,
+    wire.Credit: ANYBODY,  # this one and the next two say something about a GET of the same connection
+    wire.Cancel: ANYBODY,
+    wire.Release: ANYBODY,
+    wire.Sync: KNOWN,
+    wire.Get: READ,
+    wire.Contains: READ,
+    wire.MatchPrefix: READ,
+    wire.Set: WRITE,
+    wire.Share: WRITE,
+    wire.Promise: WRITE,
+    wire.Withdraw: WRITE,
+    wire.Expire: WRITE,
+    wire.Delete: DELETE,
+    wire.Info: ADMIN | MONITOR,
+    wire.Scrub: ADMIN,
+    wire.Hottest: ADMIN,
+    wire.Purge: ADMIN,
+}
+"""For each request the verbs of which one is needed."""
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What one principal may do.
+
+    tenant: whose namespaces it uses; `EVERY_TENANT`: those of all. models: patterns, one of which the namespace's model
+    must match.
+    """
+
+    principal: str
+    tenant: str
+    verbs: int
+    models: tuple[str, ...] = ("*",)
+
+    @property
+    def verb_names(self) -> list[str]:
+        """The verbs, as the file names them."""
+        return [name for name, bit in VERBS.items() if bit & self.verbs]
+
+    def owns(self, tenant: str) -> bool:
+        """Whether it may use the namespaces of this tenant."""
+        return self.tenant in (EVERY_TENANT, tenant)
+
+
+ALL: Final = Rights("", EVERY_TENANT, -1)
+"""Of everybody on a server without ``--auth``, and of the cluster's members."""
+
+NONE: Final = Rights("", "", ANYBODY)
+"""Of who has not logged in."""
+
+
+def verbs_of(names: list[str]) -> int:
+    """-> the bit mask of verbs by name. Raises `ValueError` for a name that is none."""
+    mask = KNOWN | ANYBODY
+    for name in names:
+        if name not in VERBS:
+            raise ValueError(f"verb {name!r}: expected one of {', '.join(VERBS)}")
+        mask |= VERBS[name]
+    return mask
+
+
+def refuse(rights: Rights, request: wire.Request) -> WireError:
+    """-> the error for a request that these rights do not include."""
+    name = type(request).__name__.upper()
+    if rights is NONE:
+        return WireError(
+            ErrorCode.NOT_AUTHORIZED,
+            f"{name}: this server wants a token first: give the client token=, or set KVSTORE_TOKEN or "
+            "KVSTORE_TOKEN_FILE",
+            request.id,
+        )
+    wanted = " or ".join(verb for verb, bit in VERBS.items() if bit & NEEDED[type(request)])
+    return WireError(
+        ErrorCode.NOT_AUTHORIZED,
+        f"{name}: principal {rights.principal!r} may not: this needs the verb {wanted} in the server's --auth file",
+        request.id,
+    )
+
+
+def own(canonical: bytes, rights: Rights) -> bytes:
+    """-> the namespace, given as JSON that was checked, that a principal uses under this name: its tenant is the one
+    that the credentials name.
+
+    Raises `WireError` when the namespace names another tenant, or a model that the principal may not use.
+    """
+    if rights is ALL:
+        return canonical
+    namespace = msgspec.json.decode(canonical)
+    model, tenant = namespace["model"], namespace.get("tenant", "")
+    if not any(fnmatch.fnmatchcase(model, pattern) for pattern in rights.models):
+        raise WireError(
+            ErrorCode.NOT_AUTHORIZED,
+            f"principal {rights.principal!r} may not use the model of this namespace: its patterns are "
+            f"{', '.join(rights.models)}",
+        )
+    if rights.tenant == EVERY_TENANT:
+        return canonical
+    if tenant not in ("", rights.tenant):
+        raise WireError(
+            ErrorCode.NOT_AUTHORIZED,
+            f"the namespace names a tenant other than {rights.tenant!r}, the one of principal {rights.principal!r}: "
+            "leave the tenant out",
+        )
+    namespace["tenant"] = rights.tenant
+    try:
+        owned = json.dumps(namespace, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
+    if len(owned) > wire.MAX_NAMESPACE_BYTES:
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"a namespace of {len(owned)} bytes with its tenant: expected at most {wire.MAX_NAMESPACE_BYTES}",
+        )
+    return owned

@@ -1,0 +1,41 @@
+"""What a node checks and computes of logins: the files at the start, and what members show to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.auth.audit import Audit
+from kvstore.auth.policy import AuthFile, AuthFileError, member_cookie
+from kvstore.cluster.members import Member
+from kvstore.node.children import StartError
+from kvstore.node.config import ServerConfig
+
+
+def check_access(config: ServerConfig) -> str:
+    """Check the file of principals and that of the audit log. -> the secret of the cluster's members; empty: their
+    records say what they show. Raises `StartError`."""
+    try:
+        Audit(config.audit or "").close()
+    except OSError as error:
+        raise StartError(f"audit log {config.audit}: {error.strerror}") from None
+    if config.auth is None:
+        return ""
+    try:
+        secret = AuthFile(config.auth).policy.member_secret
+    except AuthFileError as error:
+        raise StartError(f"--auth: {error}") from None
+    if config.cluster is not None and not secret:
+        raise StartError(
+            f"--auth: {config.auth} has no member_secret, without which the members of a cluster cannot log in at each "
+            'other: expected a line member_secret = "RANDOM" before all tables, the same on every node'
+        )
+    return secret
+
+
+def with_cookies(members: Sequence[Member], secret: str) -> Sequence[Member]:
+    """-> members with what they are shown by others, which with a secret is not in their records."""
+    if not secret:
+        return members
+    return [msgspec.structs.replace(member, cookie=member_cookie(secret, member.node)) for member in members]

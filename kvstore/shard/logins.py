@@ -1,0 +1,170 @@
+"""Logins: who a connection's HELLO says that it is, and what it may do.
+
+A token that was not seen before is checked against its hash on a thread, because that takes 10 ms. Nothing more is read
+from the connection until then, so its next requests find it logged in. A token that was checked is remembered (as a
+keyed hash, in memory only), so that an engine with many connections waits once. A login that fails is answered
+`FAILURE_S` after it came, whatever was wrong; the logins of one address that wait may be as many as are left for the
+others. So guessing is slow, and says nothing. A connection that has not logged in after `LOGIN_S` is closed.
+
+The file is looked at once a second. Whose token or rights have changed is disconnected, and logs in again.
+
+Used by the loop's thread only, but for `_check`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from kvstore import wire
+from kvstore.auth.audit import Audit
+from kvstore.auth.policy import AuthFile, Policy
+from kvstore.auth.rights import NONE, Rights
+from kvstore.auth.tokens import name_in
+from kvstore.shard.account import LOGINS, LimitReached
+from kvstore.shard.peer import Peer
+from kvstore.wire import ErrorCode, WireError
+
+log = logging.getLogger("kvstore.auth")
+
+MAX_LOGINS: Final = 256  # that wait: for a check, or to be told that they failed
+FAILURE_S: Final = 1.0
+LOGIN_S: Final = 10.0  # a connection that has not logged in by then is closed
+LOOK_S: Final = 1.0
+MAX_KNOWN: Final = 4096
+REFUSAL: Final = (
+    "the token is not valid here: expected one that `kvstore auth add` or `kvstore auth rotate` printed for this "
+    "server's --auth file"
+)
+
+
+class _Login(NamedTuple):
+    peer: Peer
+    request: wire.Hello
+    policy: Policy  # at its begin
+    digest: bytes  # of its token
+    began: float
+
+
+class Logins:
+    """Checks the tokens of one shard's connections. `done`: continues with a HELLO whose sender has logged in."""
+
+    def __init__(self, file: AuthFile, audit: Audit, done: Callable[[Peer, wire.Hello], None]) -> None:
+        self.asked_to_reload = False  # set by a signal handler
+        self.failed = 0  # logins
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: checks are done
+        self._file = file
+        self._audit = audit
+        self._done = done
+        self._key = secrets.token_bytes(32)
+        self._known: dict[bytes, tuple[Rights, str]] = {}  # by digest of the token; the hash in the file
+        self._waiting = 0
+        self._to_check: queue.SimpleQueue[_Login] = queue.SimpleQueue()
+        self._checked: deque[tuple[_Login, tuple[Rights, str] | None]] = deque()
+        self._failed: deque[_Login] = deque()  # to be told so, the first one first
+        self._thread: threading.Thread | None = None
+        self._look_at = 0.0
+
+    def begin(self, peer: Peer, request: wire.Hello, now: float) -> bool:
+        """Check a HELLO's token. -> True: it has logged in; False: `done` is called when it has, if it does.
+
+        Raises `WireError` when the HELLO has no token and its sender has not logged in before, or when too many wait.
+        """
+        token = request.credentials
+        if not token:
+            if peer.rights is NONE:
+                raise WireError(
+                    ErrorCode.NOT_AUTHORIZED,
+                    "this server wants a token: give the client token=, or set KVSTORE_TOKEN or KVSTORE_TOKEN_FILE",
+                    request.id,
+                )
+            return True
+        digest = hmac.digest(self._key, token, hashlib.sha256)
+        known = self._known.get(digest)
+        if known is not None:
+            peer.rights, peer.login = known[0], (known[0].principal, known[1])
+            return True
+        share = peer.share
+        if MAX_LOGINS - self._waiting - share.logins <= 0:
+            raise LimitReached(
+                LOGINS,
+                f"{self._waiting} logins wait, {share.logins} of them of clients at {share.address}; try again later",
+                request.id,
+                ErrorCode.NO_PLACE,
+            )
+        share.logins += 1
+        self._waiting += 1
+        peer.await_login()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._check, name="kvstore-logins", daemon=True)
+            self._thread.start()
+        self._to_check.put(_Login(peer, request, self._file.policy, digest, now))
+        return False
+
+    def _check(self) -> None:
+        """Check tokens, one after the other. The thread's whole life."""
+        while True:
+            login = self._to_check.get()
+            found = None if login.peer.closed else login.policy.login(login.request.credentials)
+            self._checked.append((login, found))
+            os.eventfd_write(self.fd, 1)
+
+    def finish(self) -> None:
+        """Log in whose token was found. Call it when `fd` is readable."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+        while self._checked:
+            login, found = self._checked.popleft()
+            peer = login.peer
+            if found is not None and self._file.policy.rights_of(found[0].principal, found[1]) == found[0]:
+                while len(self._known) >= MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[login.digest] = found
+                self._end(login)
+                peer.rights, peer.login = found[0], (found[0].principal, found[1])
+                if not peer.closed:
+                    self._done(peer, login.request)
+            else:
+                self._failed.append(login)
+
+    def _end(self, login: _Login) -> None:
+        login.peer.share.logins -= 1
+        self._waiting -= 1
+        login.peer.logging_in = False
+
+    def step(self, now: float) -> bool:
+        """Tell whose login has failed, and look at the file. -> whether another policy is in force."""
+        while self._failed and now >= self._failed[0].began + FAILURE_S:
+            self._fail(self._failed.popleft())
+        if now < self._look_at and not self.asked_to_reload:
+            return False
+        asked, self.asked_to_reload = self.asked_to_reload, False
+        self._look_at = now + LOOK_S
+        if not self._file.reload(asked):
+            return False
+        self._known.clear()
+        return True
+
+    def _fail(self, login: _Login) -> None:
+        peer = login.peer
+        self._end(login)
+        self.failed += 1
+        name = name_in(login.request.credentials)
+        log.warning("client %s: a login failed, as principal %r", peer.address, name)
+        self._audit.record("login_failed", address=peer.address, principal=name, client=peer.client)
+        if not peer.closed:
+            peer.refuse(login.request.id, WireError(ErrorCode.NOT_AUTHORIZED, REFUSAL))
+
+    def still_valid(self, peer: Peer) -> bool:
+        """Whether the policy in force gives a connection that has logged in the rights that it has."""
+        return peer.login is None or self._file.policy.rights_of(*peer.login) == peer.rights
