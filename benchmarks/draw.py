@@ -21,12 +21,13 @@ from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
 from benchmarks.planning.tables import PLANNING_TABLES
 from benchmarks.remote_kv_cache.claims import REMOTE_CLAIMS
 from benchmarks.remote_kv_cache.engine_tables import ENGINE_TABLES
+from benchmarks.remote_kv_cache.security_claims import SECURITY_CLAIMS
 from benchmarks.remote_kv_cache.tables import REMOTE_TABLES
 from benchmarks.results_reader import Results, read_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCUMENTS: Final = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "planning.md")
-CLAIMS: Final = (*REMOTE_CLAIMS, *PERSISTENCE_CLAIMS)
+CLAIMS: Final = (*REMOTE_CLAIMS, *SECURITY_CLAIMS, *PERSISTENCE_CLAIMS)
 LEDGER: Final = {
     "claims": lambda results: claims_table(CLAIMS, results),
     "missed": lambda results: missed_table(CLAIMS, results),

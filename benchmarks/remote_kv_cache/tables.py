@@ -10,6 +10,7 @@ from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTE
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.test_beside_python import PACE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
+from benchmarks.remote_kv_cache.test_logins import ALONE, BESIDE, LOGGED_IN, OPEN
 from benchmarks.remote_kv_cache.test_sharding import PLACEMENT, SPLIT, SPLIT_512, TWO_SHARDS
 from benchmarks.remote_kv_cache.test_shared_memory import BORROW, LOOKUP
 from benchmarks.remote_kv_cache.test_swap import CUDA_IN, CUDA_OUT, SWAP_IN, SWAP_OUT
@@ -129,6 +130,20 @@ def nixl(results: Results) -> str:
     case = results["test_nixl"].cases[0]
     rows = [(name, f"{case.rate(name).median:.2f}", spread_text(case.to_limit(name))) for name in sorted(case.limits)]
     return markdown((f"get_into, UCX over {case.parameters['ucx_tls']}", "GB/s", "x plain socket"), rows)
+
+
+def logins(results: Results) -> str:
+    """What logins cost, and a tenant beside one that floods the store."""
+    result = results["test_logins"]
+    cost, tenants = result.case("logins"), result.case("tenants")
+    rows = [
+        (name, f"{cost.rate(name).median:.2f} GB/s", spread_text(cost.to_limit(name))) for name in (OPEN, LOGGED_IN)
+    ]
+    for name in (ALONE, BESIDE):
+        beside = spread_text(tenants.to_limit(name)) if name in tenants.limits else ""
+        found = tenants.parameters["found"][name]
+        rows.append((f"{name}: {found:.1%} found", f"{tenants.seconds(name).median * 1000:.2f} ms", beside))
+    return markdown(("", "", "x plain socket, x alone"), rows)
 
 
 def beside_python(results: Results) -> str:
@@ -259,6 +274,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
     "connections": ("test_connections", connections),
+    "logins": ("test_logins", logins),
     "nixl": ("test_nixl", nixl),
     "beside_python": ("test_beside_python", beside_python),
     "lookup": ("test_lookup", lookup),

@@ -111,6 +111,7 @@ def connect(
     shared_memory: bool = False,
     connections: int = DEFAULT_CONNECTIONS,
     nixl: bool = False,
+    token: str | None = None,
 ) -> KVStoreClient:
     """A client over TCP, or over shared memory, with the library's other defaults, except for a longer deadline, which
     a slow machine meets."""
@@ -121,6 +122,7 @@ def connect(
         shared_memory=shared_memory,
         connections=connections,
         nixl=nixl,
+        token=token,
     )
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from kvstore.auth.audit import Audit
-from kvstore.auth.policy import AuthFile, AuthFileError, member_cookie
+from kvstore.auth.policy import AuthFile, AuthFileError, Policy, member_cookie
 from kvstore.cluster.members import Member
 from kvstore.node.children import StartError
 from kvstore.node.config import ServerConfig
+from kvstore.sizes import spell_size
 
 
 def check_access(config: ServerConfig) -> str:
@@ -23,15 +24,33 @@ def check_access(config: ServerConfig) -> str:
     if config.auth is None:
         return ""
     try:
-        secret = AuthFile(config.auth).policy.member_secret
+        policy = AuthFile(config.auth).policy
     except AuthFileError as error:
         raise StartError(f"--auth: {error}") from None
+    _check_quotas(policy, config)
+    secret = policy.member_secret
     if config.cluster is not None and not secret:
         raise StartError(
             f"--auth: {config.auth} has no member_secret, without which the members of a cluster cannot log in at each "
             'other: expected a line member_secret = "RANDOM" before all tables, the same on every node'
         )
     return secret
+
+
+def _check_quotas(policy: Policy, config: ServerConfig) -> None:
+    guaranteed = sum(limits.memory_guaranteed for limits in policy.tenants.values())
+    if guaranteed > config.memory:
+        raise StartError(
+            f"--auth: the tenants are guaranteed {spell_size(guaranteed)} together, and --memory is {config.memory}: "
+            "expected at most as much"
+        )
+    for name, limits in policy.tenants.items():
+        if limits.memory is not None and limits.memory // config.shards < config.segment:
+            raise StartError(
+                f"--auth: tenant {name!r}: memory = {spell_size(limits.memory)} gives it less than one segment of "
+                f"{config.segment} in each of {config.shards} shard(s): expected at least "
+                f"{spell_size(int(config.segment) * config.shards)}; or lower --segment"
+            )
 
 
 def with_cookies(members: Sequence[Member], secret: str) -> Sequence[Member]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvstore.cluster.url import ETCD_SCHEME, MAX_NAME, EtcdURL, is_name, parse_cluster_url
+from kvstore.cluster.url import ETCD_SCHEME, EtcdURL, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
-from kvstore.node.settings import MAX_HOST, HostPort, Misfit, Portion, Setting, Size, Sources
+from kvstore.node.fitting import check_access, check_cluster
+from kvstore.node.settings import HostPort, Misfit, Portion, Setting, Size, Sources
 from kvstore.sizes import spell_size
 from kvstore.store.rules import MAX_TTL_SECONDS, POLICIES, NamespaceRule
 
@@ -24,7 +24,6 @@ MAX_SHARDS: Final = 256
 MIN_DISK_BYTES: Final = 8 << 20
 MIN_DISK_SEGMENT_BYTES: Final = 1 << 20
 DISK_SEGMENT_BYTES: Final = 256 << 20
-WILDCARDS: Final = ("0.0.0.0", "::", "")
 # The least and the most segments that a shard of a new disk tier gets. Fewer, if segments would be smaller than
 # `MIN_DISK_SEGMENT_BYTES`; with more, segments are made larger than `DISK_SEGMENT_BYTES`.
 DISK_SEGMENTS: Final = (16, 1024)
@@ -323,8 +322,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"this gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: expected at least "
                 f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
             )
-        self._check_access()
-        self._check_cluster()
+        check_cluster(self)
+        check_access(self)
         if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:
             raise Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
         if self.shard_memory_bytes < self.segment:
@@ -335,63 +334,6 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.transient_memory.of(self.memory) > self.memory:
             raise Misfit("transient_memory", f"expected at most the memory of all shards, {self.memory}")
-
-    def _check_access(self) -> None:
-        for name in ("auth", "audit"):
-            if getattr(self, name) == "":
-                raise Misfit(name, "expected a file")
-        if self.insecure:
-            return
-        if self.auth is not None:
-            if self.nixl:
-                raise Misfit(
-                    "nixl",
-                    "NIXL's own ports ask nobody to log in: leave --nixl or --auth out, or give --insecure too if "
-                    "whoever reaches this host may read every block",
-                )
-            return
-        for name, host in (("host", self.host), ("http", self.http.host if self.http is not None else "localhost")):
-            if not is_loopback(host):
-                raise Misfit(
-                    name,
-                    f"{host or 'every address'} is not this machine alone, and whoever reaches it may read, change and "
-                    "delete all blocks: give --auth FILE, or --insecure if every host in that network is trusted",
-                )
-
-    def _check_cluster(self) -> None:
-        if self.node_id is not None and not is_name(self.node_id):
-            raise Misfit(
-                "node_id",
-                f"expected 1 to {MAX_NAME} letters, digits, '.', '_' and '-', and another id for each node of the "
-                "cluster",
-            )
-        if self.zone and not is_name(self.zone):
-            raise Misfit("zone", f"expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
-        if self.cluster_url is None:
-            for name in ("advertise", "drain_seconds"):
-                if getattr(self, name):
-                    raise Misfit(name, "only a member of a cluster has this setting: give --cluster too")
-            return
-        if not is_name(self.cluster_node_id):
-            raise Misfit(
-                "node_id",
-                f"the host name {self.cluster_node_id!r} cannot be the node's id: expected 1 to {MAX_NAME} letters, "
-                "digits, '.', '_' and '-'; give --node-id",
-            )
-        host, name = self.advertised_host, "advertise" if self.advertise else "host"
-        if host in WILDCARDS:
-            raise Misfit(name, "others cannot connect to this address: give --advertise with one that they can reach")
-        wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
-        if wrong or len(host) > MAX_HOST or host.count(":") == 1:
-            raise Misfit(name, "expected a host name or an address, without a port")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host: an address, or a name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:

@@ -53,10 +53,9 @@ SAY_TRIES: Final = 20
 class Registration:
     """The membership of one node. Any thread may call it.
 
-    `member`: the node's record; its state is ignored. `secret`: from which members compute what they show to each
-    other; empty: their records say it. `shards`: the same shards, at addresses that this process can reach. `drained`
-    is called, on a thread of its own, when a drain that `drain` began has ended and the node has left
-    the cluster. Raises `DirectoryError` when the package requests is missing.
+    `member`: the node's record; its state is ignored. `secret`: for `with_cookies`. `shards`: the same shards, at
+    addresses that this process can reach. `drained` is called, on a thread of its own, when a drain that `drain` began
+    has ended and the node has left the cluster. Raises `DirectoryError` when the package requests is missing.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import time
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -27,13 +26,14 @@ import kvstore
 from kvstore.auth.policy import member_cookie
 from kvstore.cluster.members import DirectoryError, Member
 from kvstore.disk.config import DiskConfig
-from kvstore.disk.format import DiskFormatError, Layout, lock_shard, open_layout
 from kvstore.extras import nixl_package
 from kvstore.logs import fields
 from kvstore.node import unix_sockets
 from kvstore.node.access import check_access
 from kvstore.node.children import Child, StartError, bind
-from kvstore.node.config import WILDCARDS, ServerConfig, is_loopback
+from kvstore.node.config import ServerConfig
+from kvstore.node.disk_folder import open_disk
+from kvstore.node.fitting import WILDCARDS, is_loopback
 from kvstore.node.settings import HostPort, changed, listed
 from kvstore.shard.setup import ShardConfig
 from kvstore.store.rules import NamespaceRule
@@ -49,19 +49,6 @@ log = logging.getLogger("kvstore.server")
 DRAIN_S: Final = 5.0
 DISK_STOP_S: Final = 360.0  # for a shard to write its memory to disk and to commit the index
 START_S: Final = 30.0
-
-
-def _open_disk(config: ServerConfig) -> Layout | None:
-    """-> the disk tier's folder, made if it is new; None: no disk tier. Raises `StartError`, also when it is in use."""
-    if config.disk is None:
-        return None
-    try:
-        layout = open_layout(Path(config.disk).absolute(), config.shards, config.disk_segment_bytes)
-        for shard in range(config.shards):
-            os.close(lock_shard(layout.shard_directory(shard)))  # a check only: the shard locks it again
-    except DiskFormatError as error:
-        raise StartError(f"disk tier: {error}") from None
-    return layout
 
 
 class Supervisor:
@@ -80,7 +67,7 @@ class Supervisor:
         if config.nixl and not nixl_package():
             raise StartError("--nixl: NIXL is not installed; expected pip install llm-kvstore[nixl]")
         self._member_secret = check_access(config)
-        self._disk = _open_disk(config)
+        self._disk = open_disk(config)
         listeners = bind(config.host, config.port, config.shards)
         self._unix_users = unix_sockets.users_of(config)
         self._unix = unix_sockets.listen(config, config.host, listeners[0].getsockname()[1])

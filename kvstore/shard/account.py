@@ -52,7 +52,8 @@ MEMORY_OF_ADDRESS: Final = "memory_of_address"
 GETS: Final = "gets_of_connection"
 JOBS: Final = "jobs"
 LOGINS: Final = "logins"
-LIMITS: Final = (PLACES, PLACES_OF_ADDRESS, MEMORY, MEMORY_OF_ADDRESS, GETS, JOBS, LOGINS)
+TENANT: Final = "tenant"
+LIMITS: Final = (PLACES, PLACES_OF_ADDRESS, MEMORY, MEMORY_OF_ADDRESS, GETS, JOBS, LOGINS, TENANT)
 
 
 class LimitReached(WireError):

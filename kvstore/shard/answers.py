@@ -26,9 +26,12 @@ from kvstore.shard.sets import Sets
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
+from kvstore.shard.tenant import PINNED, Tenant
+from kvstore.shard.tenants import Tenants
 from kvstore.store.expected import PROMISE_BYTES, split
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.namespaces import Store
+from kvstore.store.quotas import Quotas
 from kvstore.wire import ErrorCode, WireError
 from kvstore.wire.remote_memory import Sharing
 
@@ -62,7 +65,14 @@ class Answers:
         self._disk = disk
         self._state = state
         self._audit = audit
-        self.logins = Logins(auth, audit, self._logged_in) if auth is not None else None
+        self.logins = self.tenants = None
+        if auth is not None:
+            self.logins = Logins(auth, audit, self._logged_in)
+            disk_segment_bytes = store.disk.blocks.space.segment_bytes if store.disk is not None else 1
+            self.tenants = Tenants(auth.policy, len(config.shards), config.segment_bytes, disk_segment_bytes, audit)
+            store.memory.quotas = Quotas(self.tenants.memory_quota)
+            if store.disk is not None:
+                store.disk.blocks.quotas = Quotas(self.tenants.disk_quota)
         self.sets = Sets(store, disk, state, self.lending)
         self.background = Background(store, disk, state.account, self.sets.reply_for_good)
 
@@ -121,6 +131,11 @@ class Answers:
             self._note(peer, request, "denied")
         raise refuse(peer.rights, request)
 
+    def check_tenant(self, peer: Peer, tenant: Tenant) -> None:
+        """Count a request of a tenant whose requests or bytes are limited. Raises `LimitReached`."""
+        assert self.tenants is not None
+        self.tenants.check_request(tenant, peer, self._state.now)
+
     def _note(self, peer: Peer, request: wire.Request, outcome: str = "begun") -> None:
         """Record what somebody does, or may not do, in the audit log."""
         if peer.member:
@@ -167,6 +182,8 @@ class Answers:
             except WireError as error:
                 error.request_id = request.id
                 raise
+        if self.tenants is not None:
+            self.tenants.enter(peer, self._state.now)
         peer.namespace = namespace
         peer.replicas = request.replicas
         self.sets.note_replicas(peer, self._store.get(peer.namespace))
@@ -213,7 +230,7 @@ class Answers:
         if isinstance(request, wire.Get):
             self._state.gets += 1
             now, pin_until = self._state.now, 0.0
-            if request.prefix and namespace is not None and self._may_pin(namespace, request.count):
+            if request.prefix and namespace is not None and self._may_pin(peer, namespace, request.count):
                 pin_until = now + min(PREFIX_PIN_S, request.deadline_ms / 1000)
             stream = Stream(self._store, self._disk, namespace, request, keys, now, peer.resume, pin_until, peer.leases)
             peer.add_stream(stream)
@@ -283,7 +300,7 @@ class Answers:
             peer.reply(reply)
             return
         pin_until = 0.0
-        if request.pin_s > 0 and self._may_pin(namespace, request.count):
+        if request.pin_s > 0 and self._may_pin(peer, namespace, request.count):
             pin_until = self._state.now + request.pin_s
         tick = self._store.ticks(request.count) if request.refresh else 0
         if isinstance(request, wire.MatchPrefix):
@@ -294,7 +311,7 @@ class Answers:
             present = look_up(keys, self._state.now, request.refresh, tick, pin_until)
             peer.reply(wire.ContainsReply(request.id, present))
 
-    def _may_pin(self, namespace: NamespaceStore, count: int) -> bool:
+    def _may_pin(self, peer: Peer, namespace: NamespaceStore, count: int) -> bool:
         """Whether `count` more blocks may be pinned: pins must leave the namespace room for new blocks.
 
         Counting the pins of a million blocks takes milliseconds, so it is not done for each request: between two counts
@@ -308,8 +325,20 @@ class Answers:
             namespace.pins, namespace.pins_counted_at = index.pinned(now), now
         if namespace.pins > room:
             return False
+        tenant = peer.tenant
+        if tenant is not None and tenant.limits.pinned is not None and self.tenants is not None:
+            pinned = sum(self._pinned_bytes(each, now) for each in self._store if each.tenant == tenant.name)
+            if pinned + count * namespace.block_bytes > tenant.limits.pinned:
+                self.tenants.refusal(tenant, PINNED, peer)  # it is told by the blocks that go
+                return False
         namespace.pins += count
         return True
+
+    @staticmethod
+    def _pinned_bytes(namespace: NamespaceStore, now: float) -> int:
+        if now - namespace.pins_counted_at > COUNT_PINS_S:
+            namespace.pins, namespace.pins_counted_at = namespace.memory.index.pinned(now), now
+        return namespace.pins * namespace.block_bytes
 
     def info(self, rights: Rights) -> wire.ShardInfo:
         """The state and the counters of this shard, with the namespaces that somebody with these rights may use."""
@@ -352,6 +381,7 @@ class Answers:
             held_bytes=state.account.held,
             held_limit_bytes=MAX_HELD_BYTES,
             refused=state.refused,
+            tenants=self.tenants.info(self._store, rights) if self.tenants is not None else [],
             tenant="" if rights.tenant == EVERY_TENANT else rights.tenant,
             unauthorized=state.unauthorized,
             failed_logins=self.logins.failed if self.logins is not None else 0,

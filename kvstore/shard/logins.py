@@ -165,6 +165,11 @@ class Logins:
         if not peer.closed:
             peer.refuse(login.request.id, WireError(ErrorCode.NOT_AUTHORIZED, REFUSAL))
 
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self._file.policy
+
     def still_valid(self, peer: Peer) -> bool:
         """Whether the policy in force gives a connection that has logged in the rights that it has."""
         return peer.login is None or self._file.policy.rights_of(*peer.login) == peer.rights

@@ -35,6 +35,7 @@ from kvstore.shard.places import Places
 from kvstore.shard.reader import MessageReader
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
+from kvstore.shard.tenants import Tenants
 from kvstore.shard.turns import Line
 from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
@@ -171,7 +172,7 @@ class Shard:
                 self._enforce_deadlines(now)
                 self._store.expire(now, state.draining)
                 if logins is not None and logins.step(now):
-                    self._disconnect_invalid()
+                    self._take_policy()
                 if self._nixl is not None:
                     self._nixl.progress()  # clients connect and leave
                 if now >= self._accepts_again:
@@ -186,8 +187,10 @@ class Shard:
         self._store.arena.close()
         self._audit.close()
 
-    def _disconnect_invalid(self) -> None:
+    def _take_policy(self) -> None:
         """Another policy is in force: end connections whose token or rights it does not have."""
+        if self._answers.tenants is not None and self._logins is not None:
+            self._answers.tenants.take_policy(self._logins.policy)
         for reader in list(self._readers.values()):
             peer = reader.peer
             if self._logins is not None and not self._logins.still_valid(peer):
@@ -346,6 +349,7 @@ class Shard:
     def _forget(self, peer: Peer) -> None:
         """Drop a connection whose socket is about to be closed."""
         self._readers.pop(peer.sock.fileno()).abandon()
+        Tenants.leave(peer)
         self._state.connections -= 1
         with contextlib.suppress(OSError):
             self._poll.unregister(peer.sock.fileno())

@@ -32,6 +32,7 @@ from kvstore.shard.client_files import ClientFiles
 from kvstore.shard.leases import Leases
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Outgoing, Stream
+from kvstore.shard.tenant import Tenant
 from kvstore.shard.turns import Line, Pace
 from kvstore.store.expected import PROMISE_BYTES, Promises
 from kvstore.wire import ErrorCode, WireError, zmtp
@@ -88,6 +89,7 @@ class Peer:
         self.closing = False  # close when all replies are sent
         self.rights: Rights = state.newcomer
         self.login: tuple[str, str] | None = None  # the principal and the hash of the token with which it logged in
+        self.tenant: Tenant | None = None  # whose limits count; None: nobody's
         self.logging_in = False  # its token is being checked: nothing more is read meanwhile
         self.namespace: bytes = b""  # canonical JSON, from HELLO; its tenant is the principal's
         self.client = ""
@@ -260,6 +262,8 @@ class Peer:
                 else:
                     sent = self.sock.sendmsg(self._sending[:_IOV])
                 self._state.bytes_out += sent
+                if self.tenant is not None:
+                    self.tenant.spend(sent)
                 self._progress = now
                 budget -= sent
                 if parts is None:

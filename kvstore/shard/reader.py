@@ -112,7 +112,10 @@ class MessageReader:
                 return
             before = self._receiver.received
             alive = self._receiver.receive(budget)
-            self._state.bytes_in += self._receiver.received - before
+            received = self._receiver.received - before
+            self._state.bytes_in += received
+            if self.peer.tenant is not None:
+                self.peer.tenant.spend(received)
             if not alive:
                 self.peer.close("the client closed")
         except BlockingIOError:
@@ -312,6 +315,8 @@ class MessageReader:
             if not self.peer.namespace:
                 raise WireError(ErrorCode.NO_NAMESPACE, "no namespace yet: send HELLO with one first")
             self._answers.places.check(self.peer, self._state.now)
+            if self.peer.tenant is not None and self.peer.tenant.limited:
+                self._answers.check_tenant(self.peer, self.peer.tenant)
             return
         if not NEEDED[type(request)] & self.peer.rights.verbs:
             self._answers.check_rights(self.peer, request)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore._cext import BlockIndex
 from kvstore.store.tier import NamespaceTier, Offsets, Slots, Space
-from kvstore.wire import namespace_id
+from kvstore.wire import decode_namespace, namespace_id
 
 
 class DiskBlocks(NamespaceTier):
@@ -30,7 +30,7 @@ class DiskBlocks(NamespaceTier):
         index: BlockIndex,
         on_removed: Callable[[DiskBlocks, bytes], None],
     ) -> None:
-        super().__init__(space, block_bytes, index)
+        super().__init__(space, block_bytes, index, decode_namespace(canonical).tenant)
         index.keep_lapsed = True
         self._on_removed = on_removed
         self.canonical = canonical

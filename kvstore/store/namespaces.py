@@ -158,7 +158,7 @@ class Store:
             block_bytes=block_bytes,
             key_bytes=key_bytes,
             arena=self.arena,
-            memory=NamespaceTier(self.arena, block_bytes, index),
+            memory=NamespaceTier(self.arena, block_bytes, index, header.tenant),
             disk=self.disk.open(canonical, key_bytes, block_bytes) if self.disk else None,
             frame_blocks=frame_blocks(block_bytes),
             tenant=header.tenant,

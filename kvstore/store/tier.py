@@ -3,7 +3,8 @@
 A namespace grows by whole segments. When the space has no free segment, the least recently used block of the tier
 decides: if it belongs to the growing namespace, that namespace evicts blocks; if it belongs to another one, that one
 gives back its least recently used segment. Recency is one counter for the whole shard, so that namespaces can be
-compared. Within a namespace the index's policy chooses the blocks.
+compared. Within a namespace the index's policy chooses the blocks. Where tenants have quotas, those say which
+namespaces come into question (`quotas.py`).
 
 Transient blocks have segments of their own, and there is a limit of how many. Nothing evicts them, so such a segment is
 given back only when it is empty. For a new one, the least recently used segment of ordinary blocks goes as a whole.
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._cext import BlockIndex, slot_offsets
+from kvstore.store.quotas import Quotas
 
 Slots = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
@@ -48,8 +50,9 @@ class Space(Protocol):
 class NamespaceTier:
     """One namespace's blocks in one tier."""
 
-    def __init__(self, space: Space, block_bytes: int, index: BlockIndex) -> None:
+    def __init__(self, space: Space, block_bytes: int, index: BlockIndex, tenant: str = "") -> None:
         self.space = space
+        self.tenant = tenant
         self.block_bytes = block_bytes
         self.index = index
         self.segments: dict[int, int] = {}  # index ordinal -> segment of the space
@@ -126,6 +129,7 @@ class Tier(Generic[Member]):
     def __init__(self, space: Space, may_grow: Callable[[Member, float], bool]) -> None:
         self.space = space
         self.members: list[Member] = []
+        self.quotas: Quotas | None = None  # of tenants; None: everybody may take what there is
         self._evicted_of_removed = 0
         self._may_grow = may_grow  # whether a member may take one more segment, within the shard's limits
 
@@ -150,11 +154,17 @@ class Tier(Generic[Member]):
         """Make `count` slots of `member` free, as far as pinned blocks and blocks in use allow."""
         index = member.index
         while index.free < count:
-            segment = self.space.take() if self.space.free and self._may_grow(member, now) else None
+            segment = self._take(member, now)
             if segment is not None:
                 member.attach(segment)
             elif not self._reclaim_for(member, now) and not member.evict(count - index.free, now):
                 return
+
+    def _take(self, member: Member, now: float, transient: bool = False) -> int | None:
+        """-> a free segment, if there is one and the namespace may have it."""
+        if self.quotas is not None and not self.quotas.may_take(member, self.members, transient):
+            return None
+        return self.space.take() if self.space.free and self._may_grow(member, now) else None
 
     @property
     def transient_segments(self) -> int:
@@ -171,27 +181,41 @@ class Tier(Generic[Member]):
                 if not any(other.give_up_transient(now) for other in self.members if other is not member):
                     return
                 continue
-            segment = self.space.take() if self.space.free and self._may_grow(member, now) else None
+            segment = self._take(member, now, transient=True)
             if segment is not None:
                 member.attach(segment, transient=True)
-            elif not self.shrink(now):
+                continue
+            if self.quotas is not None and not self.quotas.may_take(member, self.members, transient=True):
+                return
+            victims, _ = self._victims(member)
+            if not self._shrink([member, *victims], now):
                 return
 
     def _reclaim_for(self, growing: Member, now: float) -> bool:
         """Give back a segment of the namespace whose oldest block is older than every block of `growing`."""
         own_oldest = growing.index.oldest_tick()
-        others = [other for other in self.members if other is not growing and other.segments]
-        for other in sorted(others, key=_reclaim_order):
-            if _ordinary(other) and other.index.oldest_tick() >= own_oldest:
+        others, by_recency = self._victims(growing)
+        for other in sorted((other for other in others if other.segments), key=_reclaim_order):
+            if by_recency and _ordinary(other) and other.index.oldest_tick() >= own_oldest:
                 return False
             if self._give_up(other, now):
                 return True
         return False
 
+    def _victims(self, growing: Member) -> tuple[list[Member], bool]:
+        """-> the namespaces that may have to give up a segment for `growing`, and whether only for what was used less
+        recently."""
+        if self.quotas is not None:
+            return self.quotas.victims(growing, self.members, self.space.segments)
+        return [other for other in self.members if other is not growing], True
+
     def shrink(self, now: float) -> bool:
         """Give one of the least recently used segments back to the space. -> False when all are in use."""
-        members = [member for member in self.members if member.segments]
-        return any(self._give_up(member, now) for member in sorted(members, key=_reclaim_order))
+        return self._shrink(self.members, now)
+
+    def _shrink(self, members: list[Member], now: float) -> bool:
+        holding = [member for member in members if member.segments]
+        return any(self._give_up(member, now) for member in sorted(holding, key=_reclaim_order))
 
     @staticmethod
     def _give_up(member: Member, now: float) -> bool:

@@ -82,7 +82,7 @@ from kvstore.wire.messages import (
     frame_blocks,
 )
 from kvstore.wire.namespace import NamespaceHeader, decode_namespace, namespace_id
-from kvstore.wire.status import DiskInfo, NamespaceInfo, ShardInfo, decode_shard_info
+from kvstore.wire.status import DiskInfo, NamespaceInfo, ShardInfo, TenantInfo, decode_shard_info
 
 __all__ = [
     "CHECKSUM_BYTES",
@@ -157,6 +157,7 @@ __all__ = [
     "Sync",
     "SyncReply",
     "Taken",
+    "TenantInfo",
     "Welcome",
     "WireError",
     "Withdraw",

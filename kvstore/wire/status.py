@@ -39,6 +39,19 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
     transient_bytes: int = 0  # these segments; `memory_bytes` counts them, too
 
 
+class TenantInfo(msgspec.Struct, frozen=True):
+    """What one tenant takes of a shard, and its part of the tenant's limits; -1: no limit."""
+
+    tenant: str
+    memory_bytes: int
+    memory_guaranteed_bytes: int
+    memory_limit_bytes: int
+    disk_bytes: int
+    disk_limit_bytes: int
+    connections: int
+    refused: dict[str, int]  # requests and connections, by the limit
+
+
 class DiskInfo(msgspec.Struct, frozen=True):
     """One shard's disk tier. Counters count since the shard started."""
 
@@ -115,6 +128,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     transient_bytes: int = 0  # segments of transient blocks, of all namespaces
     transient_limit_bytes: int = 0  # the most that these may be
     tenant: str = ""  # whose namespaces are listed; empty: all
+    tenants: list[TenantInfo] = []
     unauthorized: int = 0  # requests refused, because the connection's principal may not make them
     failed_logins: int = 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Final
 
 log = logging.getLogger("kvstore_client")
@@ -22,25 +21,25 @@ class Credentials:
     """
 
     def __init__(self, token: str | os.PathLike[str] | None) -> None:
-        self._file: Path | None = None
+        self._file: str | None = None
         self._token = b""
         where = "token"
         if token is None:
             token = os.environ.get(TOKEN_VARIABLE) or None
             where = TOKEN_VARIABLE
             if token is None and os.environ.get(FILE_VARIABLE):
-                token = Path(os.environ[FILE_VARIABLE])
-                where = FILE_VARIABLE
+                self._file, where = os.environ[FILE_VARIABLE], FILE_VARIABLE
         if isinstance(token, str):
             self._token = _check(token, where)
         elif isinstance(token, os.PathLike):
-            self._file = Path(token)
+            self._file = os.fspath(token)
+        elif token is not None:
+            raise TypeError(f"{where}: a {type(token).__name__}: expected a string, or a path of a file with a token")
+        if self._file is not None:
             try:
                 self._token = _read(self._file)
             except OSError as error:
                 raise ValueError(f"{where}: {self._file}: {error.strerror}: expected a file with a token") from None
-        elif token is not None:
-            raise TypeError(f"{where}: a {type(token).__name__}: expected a string, or a path of a file with a token")
 
     @property
     def token(self) -> bytes:
@@ -53,10 +52,10 @@ class Credentials:
         return self._token
 
 
-def _read(file: Path) -> bytes:
-    with file.open("rb") as opened:
+def _read(file: str) -> bytes:
+    with open(file, "rb") as opened:
         content = opened.read(MAX_TOKEN_BYTES + 2)
-    return _check(content.decode("ascii", "replace").strip(), str(file))
+    return _check(content.decode("ascii", "replace").strip(), file)
 
 
 def _check(token: str, where: str) -> bytes:

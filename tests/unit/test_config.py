@@ -96,6 +96,9 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "unix_socket": "/run/kvstore/kv.sock",
         "unix_users": "vllm, 1001",
         "nixl": True,
+        "auth": "/etc/kvstore/auth.toml",
+        "insecure": True,
+        "audit": "syslog",
     }
     assert set(settings) == set(ServerConfig.__struct_fields__) - {"namespaces"}
     toml = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
@@ -146,7 +149,7 @@ def test_the_memory_of_transient_blocks_is_a_share_or_a_size(write: Any, text: s
 
 @pytest.mark.parametrize(("text", "host", "port"), [("0.0.0.0:9100", "0.0.0.0", 9100), ("[fd00::7]:0", "fd00::7", 0)])
 def test_an_address_for_http_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
-    address = load(None, {"KVSTORE_SERVER_HTTP": text}, {}).http
+    address = load(None, {"KVSTORE_SERVER_HTTP": text}, {"insecure": True}).http
     assert address is not None and (address.host, address.port) == (host, port)
     assert HostPort.of(host, port) == text
 
@@ -177,10 +180,11 @@ match = "*"
 
 
 def test_a_member_advertises_where_it_listens_and_is_called_as_its_host() -> None:
-    config = load(None, {}, {"cluster": "etcd://a:2379/n", "host": "10.0.0.7"})
+    config = load(None, {}, {"cluster": "etcd://a:2379/n", "host": "10.0.0.7", "insecure": True})
     assert config.advertised_host == "10.0.0.7" and config.cluster_node_id == socket.gethostname()
     assert config.cluster_url == EtcdURL((("a", 2379),), "n")
-    config = load(None, {}, {"cluster": "etcd://a:2379/n", "host": "0.0.0.0", "advertise": "fd00::7", "node_id": "x"})
+    settings = {"host": "0.0.0.0", "advertise": "fd00::7", "node_id": "x", "auth": "auth.toml"}
+    config = load(None, {}, {"cluster": "etcd://a:2379/n", **settings})
     assert config.advertised_host == "fd00::7" and config.cluster_node_id == "x"
 
 
@@ -286,6 +290,10 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
         ({"cluster": CLUSTER, "node_id": "a/b"}, "--node-id a/b: expected 1 to 64 letters"),
         ({"cluster": CLUSTER, "node_id": ""}, "--node-id '': expected 1 to 64 letters"),
         ({"cluster": CLUSTER, "host": "0.0.0.0"}, "--host 0.0.0.0: others cannot connect to this address: give --adv"),
+        ({"host": "10.0.0.7"}, "--host 10.0.0.7: 10.0.0.7 is not this machine alone"),
+        ({"http": "[::]:9100"}, "--http [::]:9100: :: is not this machine alone"),
+        ({"auth": "a.toml", "nixl": True}, "--nixl true: NIXL's own ports ask nobody to log in"),
+        ({"auth": ""}, "--auth '': expected a file"),
         ({"cluster": CLUSTER, "advertise": "::"}, "--advertise ::: others cannot connect to this address"),
         ({"cluster": CLUSTER, "advertise": "10.0.0.7:7070"}, "--advertise 10.0.0.7:7070: expected a host name or an"),
         ({"cluster": CLUSTER, "advertise": "a b"}, "--advertise 'a b': expected a host name or an address, without a"),

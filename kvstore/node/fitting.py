@@ -1,0 +1,74 @@
+"""Which settings of access and of clusters fit each other."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING, Final
+
+from kvstore.cluster.url import MAX_NAME, is_name
+from kvstore.node.settings import MAX_HOST, Misfit
+
+if TYPE_CHECKING:
+    from kvstore.node.config import ServerConfig
+
+WILDCARDS: Final = ("0.0.0.0", "::", "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host: an address, or a name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_access(config: ServerConfig) -> None:
+    """Raise `Misfit` when others could use the server without a login, and nobody has said that they may."""
+    for name in ("auth", "audit"):
+        if getattr(config, name) == "":
+            raise Misfit(name, "expected a file")
+    if config.insecure:
+        return
+    if config.auth is not None:
+        if config.nixl:
+            raise Misfit(
+                "nixl",
+                "NIXL's own ports ask nobody to log in: leave --nixl or --auth out, or give --insecure too if "
+                "whoever reaches this host may read every block",
+            )
+        return
+    for name, host in (("host", config.host), ("http", config.http.host if config.http is not None else "localhost")):
+        if not is_loopback(host):
+            raise Misfit(
+                name,
+                f"{host or 'every address'} is not this machine alone, and whoever reaches it may read, change and "
+                "delete all blocks: give --auth FILE, or --insecure if every host in that network is trusted",
+            )
+
+
+def check_cluster(config: ServerConfig) -> None:
+    """Raise `Misfit` when the settings of a cluster do not fit each other."""
+    if config.node_id is not None and not is_name(config.node_id):
+        raise Misfit(
+            "node_id",
+            f"expected 1 to {MAX_NAME} letters, digits, '.', '_' and '-', and another id for each node of the cluster",
+        )
+    if config.zone and not is_name(config.zone):
+        raise Misfit("zone", f"expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
+    if config.cluster_url is None:
+        for name in ("advertise", "drain_seconds"):
+            if getattr(config, name):
+                raise Misfit(name, "only a member of a cluster has this setting: give --cluster too")
+        return
+    if not is_name(config.cluster_node_id):
+        raise Misfit(
+            "node_id",
+            f"the host name {config.cluster_node_id!r} cannot be the node's id: expected 1 to {MAX_NAME} letters, "
+            "digits, '.', '_' and '-'; give --node-id",
+        )
+    host, name = config.advertised_host, "advertise" if config.advertise else "host"
+    if host in WILDCARDS:
+        raise Misfit(name, "others cannot connect to this address: give --advertise with one that they can reach")
+    wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
+    if wrong or len(host) > MAX_HOST or host.count(":") == 1:
+        raise Misfit(name, "expected a host name or an address, without a port")

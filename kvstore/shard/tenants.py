@@ -1,0 +1,126 @@
+"""What each tenant takes of a shard, against the limits that the file of ``--auth`` gives it.
+
+Limits are of the node: a shard enforces its part of them, but for connections, of which each client has one to every
+shard. Memory and disk are segments, which `kvstore/store/quotas.py` shares out; here are the other limits, all refused
+at once, with an error that says which and how much. Requests and bytes are counted in buckets that hold a second's
+worth: a request is refused while the bucket is empty, and one that was let through may overdraw it.
+
+Used by the loop's thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvstore.auth.audit import Audit
+from kvstore.auth.policy import Policy
+from kvstore.auth.rights import EVERY_TENANT, Rights
+from kvstore.shard.account import TENANT, LimitReached
+from kvstore.shard.peer import Peer
+from kvstore.shard.tenant import CONNECTIONS, Tenant
+from kvstore.store.namespace import NamespaceStore
+from kvstore.store.quotas import Quota
+from kvstore.wire import ErrorCode, TenantInfo
+
+
+class Tenants:
+    """All tenants of one shard."""
+
+    def __init__(self, policy: Policy, shards: int, segment_bytes: int, disk_segment_bytes: int, audit: Audit) -> None:
+        self._policy = policy
+        self._shards = shards
+        self._segment_bytes = segment_bytes
+        self._disk_segment_bytes = disk_segment_bytes
+        self._audit = audit
+        self._tenants: dict[str, Tenant] = {}
+
+    def take_policy(self, policy: Policy) -> None:
+        """Another policy is in force."""
+        self._policy = policy
+        for tenant in self._tenants.values():
+            tenant.set_limits(policy.limits_of(tenant.name), self._shards)
+
+    def enter(self, peer: Peer, now: float) -> None:
+        """Count a connection that has logged in. Raises `LimitReached` when its tenant has as many as it may."""
+        name = peer.rights.tenant
+        if peer.tenant is not None and peer.tenant.name == name:
+            return
+        self.leave(peer)
+        if name == EVERY_TENANT:
+            return
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name, now)
+            tenant.set_limits(self._policy.limits_of(name), self._shards)
+        most = tenant.limits.connections
+        if most is not None and tenant.connections >= most:
+            raise self.refusal(tenant, CONNECTIONS, peer, ErrorCode.NO_PLACE)
+        tenant.connections += 1
+        peer.tenant = tenant
+
+    @staticmethod
+    def leave(peer: Peer) -> None:
+        """A connection has ended, or logs in as somebody else."""
+        if peer.tenant is not None:
+            peer.tenant.connections -= 1
+            peer.tenant = None
+
+    def check_request(self, tenant: Tenant, peer: Peer, now: float) -> None:
+        """Count a request. Raises `LimitReached` when its tenant has no more of them, or of bytes."""
+        limit = tenant.check_request(now)
+        if limit:
+            raise self.refusal(tenant, limit, peer)
+
+    def refusal(self, tenant: Tenant, limit: str, peer: Peer, code: ErrorCode = ErrorCode.LIMIT) -> LimitReached:
+        """Count what a limit refuses. -> the error that says so."""
+        tenant.refused[limit] = tenant.refused.get(limit, 0) + 1
+        self._audit.record(
+            "quota", tenant=tenant.name, limit=limit, principal=peer.rights.principal, address=peer.address
+        )
+        given = getattr(self._policy.limits_of(tenant.name), limit)
+        per = "a node, and this shard has its part of them" if limit != CONNECTIONS else "a shard"
+        return LimitReached(
+            TENANT,
+            f"tenant {tenant.name!r} is at its limit of {limit} = {given} for {per}; ask its operator, or try again "
+            "later",
+            code=code,
+        )
+
+    def memory_quota(self, name: str) -> Quota:
+        """-> a tenant's quota of this shard's memory."""
+        limits = self._policy.limits_of(name)
+        return Quota(
+            guaranteed=limits.memory_guaranteed // self._shards // self._segment_bytes,
+            most=self._segments(limits.memory, self._segment_bytes),
+            transient=self._segments(limits.transient, self._segment_bytes),
+        )
+
+    def disk_quota(self, name: str) -> Quota:
+        """-> a tenant's quota of this shard's part of the disk."""
+        return Quota(most=self._segments(self._policy.limits_of(name).disk, self._disk_segment_bytes))
+
+    def _segments(self, nbytes: int | None, segment_bytes: int) -> int | None:
+        return None if nbytes is None else nbytes // self._shards // segment_bytes
+
+    def info(self, namespaces: Iterable[NamespaceStore], rights: Rights) -> list[TenantInfo]:
+        """-> what the tenants whose namespaces somebody may use take now."""
+        memory, disk = Counter[str](), Counter[str]()
+        for namespace in namespaces:
+            memory[namespace.tenant] += namespace.memory.nbytes
+            disk[namespace.tenant] += namespace.disk.nbytes if namespace.disk is not None else 0
+        names = {*memory, *self._tenants, *self._policy.tenants}
+        return [self._info_of(name, memory[name], disk[name]) for name in sorted(names) if rights.owns(name)]
+
+    def _info_of(self, name: str, memory_bytes: int, disk_bytes: int) -> TenantInfo:
+        limits, tenant = self._policy.limits_of(name), self._tenants.get(name)
+        return TenantInfo(
+            tenant=name,
+            memory_bytes=memory_bytes,
+            memory_guaranteed_bytes=limits.memory_guaranteed // self._shards,
+            memory_limit_bytes=-1 if limits.memory is None else limits.memory // self._shards,
+            disk_bytes=disk_bytes,
+            disk_limit_bytes=-1 if limits.disk is None else limits.disk // self._shards,
+            connections=tenant.connections if tenant is not None else 0,
+            refused=tenant.refused if tenant is not None else {},
+        )

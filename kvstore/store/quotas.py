@@ -1,0 +1,84 @@
+"""Quotas of tenants: whose namespaces give up room when a tier is full.
+
+A tenant is *entitled* to what it is guaranteed, and to an equal part of what nobody is guaranteed. While there is room,
+everybody may take it, up to the tenant's maximum. When there is none, a tenant beyond its entitlement makes room among
+its own blocks, so that one that floods the store evicts itself; a tenant within it takes the room of those that are
+beyond theirs. Among the namespaces that may have to give up room, the least recently used segment goes, as without
+quotas.
+
+All amounts are segments of one tier of one shard. Only the thread of the shard's loop uses this module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What one tenant may take of a tier."""
+
+    guaranteed: int = 0
+    most: int | None = None
+    transient: int | None = None  # the most for transient blocks
+
+
+class Held(Protocol):
+    """What a namespace has of a tier."""
+
+    tenant: str
+    segments: dict[int, int]
+    transient: set[int]
+
+
+HeldT = TypeVar("HeldT", bound=Held)
+
+
+class Quotas:
+    """The quotas of one tier. `quota_of`: of a tenant."""
+
+    def __init__(self, quota_of: Callable[[str], Quota]) -> None:
+        self._quota_of = quota_of
+
+    def may_take(self, growing: Held, members: Iterable[Held], transient: bool = False) -> bool:
+        """Whether a namespace's tenant may have one segment more, if there is one."""
+        tenant = growing.tenant
+        quota = self._quota_of(tenant)
+        if quota.most is not None and _used(members)[tenant] >= quota.most:
+            return False
+        if not transient or quota.transient is None:
+            return True
+        return sum(len(member.transient) for member in members if member.tenant == tenant) < quota.transient
+
+    def victims(self, growing: HeldT, members: Sequence[HeldT], total: int) -> tuple[list[HeldT], bool]:
+        """-> the namespaces that may have to give up a segment for `growing`, and whether they do so only for what they
+        used less recently than `growing` its own. `total`: the segments of the tier."""
+        used = _used(members)
+        tenant = growing.tenant
+        quotas = {each: self._quota_of(each) for each in {*(name for name, count in used.items() if count), tenant}}
+        shared = max(0, total - sum(quota.guaranteed for quota in quotas.values())) // len(quotas)
+
+        def entitled(name: str) -> int:
+            quota = quotas[name]
+            whole = max(1, quota.guaranteed + shared)
+            return whole if quota.most is None else min(whole, quota.most)
+
+        own = [member for member in members if member.tenant == tenant and member is not growing]
+        if used[tenant] + 1 > entitled(tenant):
+            return own, True
+        over = {name for name in quotas if name != tenant and used[name] > entitled(name)}
+        if not over and not used[tenant]:  # more tenants than segments
+            over = {name for name in quotas if name != tenant and used[name] > quotas[name].guaranteed}
+        if not over:
+            return own, True
+        return [member for member in members if member.tenant in over], False
+
+
+def _used(members: Iterable[Held]) -> Counter[str]:
+    used: Counter[str] = Counter()
+    for member in members:
+        used[member.tenant] += len(member.segments)
+    return used

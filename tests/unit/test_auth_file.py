@@ -1,0 +1,172 @@
+"""The file of ``--auth``: what is refused and how that is said; its changes; tokens; the audit log."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvstore.auth import audit as audit_log
+from kvstore.auth.audit import Audit
+from kvstore.auth.editing import add, rotate
+from kvstore.auth.policy import AuthFile, AuthFileError, member_cookie, parse_policy
+from kvstore.auth.rights import ALL, NEEDED, Rights, own, verbs_of
+from kvstore.auth.tokens import hash_token, make_token, matches, name_in
+from kvstore.store.quotas import Quota, Quotas
+from kvstore.wire import WireError, messages
+
+GOOD = """
+[[principals]]
+name = "one"
+tenant = "a"
+verbs = ["read"]
+tokens = ["scrypt:2:1:1:MTIzNDU2Nzg=:MTIzNDU2NzgxMjM0NTY3OA=="]
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("[[principals]]", "[[principal]]"), "unknown field `principal`"),
+        (('verbs = ["read"]', 'verb = ["read"]'), "unknown field `verb`"),
+        (('verbs = ["read"]', 'verbs = ["raed"]'), "verb 'raed': expected one of read, write, delete, admin, monitor"),
+        (('verbs = ["read"]', "verbs = []"), "no verbs"),
+        (('name = "one"', 'name = "o n"'), "expected a name of 1 to 64 letters"),
+        (('tenant = "a"', 'tenant = ""'), "tenant ''"),
+        (("scrypt:2:", "scrypt:3:"), "token 1: expected scrypt with N"),
+        (("scrypt:2:", "scrypt:1048576:"), "of at most (131072, 32, 16)"),
+        (("scrypt:2:", "md5:2:"), "token 1: expected scrypt"),
+        (("scrypt:2:1:1:", "secret"), "as `kvstore auth add` writes it"),
+        (("[[principals]]", 'member_secret = "short"\n[[principals]]'), "member_secret has 5 characters"),
+        (
+            ("[[principals]]", '[tenants.a]\nmemory = "lots"\n[[principals]]'),
+            "memory: 'lots' is not a size",
+        ),
+        (("[[principals]]", "[tenants.a]\nrequests_per_s = -1\n[[principals]]"), "expected 0 or more"),
+        (("[[principals]]", "[tenants.a]\nmemory = 1\nmemory_guaranteed = 2\n[[principals]]"), "is more than memory"),
+        (("[[principals]]", "[[principals]"), "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_and_the_error_repeats_no_hash(change: tuple[str, str], said: str) -> None:
+    assert parse_policy(GOOD, "f").principals["one"].rights.tenant == "a"
+    with pytest.raises(AuthFileError, match=re.escape(said)) as refused:
+        parse_policy(GOOD.replace(*change), "auth.toml")
+    assert "auth.toml" in str(refused.value)
+    assert "MTIz" not in str(refused.value)
+
+
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "auth.toml"
+    file.write_text(GOOD)
+    file.chmod(0o644)
+    with pytest.raises(AuthFileError, match="mode 644: others may read or change it: chmod 600"):
+        AuthFile(file)
+
+
+def test_what_an_operator_wrote_stays_when_a_principal_is_added_or_gets_a_token(tmp_path: Path) -> None:
+    file = tmp_path / "auth.toml"
+    first = add(file, "one", "a", ["read", "write"], ["Qwen/*"], 1 << 30)
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+    file.write_text(file.read_text().replace("[tenants.a]", "# ours\n[tenants.a]"))
+    add(file, "two", "b", ["admin"])
+    second = rotate(file, "one")
+    policy = AuthFile(file).policy
+    assert "# ours" in file.read_text() and policy.limits_of("a").memory == 1 << 30
+    for token in (first, second):
+        found = policy.login(token.encode())
+        assert found is not None and found[0].principal == "one" and found[0].models == ("Qwen/*",)
+    third = rotate(file, "one", end_old=True)
+    policy = AuthFile(file).policy
+    assert [policy.login(token.encode()) is not None for token in (first, second, third)] == [False, False, True]
+    assert len(policy.member_secret) == 64
+    with pytest.raises(AuthFileError, match="it has a principal 'one'"):
+        add(file, "one", "a", ["read"])
+    with pytest.raises(AuthFileError, match="no principal 'three': expected one of one, two"):
+        rotate(file, "three")
+    with pytest.raises(AuthFileError, match="tenant 'a' has memory = 1073741824, not 5"):
+        add(file, "four", "a", ["read"], quota_bytes=5)
+
+
+def test_a_token_matches_its_own_hash_only() -> None:
+    token, other = make_token("n"), make_token("n")
+    kept = hash_token(token)
+    assert matches(token.encode(), kept) and not matches(other.encode(), kept)
+    assert token not in kept
+    assert name_in(token.encode()) == "n"
+    for wrong in (b"", b"kvs_", b"kvs_n", b"kvs_a/b.c", b"n.secret", b"\xff" * 9, b"kvs_n." + b"x" * 1000):
+        assert name_in(wrong) == ""
+
+
+def test_every_request_needs_a_verb() -> None:
+    requests = {each for each in vars(messages).values() if isinstance(each, type) and _is_request(each)}
+    assert requests == set(NEEDED)
+
+
+def _is_request(kind: type) -> bool:
+    tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
+    return isinstance(tag, int) and tag < 64
+
+
+def test_a_namespace_gets_the_tenant_of_the_credentials_whatever_it_says() -> None:
+    rights = Rights("p", "a", verbs_of(["read"]))
+    plain = b'{"block_bytes":1,"model":"m","version":1}'
+    owned = b'{"block_bytes":1,"model":"m","tenant":"a","version":1}'
+    assert own(plain, rights) == own(owned, rights) == owned
+    assert own(b'{"tenant":"b","tenant":"a","model":"m","block_bytes":1,"version":1}', rights) == owned
+    assert own(b'{"tenant":"b","model":"m"}', ALL) == b'{"tenant":"b","model":"m"}'
+    for foreign in (b'{"tenant":"b","model":"m"}', b'{"tenant":"\\u0062","model":"m"}', b'{"tenant":null,"model":"m"}'):
+        with pytest.raises(WireError, match="names a tenant other than 'a'"):
+            own(foreign, rights)
+
+
+def test_a_members_cookie_is_that_of_one_node() -> None:
+    assert member_cookie("s" * 32, "a") == member_cookie("s" * 32, "a") != member_cookie("s" * 32, "b")
+
+
+def test_the_audit_log_is_bounded_and_turned_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_log, "MOST_BYTES", 4096)
+    file = tmp_path / "audit.jsonl"
+    first, second = Audit(str(file), shard=0), Audit(str(file), shard=1)
+    for number in range(300):
+        (first, second)[number % 2].record("purge", detail="x" * 2000, number=number)
+    first.close()
+    second.close()
+    lines = [json.loads(line) for name in ("audit.jsonl.1", "audit.jsonl") for line in (tmp_path / name).open()]
+    assert max(len(line["detail"]) for line in lines) == 512
+    assert all((tmp_path / name).stat().st_size < 4096 + 1024 for name in ("audit.jsonl.1", "audit.jsonl"))
+    assert {line["shard"] for line in lines} == {0, 1}
+
+    monkeypatch.undo()
+    flood = Audit(str(tmp_path / "flood"))
+    for _ in range(1000):
+        flood.record("login_failed")
+    flood._filled -= 1.0
+    flood.record("login_failed")
+    flood.close()
+    lines = [json.loads(line) for line in (tmp_path / "flood").open()]
+    assert 201 <= len(lines) < 300
+    assert lines[-1]["lines_left_out"] >= 700
+
+
+class Held:
+    def __init__(self, tenant: str, segments: int) -> None:
+        self.tenant = tenant
+        self.segments = dict.fromkeys(range(segments), 0)
+        self.transient: set[int] = set()
+
+
+def test_who_makes_room_for_whom() -> None:
+    quotas = {"guaranteed": Quota(guaranteed=4), "bounded": Quota(most=2)}
+    rules = Quotas(lambda name: quotas.get(name, Quota()))
+    noisy, noisy2, guaranteed, bounded = Held("noisy", 5), Held("noisy", 2), Held("guaranteed", 3), Held("bounded", 2)
+    members = [noisy, noisy2, guaranteed, bounded]
+    assert rules.victims(noisy, members, 12) == ([noisy2], True)  # beyond its part: of its own
+    assert rules.victims(guaranteed, members, 12) == ([noisy, noisy2], False)
+    assert not rules.may_take(bounded, members) and rules.may_take(noisy, members)
+    assert rules.victims(Held("new", 0), members, 12) == ([noisy, noisy2], False)
+    alone = Held("a", 3)
+    assert rules.victims(alone, [alone], 3) == ([], True)
