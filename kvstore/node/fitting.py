@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from kvstore.cluster.url import MAX_NAME, is_name
-from kvstore.node.settings import MAX_HOST, Misfit
-
-if TYPE_CHECKING:
-    from kvstore.node.config import ServerConfig
+from kvstore.cluster.url import MAX_NAME, EtcdURL, is_name
+from kvstore.node.settings import MAX_HOST, HostPort, Misfit
 
 WILDCARDS: Final = ("0.0.0.0", "::", "")
+
+
+class Access(Protocol):
+    """The settings that say who reaches a server."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def http(self) -> HostPort | None: ...
+    @property
+    def auth(self) -> str | None: ...
+    @property
+    def audit(self) -> str | None: ...
+    @property
+    def insecure(self) -> bool: ...
+    @property
+    def nixl(self) -> bool: ...
+
+
+class Cluster(Protocol):
+    """The settings of a member of a cluster. `cluster_url`, None: no cluster. `cluster_node_id`, `advertised_host`:
+    what was given, or the default."""
+
+    @property
+    def node_id(self) -> str | None: ...
+    @property
+    def zone(self) -> str: ...
+    @property
+    def advertise(self) -> str | None: ...
+    @property
+    def drain_seconds(self) -> int: ...
+    @property
+    def cluster_url(self) -> EtcdURL | None: ...
+    @property
+    def cluster_node_id(self) -> str: ...
+    @property
+    def advertised_host(self) -> str: ...
+
+
+class NodeSettings(Access, Cluster, Protocol):
+    """Both."""
 
 
 def is_loopback(host: str) -> bool:
@@ -22,7 +60,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_access(config: ServerConfig) -> None:
+def check_access(config: Access) -> None:
     """Raise `Misfit` when others could use the server without a login, and nobody has said that they may."""
     for name in ("auth", "audit"):
         if getattr(config, name) == "":
@@ -46,7 +84,7 @@ def check_access(config: ServerConfig) -> None:
             )
 
 
-def check_cluster(config: ServerConfig) -> None:
+def check_cluster(config: Cluster) -> None:
     """Raise `Misfit` when the settings of a cluster do not fit each other."""
     if config.node_id is not None and not is_name(config.node_id):
         raise Misfit(
@@ -72,3 +110,15 @@ def check_cluster(config: ServerConfig) -> None:
     wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
     if wrong or len(host) > MAX_HOST or host.count(":") == 1:
         raise Misfit(name, "expected a host name or an address, without a port")
+
+
+def metrics_address(config: NodeSettings, port: int) -> str:
+    """-> HOST:PORT at which other members reach the metrics, which are served on `port`; empty: they cannot."""
+    if config.http is None or not port:
+        return ""
+    host, others = config.http.host, config.advertised_host
+    if host in WILDCARDS:
+        host = others
+    elif is_loopback(host) and not is_loopback(others):
+        return ""
+    return str(HostPort.of(host, port))

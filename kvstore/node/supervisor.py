@@ -33,7 +33,7 @@ from kvstore.node.access import check_access
 from kvstore.node.children import Child, StartError, bind
 from kvstore.node.config import ServerConfig
 from kvstore.node.disk_folder import open_disk
-from kvstore.node.fitting import WILDCARDS, is_loopback
+from kvstore.node.fitting import is_loopback, metrics_address
 from kvstore.node.settings import HostPort, changed, listed
 from kvstore.shard.setup import ShardConfig
 from kvstore.store.rules import NamespaceRule
@@ -129,7 +129,7 @@ class Supervisor:
             flush=True,
         )
         if self._registration is not None and not self._asked_to_stop:
-            self._registration.start(self._metrics_address)
+            self._registration.start(metrics_address(self.config, self._http.port if self._http is not None else 0))
         while not self._stopping:
             if self._asked_to_stop and not self._draining:
                 self._begin_to_leave()
@@ -260,18 +260,6 @@ class Supervisor:
         self._health = Health(view)
         settings = "\n".join(f"{name} = {value}" for name, value in listed(self.config).items())
         self._http.start(Pages(self._health, settings))
-
-    @property
-    def _metrics_address(self) -> str:
-        """HOST:PORT at which other members reach the metrics; empty: they cannot."""
-        if self._http is None or self.config.http is None:
-            return ""
-        host, others = self.config.http.host, self.config.advertised_host
-        if host in WILDCARDS:
-            host = others
-        elif is_loopback(host) and not is_loopback(others):
-            return ""
-        return str(HostPort.of(host, self._http.port))
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Handle a signal to stop.
