@@ -59,7 +59,7 @@ class Rig:
         self.shape, self.link = shape, link
         self.own_core, self.other_core = sorted(os.sched_getaffinity(0))[:2]
         self.decoder, self.resident = Decoder(shape), Resident(shape)
-        flags = ("--host", link.address)
+        flags = ("--host", link.address, "--insecure")
         # Other processes are on the other core, as this one's threads that read.
         prefix = [*link.command, "taskset", "-c", str(self.other_core)]
         self.endpoint = stack.enter_context(kvstore_server(shape.kv_bytes, flags=flags, prefix=prefix))

@@ -123,7 +123,7 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
         everywhere = stack.enter_context(
             kvstore_server(
                 nbytes * (rounds * len(RATES) + 2) * len(MODES),
-                flags=("--host", "0.0.0.0", "--unix-socket", "off"),
+                flags=("--host", "0.0.0.0", "--insecure", "--unix-socket", "off"),
                 prefix=link.command,
             )
         )

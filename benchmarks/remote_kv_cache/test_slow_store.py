@@ -50,7 +50,11 @@ class Measuring:
         self.link = stack.enter_context(LimitedLink(_FULL))
         room = prompts * (rounds + 1) * (tokens // BLOCK_TOKENS + 2) * model.block_bytes
         self.endpoint = stack.enter_context(
-            kvstore_server(room, flags=("--host", self.link.address, "--unix-socket", "off"), prefix=self.link.command)
+            kvstore_server(
+                room,
+                flags=("--host", self.link.address, "--insecure", "--unix-socket", "off"),
+                prefix=self.link.command,
+            )
         )
         self.arguments: dict[str, Any] = {
             "max_model_len": tokens + 2 * _OUTPUT_TOKENS,

@@ -130,6 +130,9 @@ class Audit:
         self._fd = opened
 
 
+NO_AUDIT: Final = Audit("")
+
+
 def _utc() -> str:
     seconds = time.time()
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds % 1 * 1000):03d}Z"

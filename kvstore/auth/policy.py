@@ -63,6 +63,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     member_secret: str = ""
 
 
+msgspec.convert({}, _File)  # msgspec crashes when two threads are the first to use a type at the same time
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a tenant may take of a node, in bytes and per second; None: as much as there is.

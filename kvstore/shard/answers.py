@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from kvstore import __version__, wire
-from kvstore.auth.audit import Audit
+from kvstore.auth.audit import NO_AUDIT, Audit
 from kvstore.auth.policy import AuthFile
 from kvstore.auth.rights import ALL, EVERY_TENANT, NONE, READ, Rights, own, refuse
 from kvstore.disk.tier import DiskTier
@@ -51,7 +51,7 @@ class Answers:
         disk: DiskTier | None,
         state: ShardState,
         places: Places,
-        audit: Audit,
+        audit: Audit = NO_AUDIT,
         auth: AuthFile | None = None,
         nixl: Sharing | None = None,
     ) -> None:

@@ -483,7 +483,7 @@ def run_server(*arguments: str, **extra: str) -> tuple[int, str]:
         (["--memroy", "1GiB"], 2, ["--memroy"]),
         (["extra"], 2, ["extra"]),
         (["--config", "/nowhere/server.toml"], 2, ["/nowhere/server.toml", "No such file"]),
-        (["--host", "no.such.host.invalid", "--port", "0"], 1, ["no.such.host.invalid", "--host"]),
+        (["--host", "no.such.host.invalid", "--insecure", "--port", "0"], 1, ["no.such.host.invalid", "--host"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and str(value[0]).startswith("-") else "",
 )

@@ -10,6 +10,7 @@ from tests.support.harness import ROOT
 
 # Where only one thread runs, or only one may decode.
 ALONE = {
+    "kvstore/auth/policy.py": "its type is read when the module is imported",
     "kvstore/node/settings.py": "the settings are read before any thread is started",
     "kvstore/shard/process.py": "a shard reads its configuration first of all",
     "kvstore_cli/options.py": "a command reads its options before it connects",
