@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the package into a scratch environment outside the tree and tries it from an empty folder, with a server that
-# `kvstore ping` asks. This finds a module that the wheel lacks, and an import that is no base dependency, which a run
-# from the checkout cannot.
+# `kvstore ping` asks. This finds a module or a file of the page that the wheel lacks, and an import that is no base
+# dependency, which a run from the checkout cannot.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch=$(mktemp -d)
@@ -21,7 +21,7 @@ for command in kvstore-server kvstore; do
     }
 done
 
-"$scratch/venv/bin/kvstore-server" --port 0 --memory 64MiB --segment 4MiB >"$scratch/ready" 2>"$scratch/log" &
+"$scratch/venv/bin/kvstore-server" --port 0 --http 127.0.0.1:0 --memory 64MiB --segment 4MiB >"$scratch/ready" 2>"$scratch/log" &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 for _ in {1..300}; do

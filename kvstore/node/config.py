@@ -62,7 +62,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         HostPort | None,
         Setting(
             SERVER,
-            "Serve /metrics, /healthz and /readyz over HTTP on this address. Port 0 picks a free one.",
+            "Serve a page, /metrics, /healthz and /readyz over HTTP on this address. Port 0 picks a free one.",
             unset="off",
             more="operations.md#http",
         ),

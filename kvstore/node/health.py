@@ -107,7 +107,7 @@ class Health:
         cluster = None
         if self.node.cluster is not None:
             status = self.node.cluster()
-            reason = "" if status.registered else _why_not_registered(status)
+            reason = why_not_registered(status)
             cluster = ClusterState(status.registered, status.state, reason)
             if reason:
                 reasons.append(f"cluster: {reason}")
@@ -156,7 +156,10 @@ def _answer(question: Future[ShardInfo]) -> ShardInfo | str:
     return question.result() if error is None else str(error)
 
 
-def _why_not_registered(status: RegistrationStatus) -> str:
+def why_not_registered(status: RegistrationStatus) -> str:
+    """-> why the node is not registered in its cluster; empty: it is."""
+    if status.registered:
+        return ""
     if status.state == "out":
         return "the node has left the cluster; restart it to join again"
     if not status.directory_up:

@@ -8,16 +8,26 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 import kvstore
 from kvstore.node.health import Health
+from kvstore.node.processes import process_use
+from kvstore.node.status import model_of
+from kvstore.shard.timing import DISK_VERBS, VERBS
 from kvstore.shard.turns import STAGES
-from kvstore.wire import PROTOCOL_VERSION, DiskInfo, NamespaceInfo, ShardInfo
+from kvstore.wire import PROTOCOL_VERSION, DiskInfo, ShardInfo
+from kvstore.wire.status import REQUEST_BOUNDS_S
 
 if TYPE_CHECKING:
     from kvstore.node.registration_status import RegistrationStatus
@@ -151,6 +161,8 @@ class NodeCollector(Collector):
             for limit, requests in shard.refused.items():
                 refused.add_metric([str(shard.shard), limit], requests)
         yield refused
+        yield _request_times(shards)
+        yield from _processes(shards)
         disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
         yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
         yield _in_state(
@@ -158,11 +170,44 @@ class NodeCollector(Collector):
         )
         yield from _families(_DISK, ["shard"], [((shard,), disk) for shard, disk in disks])
         of_namespaces = [
-            ((str(shard.shard), namespace.id, _model(namespace)), namespace)
+            ((str(shard.shard), namespace.id, model_of(namespace)), namespace)
             for shard in shards
             for namespace in shard.namespaces
         ]
         yield from _families(_NAMESPACE, ["shard", "namespace", "model"], of_namespaces)
+
+
+def _request_times(shards: Sequence[ShardInfo]) -> Metric:
+    metric = HistogramMetricFamily(
+        "kvstore_request_seconds",
+        "Seconds from a request's arrival to its reply, by verb; tier disk: those that waited for the disk.",
+        labels=["shard", "verb", "tier"],
+    )
+    bounds = [*(str(bound) for bound in REQUEST_BOUNDS_S), "+Inf"]
+    for shard in shards:
+        tiers = [("memory", verb) for verb in VERBS] + [("disk", verb) for verb in DISK_VERBS if shard.disk]
+        counted = {(row.tier, row.verb): row for row in shard.requests}
+        for tier, verb in tiers:
+            row = counted.get((tier, verb))
+            counts = accumulate(row.counts) if row else repeat(0)
+            metric.add_metric(
+                [str(shard.shard), verb, tier], list(zip(bounds, counts, strict=False)), row.seconds if row else 0.0
+            )
+    return metric
+
+
+def _processes(shards: Sequence[ShardInfo]) -> Iterable[Metric]:
+    """What the shards' processes take; `process_…` are those of this process, the supervisor."""
+    used = CounterMetricFamily("kvstore_cpu_seconds", "Processor time of the shard's process.", labels=["shard"])
+    open_fds = GaugeMetricFamily("kvstore_open_fds", "Open descriptors of the shard's process.", labels=["shard"])
+    max_fds = GaugeMetricFamily("kvstore_max_fds", "The most descriptors that it may open.", labels=["shard"])
+    for shard in shards:
+        use = process_use(shard.pid)
+        if use is not None:
+            used.add_metric([str(shard.shard)], use.cpu_s)
+            open_fds.add_metric([str(shard.shard)], use.open_fds)
+            max_fds.add_metric([str(shard.shard)], use.max_fds)
+    yield from (used, open_fds, max_fds)
 
 
 def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:
@@ -182,7 +227,7 @@ def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:
     for each in ("joining", "serving", "draining", "out"):
         state.add_metric([each], status.state == each)
         if each != "out":
-            members.add_metric([each], status.members.get(each, 0))
+            members.add_metric([each], sum(member.state == each for member in status.nodes))
     yield state
     yield members
     drained = GaugeMetricFamily(
@@ -225,7 +270,3 @@ def _families(
         for values, row in rows:
             metric.add_metric(values, getattr(row, field))
         yield metric
-
-
-def _model(namespace: NamespaceInfo) -> str:
-    return str(msgspec.json.decode(namespace.namespace).get("model", ""))

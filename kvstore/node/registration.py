@@ -23,7 +23,6 @@ import random
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -157,7 +156,7 @@ class Registration:
             registered=self._lease is not None,
             state="out" if self._out else self._member.state,
             epoch=view.epoch if view else 0,
-            members=Counter(member.state for member in view.members) if view else {},
+            nodes=view.members if view else (),
             directory_up=not self._lost and not self._follower.lost,
             directory_errors=self._errors + self._follower.errors,
             changes=self._follower.changes,

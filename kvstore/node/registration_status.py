@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.cluster.etcd import Drain
+from kvstore.cluster.members import Member
 from kvstore.moving.progress import MoveReport
 
 
@@ -16,7 +17,7 @@ class RegistrationStatus:
     registered: bool
     state: str  # of the node; "out": it has left, and joins again only after a restart
     epoch: int  # of the last view
-    members: Mapping[str, int]  # their number in the last view, by state
+    nodes: Sequence[Member]  # of the last view
     directory_up: bool
     directory_errors: int
     changes: int  # of the view

@@ -245,7 +245,7 @@ class Supervisor:
         if self._http is None:
             return
         from kvstore.node.health import Health, NodeView
-        from kvstore.node.web import Pages
+        from kvstore.node.pages import Pages
 
         addresses = [child.address for child in self._children]
         cluster = self._registration.status if self._registration is not None else None
@@ -258,8 +258,7 @@ class Supervisor:
             cookie=self._cookie,
         )
         self._health = Health(view)
-        settings = "\n".join(f"{name} = {value}" for name, value in listed(self.config).items())
-        self._http.start(Pages(self._health, settings))
+        self._http.start(Pages(self._health, self.node, listed(self.config)))
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Handle a signal to stop.

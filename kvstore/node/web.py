@@ -1,4 +1,4 @@
-"""The node's HTTP server: `/metrics`, `/healthz`, `/readyz`, and a page that lists them.
+"""The node's HTTP server. `pages` answers the requests.
 
 Each request has a thread; there are `MAX_REQUESTS` threads at most. When all are in use, the oldest connection is
 closed, so that a scraper that reads slowly or a client that sends nothing cannot keep probes out.
@@ -7,98 +7,24 @@ closed, so that a scraper that reads slowly or a client that sends nothing canno
 from __future__ import annotations
 
 import contextlib
-import html
 import io
 import logging
 import socket
 import threading
-import time
-from collections.abc import Iterable
 from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import Any, Final, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-
-import kvstore
-from kvstore.node.health import Health
-from kvstore.node.metrics import NodeCollector
+from kvstore.node.history import Looks
+from kvstore.node.pages import Pages
 from kvstore.node.settings import HostPort
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIEnvironment
 
 log = logging.getLogger("kvstore.server")
 
 MAX_REQUESTS: Final = 32
 PLACE_WAIT_S: Final = 0.2  # for the oldest connection to end
 READ_S: Final = 5.0  # for a client to send its request, and to take the response
-_TEXT: Final = "text/plain; charset=utf-8"
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests at once\n"
-
-
-class Pages:
-    """The WSGI application. Any number of threads call it at once."""
-
-    def __init__(self, health: Health, settings: str) -> None:
-        """settings: the settings in effect, as text."""
-        registry = CollectorRegistry()
-        registry.register(NodeCollector(health))
-        ProcessCollector(registry=registry)  # for this process, the supervisor
-        self._metrics = make_wsgi_app(registry)
-        self._health = health
-        self._settings = settings
-        self._started = time.monotonic()
-
-    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer one request."""
-        method, environ["REQUEST_METHOD"] = environ["REQUEST_METHOD"], "GET"
-        if method not in ("GET", "HEAD"):
-            return _answer(start_response, "405 Method Not Allowed", "expected GET or HEAD\n")
-        path = environ.get("PATH_INFO", "")
-        if path == "/metrics":
-            body: Iterable[bytes] = self._metrics(environ, start_response)
-        elif path == "/healthz":
-            body = self._healthz(start_response)
-        elif path == "/readyz":
-            body = self._readyz(start_response)
-        elif path in ("", "/"):
-            body = _answer(start_response, "200 OK", self._page(), "text/html; charset=utf-8")
-        else:
-            body = _answer(start_response, "404 Not Found", "expected /, /metrics, /healthz or /readyz\n")
-        return [] if method == "HEAD" else body
-
-    def _healthz(self, start_response: StartResponse) -> Iterable[bytes]:
-        if self._health.alive():
-            return _answer(start_response, "200 OK", "ok\n")
-        return _answer(start_response, "503 Service Unavailable", "no shard answers; /readyz says why\n")
-
-    def _readyz(self, start_response: StartResponse) -> Iterable[bytes]:
-        readiness = self._health.readiness()
-        status = "200 OK" if readiness.ready else "503 Service Unavailable"
-        body = msgspec.json.format(msgspec.json.encode(readiness)).decode()
-        return _answer(start_response, status, f"{body}\n", "application/json")
-
-    def _page(self) -> str:
-        links = [
-            ("/metrics", "metrics of the node for Prometheus"),
-            ("/healthz", "200 when a shard answers"),
-            ("/readyz", "200 when every shard answers and, in a cluster, the node is registered; else who does not"),
-        ]
-        items = "".join(f'<li><a href="{path}">{path}</a>: {text}</li>' for path, text in links)
-        uptime_s = time.monotonic() - self._started
-        return (
-            "<!doctype html><html lang=en><meta charset=utf-8><title>kvstore-server</title>"
-            f"<h1>kvstore-server {html.escape(kvstore.__version__)}</h1><p>Up for {uptime_s:.0f} s.</p>"
-            f"<ul>{items}</ul><h2>Settings</h2><pre>{html.escape(self._settings)}</pre></html>\n"
-        )
-
-
-def _answer(start_response: StartResponse, status: str, body: str, kind: str = _TEXT) -> Iterable[bytes]:
-    data = body.encode()
-    start_response(status, [("Content-Type", kind), ("Content-Length", str(len(data))), ("Cache-Control", "no-store")])
-    return [data]
 
 
 class _ErrorLog(io.StringIO):
@@ -195,15 +121,20 @@ class HTTPServer:
     def __init__(self, address: HostPort) -> None:
         self._server = _Server(address)
         self.port: int = self._server.server_address[1]
+        self._looks: Looks | None = None
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvstore-http", daemon=True)
 
     def start(self, pages: Pages) -> None:
         """Answer requests, on the server's own threads."""
         self._server.set_app(pages)
+        self._looks = pages.looks
+        self._looks.start()
         self._thread.start()
 
     def close(self) -> None:
         """Accept no more requests. Requests in progress end by themselves."""
+        if self._looks is not None:
+            self._looks.close()
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()

@@ -233,18 +233,23 @@ class Answers:
             if request.prefix and namespace is not None and self._may_pin(peer, namespace, request.count):
                 pin_until = now + min(PREFIX_PIN_S, request.deadline_ms / 1000)
             stream = Stream(self._store, self._disk, namespace, request, keys, now, peer.resume, pin_until, peer.leases)
-            peer.add_stream(stream)
+            peer.add_stream(stream)  # counts its time when its last part is sent
         elif isinstance(request, wire.Promise):
             self._promise(peer, request, keys)
+            self._state.timing.add("promise", self._state.now)
         elif isinstance(request, wire.Withdraw):
             withdrawn = namespace.promises.withdraw(split(keys, request.key_bytes), peer) if namespace else 0
             peer.reply(wire.WithdrawReply(request.id, withdrawn))
+            self._state.timing.add("withdraw", self._state.now)
         elif isinstance(request, wire.Delete):
             self._delete(peer, request, namespace, keys)
         elif isinstance(request, wire.Expire):
             self._expire(peer, request, namespace, keys)
+            self._state.timing.add("expire", self._state.now)
         else:
             self._lookup(peer, request, namespace, keys)
+            verb = "match_prefix" if isinstance(request, wire.MatchPrefix) else "contains"
+            self._state.timing.add(verb, self._state.now)
 
     def _promise(self, peer: Peer, request: wire.Promise, keys: bytes) -> None:
         if self._state.draining:
@@ -275,7 +280,7 @@ class Answers:
             peer.share.check(held)
             disk.fetching.disown(namespace, keys)
         deleted = namespace.delete(keys, self._state.now) if namespace else 0
-        self.sets.reply_for_good(peer, wire.DeleteReply(request.id, deleted), held)
+        self.sets.reply_for_good(peer, wire.DeleteReply(request.id, deleted), held, "delete", self._state.now)
 
     def _expire(self, peer: Peer, request: wire.Expire, namespace: NamespaceStore | None, keys: bytes) -> None:
         there = bytes(request.count)
@@ -391,4 +396,5 @@ class Answers:
             nixl=self._nixl is not None,
             transient_bytes=self._store.memory.transient_segments * arena.segment_bytes,
             transient_limit_bytes=self._store.transient_segments * arena.segment_bytes,
+            requests=state.timing.rows(),
         )

@@ -293,6 +293,7 @@ class Peer:
             if outgoing is None:
                 continue  # until credit or a commit resumes it
             if stream.done:
+                self._state.timing.add("get", stream.began, stream.fetched)
                 self.end_stream(stream)
             else:
                 self._turn.append(stream)

@@ -51,6 +51,7 @@ class Write:
     before: bytes  # the last key here of the chain that they continue; empty: it begins with them
     parent: bytes  # that key, or what was asked for before the first one: a hint; empty: not known
     ends_chain: bool
+    began: float  # when its keys had arrived, monotonic
     attributes: Attributes | None = None  # of blocks copied from another shard
     evicted: int = 0  # blocks that made room for these
     placed: int = 0  # blocks for whose bytes there is, or was, a place; unless `payload` knows
@@ -107,13 +108,14 @@ class Sets:
         cut = request.chained and attributes is None and store.chains.is_cut(namespace, request.parent, now)
         if not request.force and (cut or (before is None and store.is_full(namespace, request.count))):
             # Blocks behind others that were refused are of no use, so they take nobody's place.
-            return Write(request, namespace, store.refuse(namespace, keys, now), keys, existed, b"", b"", ends_chain)
+            slots = store.refuse(namespace, keys, now)
+            return Write(request, namespace, slots, keys, existed, b"", b"", ends_chain, now)
         before = before or b""
         evicted = store.memory.evicted
         slots = store.reserve(namespace, keys, request.force, now, priority, before, request.reads)
         evicted = store.memory.evicted - evicted
         return Write(
-            request, namespace, slots, keys, existed, before, before or parent, ends_chain, attributes, evicted
+            request, namespace, slots, keys, existed, before, before or parent, ends_chain, now, attributes, evicted
         )
 
     def copy_staged(self, peer: Peer, write: Write, frame: bytes, more: bool) -> None:
@@ -180,20 +182,19 @@ class Sets:
             outcomes=self._outcomes(write, outcomes, replaced) if request.outcomes else b"",
             evicted=write.evicted,
         )
-        if self._disk is None or request.reads:  # transient blocks are never written to disk
-            peer.reply(reply)
-            return
         written = slots[slots >= 0]
-        if not len(written):
+        if self._disk is None or request.reads or not len(written):  # transient blocks are never written to disk
             peer.reply(reply)
+            self._state.timing.add("set", write.began)
             return
         if request.force and namespace.disk is not None:  # the copies on disk are outdated
             namespace.disk.delete(index.keys_of(written))
         self._disk.writing.was_set(namespace, written, self._state.now)
         if request.force:
-            self.reply_for_good(peer, reply)
+            self.reply_for_good(peer, reply, 0, "set", write.began)
         else:
             peer.reply(reply)
+            self._state.timing.add("set", write.began)
 
     def _outcomes(self, write: Write, by_slot: bytes, replaced: npt.NDArray[np.bool_] | None) -> bytes:
         """-> one `Outcome` a block. `by_slot`: as far as the slots tell."""
@@ -214,13 +215,15 @@ class Sets:
                 outcomes[existed[absent][~on_disk]] = Outcome.PENDING
         return bytes(outcomes)
 
-    def reply_for_good(self, peer: Peer, reply: wire.Reply, held: int = 0) -> None:
+    def reply_for_good(self, peer: Peer, reply: wire.Reply, held: int = 0, verb: str = "", began: float = 0.0) -> None:
         """Send a reply once no removed block can come back from disk, even if the server dies.
 
-        held: bytes that the removal holds until then.
+        held: bytes that the removal holds until then. verb, began: of the request whose time is counted then.
         """
         if self._disk is None:
             peer.reply(reply)
+            if verb:
+                self._state.timing.add(verb, began)
             return
         peer.share.take(REMOVALS, held)
         send = peer.hold(reply)
@@ -228,5 +231,7 @@ class Sets:
         def removed() -> None:
             peer.share.give_back(REMOVALS, held)
             send()
+            if verb:
+                self._state.timing.add(verb, began, True)
 
         self._disk.volume.after_removals(removed)

@@ -9,6 +9,7 @@ import secrets
 
 from kvstore.auth.rights import ALL, Rights
 from kvstore.shard.account import LIMITS, Account
+from kvstore.shard.timing import Timing
 from kvstore.shard.turns import Turns
 
 
@@ -23,6 +24,7 @@ class ShardState:
         self.now = now  # monotonic seconds, read once a turn of the loop
         self.draining = False  # new SETs are refused
         self.turns = Turns()
+        self.timing = Timing()
         self.account = Account()
         self.connections = self.streams = 0  # open now
         self.bytes_in = self.bytes_out = self.errors = 0

@@ -65,6 +65,7 @@ class Stream:
         "_resume",
         "_search",
         "_used",
+        "began",
         "credit",
         "deadline",
         "done",
@@ -87,6 +88,7 @@ class Stream:
         """leases: what the connection was lent; None: it takes no references."""
         self.id = request.id
         self.namespace = namespace
+        self.began = now
         self.credit = request.credit if request.credit > 0 else None
         self.done = False
         self._disk = disk
@@ -105,6 +107,11 @@ class Stream:
         self._search: Search | None = None  # of a namespace that is there
         if namespace is not None:
             self._search = Search(store, disk, namespace, request, keys, now, pin_until, self.wake)
+
+    @property
+    def fetched(self) -> bool:
+        """Whether at least one of its blocks was read from disk."""
+        return self._search is not None and self._search.fetched
 
     @property
     def nbytes(self) -> int:

@@ -82,7 +82,7 @@ from kvstore.wire.messages import (
     frame_blocks,
 )
 from kvstore.wire.namespace import NamespaceHeader, decode_namespace, namespace_id
-from kvstore.wire.status import DiskInfo, NamespaceInfo, ShardInfo, TenantInfo, decode_shard_info
+from kvstore.wire.status import DiskInfo, NamespaceInfo, RequestTimes, ShardInfo, TenantInfo, decode_shard_info
 
 __all__ = [
     "CHECKSUM_BYTES",
@@ -145,6 +145,7 @@ __all__ = [
     "ReleaseRing",
     "Reply",
     "Request",
+    "RequestTimes",
     "Retired",
     "Scrub",
     "ScrubReply",

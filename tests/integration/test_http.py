@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
@@ -19,8 +20,9 @@ import pytest
 import kvstore
 from kvstore.node.health import VERDICT_S
 from kvstore.node.web import MAX_REQUESTS
+from kvstore_client import KVStoreClient
 from tests.support.etcd import Etcd
-from tests.support.harness import Server, StartServer, wait_until
+from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
 HTTP = ("--http", "127.0.0.1:0")
 SLACK_S = 1.5  # for a machine that is busy
@@ -78,17 +80,63 @@ def test_a_server_that_is_well_says_so(start_server: StartServer) -> None:
     }
 
 
-def test_there_is_a_page_that_lists_the_others_and_the_settings(start_server: StartServer) -> None:
+def test_there_is_a_page_whose_files_come_from_the_server(start_server: StartServer) -> None:
+    """tests/integration/test_page.py looks at it in a browser."""
     server = start_server(*HTTP)
-    page = ask(server, "/")
-    assert page.status == 200 and kvstore.__version__ in page.text and "memory = 64MiB" in page.text
-    for path in ("/metrics", "/healthz", "/readyz"):
-        assert f'href="{path}"' in page.text
-        head = ask(server, path, "HEAD")
-        assert (head.status, head.text) == (200, "")
+    page = ask(server, "/").text
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert {"page.js", "page.css", "icon.svg", "metrics", "healthz", "readyz", "status.json"} <= set(loaded)
+    assert "<style" not in page and not re.search(r"<script[^>]*>[^<]|\son\w+=|style=", page)  # its policy forbids it
+    for path in ("", *loaded, "charts.js"):
+        head = ask(server, f"/{path}", "HEAD")
+        assert (head.status, head.text) == (200, ""), path
     missing = ask(server, "/metrics/x")
     assert missing.status == 404 and "/readyz" in missing.text
     assert ask(server, "/readyz", "POST").status == 405
+
+
+def test_a_browser_keeps_the_files_of_the_page_and_nothing_else(start_server: StartServer) -> None:
+    server = start_server(*HTTP)
+    for path in ("/", "/page.js", "/page.css"):
+        with urllib.request.urlopen(f"{server.http_url}{path}", timeout=10) as answer:
+            assert answer.headers["Cache-Control"] == "no-cache"
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            tag = answer.headers["ETag"]
+        again = urllib.request.Request(f"{server.http_url}{path}", headers={"If-None-Match": tag})
+        with pytest.raises(urllib.error.HTTPError) as unchanged:
+            urllib.request.urlopen(again, timeout=10)
+        with unchanged.value as answer:
+            assert answer.code == 304 and not answer.read()
+    with urllib.request.urlopen(f"{server.http_url}/status.json", timeout=10) as answer:
+        assert answer.headers["Cache-Control"] == "no-store"
+
+
+def test_the_state_as_json_costs_the_shards_nothing(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server = start_server("--shards", "2", *HTTP, "--ttl-seconds", "777")
+    keys = make_keys(10)
+    with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
+        client.set(keys, blocks_of(keys, 4096))
+        assert client.get(keys).hit == 10
+
+        def status() -> Any:
+            return ask(server, "/status.json").document
+
+        found = wait_until(lambda: (now := status())["hits"] == 10 and now, what="the next look")
+        assert found["version"] == kvstore.__version__ and found["settings"]["ttl_seconds"] == "777"
+        assert found["verdict"] == "ok" and found["messages"] == [] and found["cluster"] is None
+        assert [shard["shard"] for shard in found["shards"]] == [0, 1]
+        assert sum(shard["blocks"] for shard in found["shards"]) == found["namespaces"][0]["blocks"] == 10
+        assert found["namespaces"][0]["model"] == client.namespace.model and found["namespaces"][0]["hit_rate"] == 1.0
+        (get,) = [row for row in found["requests"] if row["verb"] == "get"]
+        assert get["tier"] == "memory" and 0 < get["p50_s"] <= get["p99_s"] < 10
+        history = found["history"]
+        assert max(rate for rate in history["hit_rate"] if rate is not None) == 1
+        assert max(history["bytes_in_per_s"]) > 10 * 4096 / 10 and len(history["time"]) == len(history["hit_rate"])
+        with frozen(*server.shards()):
+            answers = [ask(server, "/status.json") for _ in range(20)]
+        assert all(answer.status == 200 for answer in answers)
+        assert max(answer.seconds for answer in answers) < SLACK_S  # nobody waited for a shard
 
 
 def test_an_address_may_be_of_ipv6(start_server: StartServer) -> None:

@@ -39,6 +39,42 @@ def test_a_scrape_tells_blocks_hits_misses_and_bytes(start_server: StartServer, 
     assert values["kvstore_missed_blocks_total", "0"] == 2
     assert values["kvstore_received_bytes_total", "0"] > 8 * 4096
     assert values["kvstore_memory_limit_bytes", "0"] == 64 << 20
+    assert values["kvstore_cpu_seconds_total", "0"] > 0
+    assert 3 < values["kvstore_open_fds", "0"] < values["kvstore_max_fds", "0"]
+
+
+def test_a_scrape_tells_how_long_requests_took(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server = start_server("--http", "127.0.0.1:0")
+    keys = make_keys(8)
+    with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
+        client.set(keys, blocks_of(keys, 4096), deferred=False)
+        for _ in range(3):
+            assert client.get(keys).hit == 8
+        assert client.match_prefix(keys) == 8
+        client.contains(keys)
+        client.delete(keys)
+    counts = request_times(server)
+    of_memory = {verb: count for (verb, tier), (count, _) in counts.items() if tier == "memory"}
+    assert of_memory == {
+        **{"set": 1, "get": 3, "match_prefix": 1, "contains": 1, "delete": 1},
+        **{"expire": 0, "promise": 0, "withdraw": 0},
+    }
+    assert {tier for _, tier in counts} == {"memory"}  # it has no disk
+    assert 0 < counts["get", "memory"][1] < 3
+
+
+def request_times(server: Server) -> dict[tuple[str, str], tuple[float, float]]:
+    """(verb, tier) -> requests and their seconds, of which the buckets tell the same."""
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for sample in families["kvstore_request_seconds"].samples:
+        row = found.setdefault((sample.labels["verb"], sample.labels["tier"]), {})
+        row[sample.name.rpartition("_")[2] + sample.labels.get("le", "")] = sample.value
+    for row in found.values():
+        buckets = [value for name, value in row.items() if name.startswith("bucket")]
+        assert buckets == sorted(buckets) and row["bucket+Inf"] == row["count"]
+    return {each: (row["count"], row["sum"]) for each, row in found.items()}
 
 
 def test_a_scrape_tells_what_moves_between_the_tiers(
@@ -66,6 +102,9 @@ def test_a_scrape_tells_what_moves_between_the_tiers(
         assert values["kvstore_index_bytes", "0"] > 0
         assert client.get(keys[:16]).hit == 16
         values = scrape(server)
+    times = request_times(server)
+    assert times["get", "disk"][0] == 1 and times["get", "memory"][0] == 0
+    assert times["set", "memory"][0] == 16 and times["set", "disk"][0] == 0  # written later
     assert values["kvstore_disk_fetched_blocks_total", "0"] >= 16
     assert values["kvstore_disk_fetched_bytes_total", "0"] >= 16 * 65536
     for name in ("corrupt_blocks", "skipped_blocks", "evicted_blocks", "scrub_passes", "scrub_corrupt_blocks"):
@@ -94,6 +133,22 @@ def test_every_metric_of_the_disk_tier_is_in_the_manual(start_server: StartServe
     manual = (ROOT / "docs" / "persistence.md").read_text(encoding="utf-8")
     served = {name for name, _ in scrape(server) if "disk" in name or "index" in name}
     assert len(served) > 20
+    assert not {name for name in served if f"`{name}`" not in manual}
+
+
+def test_every_metric_of_a_node_is_in_the_manual(start_server: StartServer, new_namespace: MakeNamespace) -> None:
+    server = start_server("--http", "127.0.0.1:0")
+    with KVStoreClient(server.endpoint, new_namespace(4096)) as client:
+        client.set(make_keys(1), blocks_of(make_keys(1), 4096))
+        with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    served = {
+        family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        for family in families
+        if family.name.startswith("kvstore") and "disk" not in family.name and family.name != "kvstore_index_bytes"
+    }
+    assert len(served) > 40
     assert not {name for name in served if f"`{name}`" not in manual}
 
 

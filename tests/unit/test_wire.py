@@ -117,6 +117,7 @@ SHARD_INFO = wire.ShardInfo(
     nixl=True,
     transient_bytes=32 << 20,
     transient_limit_bytes=416 << 20,
+    requests=[wire.RequestTimes("get", "disk", 0.25, [0, 3, 1])],
 )
 
 REQUESTS: dict[str, wire.Request] = {

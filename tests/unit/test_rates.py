@@ -1,0 +1,174 @@
+"""Rates between two looks at a shard, the times of its requests, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstore.node.processes import process_use
+from kvstore.node.rates import change, counts_of, hit_rate, quantile_s, table_of, total
+from kvstore.node.words import Seen, messages
+from kvstore.shard.timing import VERBS, Timing
+from kvstore.wire import DiskInfo, RequestTimes, ShardInfo
+from kvstore.wire.status import REQUEST_BOUNDS_S
+
+
+def zeros(kind: type[msgspec.Struct], **known: Any) -> Any:
+    """A struct with these fields; what has no default is 0 or empty."""
+    empty = {"int": 0, "float": 0.0, "str": "", "bool": False}
+    missing = {
+        field.name: empty.get(str(field.type).removeprefix("<class '").removesuffix("'>"), [])
+        for field in msgspec.structs.fields(kind)
+        if field.required and field.name not in known
+    }
+    return kind(**missing, **known)
+
+
+def shard(**known: Any) -> ShardInfo:
+    return zeros(ShardInfo, **known)  # type: ignore[no-any-return]
+
+
+def disk(**known: Any) -> DiskInfo:
+    return zeros(DiskInfo, **{"state": "on", **known})  # type: ignore[no-any-return]
+
+
+# ---- the times of requests -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("took_s", "bucket"), [(0.0, 0), (31e-6, 0), (33e-6, 1), (100e-6, 2), (1e-3, 5), (100.0, 20)])
+def test_a_request_is_counted_below_the_bound_that_it_did_not_reach(
+    took_s: float, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + took_s)
+    timing = Timing()
+    timing.add("get", 1000.0)
+    (row,) = timing.rows()
+    assert (row.verb, row.tier) == ("get", "memory")
+    assert [at for at, count in enumerate(row.counts) if count] == [bucket]
+    assert row.seconds == pytest.approx(took_s, abs=2e-6)
+    assert took_s < [*REQUEST_BOUNDS_S, float("inf")][bucket]
+
+
+def test_every_verb_has_a_row_of_its_own_and_tiers_are_apart() -> None:
+    timing = Timing()
+    for verb in VERBS:
+        timing.add(verb, time.monotonic())
+    timing.add("get", time.monotonic(), disk=True)
+    assert [(row.verb, row.tier) for row in timing.rows()] == [*((verb, "memory") for verb in VERBS), ("get", "disk")]
+
+
+def test_a_quantile_lies_within_its_bucket() -> None:
+    counts = [0] * (len(REQUEST_BOUNDS_S) + 1)
+    assert quantile_s(counts, 0.5) is None
+    counts[3] = 100  # 128 to 256 us
+    assert quantile_s(counts, 0.5) == pytest.approx(192e-6)
+    counts[-1] = 100
+    assert quantile_s(counts, 0.99) == REQUEST_BOUNDS_S[-1]  # as much as is known
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_what_was_counted_in_between() -> None:
+    before = shard(
+        hits=5, misses=1, bytes_in=100, slow_turns={"disk": 1}, requests=[RequestTimes("get", "disk", 1, [4])]
+    )
+    after = shard(
+        hits=9,
+        misses=1,
+        bytes_in=300,
+        slow_turns={"disk": 1, "replies": 2},
+        requests=[RequestTimes("get", "disk", 2, [7])],
+    )
+    changed = change(table_of(before), table_of(after))
+    assert changed == {
+        ("hits",): 4,
+        ("bytes_in",): 200,
+        ("slow", "replies"): 2,
+        ("took", "get", "disk", "0"): 3,
+    }
+    assert total([changed, changed])["hits",] == 8
+    assert counts_of(changed, "get", "disk")[0] == 3
+    assert hit_rate(changed["hits",], 0) == 1.0 and hit_rate(0, 0) is None
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "recent", "said"),
+    [
+        (shard(), {}, []),
+        ("no answer within 2 s", {}, ["bad: No shard answers", "bad: A does not answer: no answer within 2 s."]),
+        (
+            shard(),
+            {("evicted",): 7},
+            ["note: Memory is full: the blocks of least use are evicted, 7 in the last minute."],
+        ),
+        (
+            shard(disk=disk()),
+            {("evicted",): 7, ("disk", "evicted"): 3},
+            [
+                "note: The disk is full: the oldest blocks are evicted, 3",
+                "note: Memory is full: blocks are evicted from it, 7",
+            ],
+        ),
+        (shard(disk=disk(state="off", reason="no space left")), {}, ["bad: A: its disk tier is off: no space left."]),
+        (shard(disk=disk(state="recovering")), {}, ["note: A reads the index of its disk."]),
+        (shard(disk=disk(behind=True)), {}, ["warning: A: the disk is slower than the sets."]),
+        (
+            shard(disk=disk()),
+            {("disk", "corrupt_blocks"): 2},
+            ["bad: A found damaged blocks on its disk, and dropped them: 2"],
+        ),
+        (
+            shard(refused={"jobs": 9}),
+            {("refused", "jobs"): 2},
+            ["warning: A refused requests at its limit jobs: 2 in the"],
+        ),
+        (
+            shard(),
+            {("slow", "disk"): 1, ("slow", "replies"): 13},
+            ["warning: A kept clients waiting for over 50 ms: 14 times in the last minute, mostly in: replies."],
+        ),
+        (shard(), {("slow", "disk"): 1}, ["note: A kept clients waiting for over 50 ms: once"]),
+        (
+            shard(transient_bytes=95, transient_limit_bytes=100),
+            {},
+            ["warning: A: the memory of transient blocks is full."],
+        ),
+        (shard(), {("misses",): 500}, ["warning: None of the 500 blocks asked for in the last minute was here."]),
+        (shard(draining=True), {}, ["note: The server is stopping"]),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_else(
+    state: ShardInfo | str, recent: dict[tuple[str, ...], int], said: list[str]
+) -> None:
+    found = [f"{message.severity}: {message.text}" for message in messages([Seen("A", state, recent)])]
+    assert len(found) == len(said)
+    for text, beginning in zip(found, said, strict=True):
+        assert text.startswith(beginning)
+
+
+def test_the_worst_comes_first() -> None:
+    seen = [
+        Seen("A", shard(disk=disk(warming=True)), {("evicted",): 1}),
+        Seen("B", shard(), {}, restarted_s=12.4),
+        Seen("C", "Connection refused", {}),
+    ]
+    found = messages(seen)
+    assert [message.severity for message in found] == ["bad", "warning", "note", "note"]
+    assert "B died and was started anew 12 s ago" in found[1].text
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_measured_and_one_that_is_gone_is_not() -> None:
+    use = process_use(os.getpid())
+    assert use is not None and use.cpu_s > 0 and 0 < use.open_fds <= use.max_fds
+    assert process_use(2**30) is None
