@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from kvstore.sizes import format_size
-from kvstore_cli.output import printable
+from kvstore_cli.plain_table import fitting_table
 
 if TYPE_CHECKING:
     from kvstore_cli.cluster_status import ClusterStatus, NodeStatus
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 _COLUMNS: Final = ("node", "state", "zone", "up", "clients", "memory", "blocks", "on disk", "hits", "in / out")
 # The order in which columns are left out of a narrow terminal. A node's id, state and up are always shown.
 _LEFT_OUT_FIRST: Final = ("on disk", "in / out", "clients", "zone", "memory", "blocks", "hits")
-_ANY_WIDTH: Final = 10_000
 
 
 def print_status(status: ClusterStatus) -> None:
@@ -54,7 +50,8 @@ def watch_status(look: Callable[[], ClusterStatus], interval_s: float) -> NoRetu
 def _status(status: ClusterStatus, before: ClusterStatus | None, console: Console) -> RenderableType:
     old = {node.node: node for node in before.nodes} if before else {}
     seconds = status.time - before.time if before else 0.0
-    table, left_out = _nodes([_row(node, old.get(node.node), seconds) for node in status.nodes], console)
+    rows = [_row(node, old.get(node.node), seconds) for node in status.nodes]
+    table, left_out = fitting_table(_COLUMNS, rows, _LEFT_OUT_FIRST, console)
     lines = [
         f"epoch {status.epoch}, {len(status.nodes)} node(s)",
         f"balance {_number(status.balance)}: the fullest shard for its weight, as a multiple of the mean",
@@ -65,23 +62,6 @@ def _status(status: ClusterStatus, before: ClusterStatus | None, console: Consol
     if not status.nodes:
         return Group()
     return Group(table, *lines)
-
-
-def _nodes(rows: Sequence[Sequence[str]], console: Console) -> tuple[Table, list[str]]:
-    """The table, and the names of the columns that have no room."""
-    for count in range(len(_LEFT_OUT_FIRST) + 1):
-        left_out: list[str] = [name for name in _COLUMNS if name in _LEFT_OUT_FIRST[:count]]
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-        for name in _COLUMNS:
-            if name not in left_out:
-                table.add_column(name, justify="left" if name == "node" else "right", overflow="fold")
-        for row in rows:
-            table.add_row(
-                *(Text(printable(cell)) for name, cell in zip(_COLUMNS, row, strict=True) if name not in left_out)
-            )
-        if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum <= console.width:
-            break
-    return table, left_out
 
 
 def _row(node: NodeStatus, old: NodeStatus | None, seconds: float) -> list[str]:

@@ -21,6 +21,7 @@ from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 from kvstore_cli.plan import plan_app
 from kvstore_cli.proxy import proxy
 from kvstore_cli.purge import purge
+from kvstore_cli.top import top
 from kvstore_cli.trace import trace
 from kvstore_cli.verify import verify
 
@@ -100,6 +101,7 @@ def sync(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json:
         show({"ok": True}, as_json, lambda: print("all shards have stored what they were sent"))
 
 
+app.command(epilog=example("kvstore top --endpoint cache-1:7070", "kvstore top --once --sort out --by shard"))(top)
 app.command(epilog=example("kvstore contains 00112233445566778899aabbccddeeff --namespace @ns.json"))(contains)
 app.command(epilog=example("kvstore get 00112233445566778899aabbccddeeff --namespace @ns.json --output block"))(get)
 app.command(

@@ -15,6 +15,7 @@ from kvstore.node.words import Seen, messages
 from kvstore.shard.timing import VERBS, Timing
 from kvstore.wire import DiskInfo, RequestTimes, ShardInfo
 from kvstore.wire.status import REQUEST_BOUNDS_S
+from kvstore_cli.top_state import TopRow, sorted_rows
 
 
 def zeros(kind: type[msgspec.Struct], **known: Any) -> Any:
@@ -165,10 +166,17 @@ def test_the_worst_comes_first() -> None:
     assert "B died and was started anew 12 s ago" in found[1].text
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes, and `kvstore top` ------------------------------------------------------------------------------------
 
 
 def test_a_process_is_measured_and_one_that_is_gone_is_not() -> None:
     use = process_use(os.getpid())
     assert use is not None and use.cpu_s > 0 and 0 < use.open_fds <= use.max_fds
     assert process_use(2**30) is None
+
+
+def test_rows_without_a_number_come_last() -> None:
+    rows = [zeros(TopRow, name=name, hit_rate=rate) for name, rate in (("a", None), ("b", 0.5), ("c", 0.9))]
+    assert [row.name for row in sorted_rows(rows, "hit_rate", False)] == ["c", "b", "a"]
+    assert [row.name for row in sorted_rows(rows, "hit_rate", True)] == ["b", "c", "a"]
+    assert [row.name for row in sorted_rows(rows, "name", True)] == ["c", "b", "a"]
