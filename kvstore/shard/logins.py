@@ -13,12 +13,9 @@ Used by the loop's thread only, but for `_check`.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import os
 import queue
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +23,9 @@ from typing import Final, NamedTuple
 
 from kvstore import wire
 from kvstore.auth.audit import Audit
+from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
 from kvstore.auth.policy import AuthFile, Policy
-from kvstore.auth.rights import NONE, Rights
+from kvstore.auth.rights import NONE
 from kvstore.auth.tokens import name_in
 from kvstore.shard.account import LOGINS, LimitReached
 from kvstore.shard.peer import Peer
@@ -36,10 +34,8 @@ from kvstore.wire import ErrorCode, WireError
 log = logging.getLogger("kvstore.auth")
 
 MAX_LOGINS: Final = 256  # that wait: for a check, or to be told that they failed
-FAILURE_S: Final = 1.0
 LOGIN_S: Final = 10.0  # a connection that has not logged in by then is closed
 LOOK_S: Final = 1.0
-MAX_KNOWN: Final = 4096
 REFUSAL: Final = (
     "the token is not valid here: expected one that `kvstore auth add` or `kvstore auth rotate` printed for this "
     "server's --auth file"
@@ -50,7 +46,6 @@ class _Login(NamedTuple):
     peer: Peer
     request: wire.Hello
     policy: Policy  # at its begin
-    digest: bytes  # of its token
     began: float
 
 
@@ -64,11 +59,10 @@ class Logins:
         self._file = file
         self._audit = audit
         self._done = done
-        self._key = secrets.token_bytes(32)
-        self._known: dict[bytes, tuple[Rights, str]] = {}  # by digest of the token; the hash in the file
+        self._known = KnownTokens()
         self._waiting = 0
         self._to_check: queue.SimpleQueue[_Login] = queue.SimpleQueue()
-        self._checked: deque[tuple[_Login, tuple[Rights, str] | None]] = deque()
+        self._checked: deque[tuple[_Login, Found | None]] = deque()
         self._failed: deque[_Login] = deque()  # to be told so, the first one first
         self._thread: threading.Thread | None = None
         self._look_at = 0.0
@@ -87,10 +81,9 @@ class Logins:
                     request.id,
                 )
             return True
-        digest = hmac.digest(self._key, token, hashlib.sha256)
-        known = self._known.get(digest)
+        known = self._known.find(token)
         if known is not None:
-            peer.rights, peer.login = known[0], (known[0].principal, known[1])
+            _log_in(peer, known)
             return True
         share = peer.share
         if MAX_LOGINS - self._waiting - share.logins <= 0:
@@ -106,7 +99,7 @@ class Logins:
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name="kvstore-logins", daemon=True)
             self._thread.start()
-        self._to_check.put(_Login(peer, request, self._file.policy, digest, now))
+        self._to_check.put(_Login(peer, request, self._file.policy, now))
         return False
 
     def _check(self) -> None:
@@ -126,12 +119,9 @@ class Logins:
         while self._checked:
             login, found = self._checked.popleft()
             peer = login.peer
-            if found is not None and self._file.policy.rights_of(found[0].principal, found[1]) == found[0]:
-                while len(self._known) >= MAX_KNOWN:
-                    del self._known[next(iter(self._known))]
-                self._known[login.digest] = found
+            if found is not None and self._known.remember(login.request.credentials, found, self._file.policy):
                 self._end(login)
-                peer.rights, peer.login = found[0], (found[0].principal, found[1])
+                _log_in(peer, found)
                 if not peer.closed:
                     self._done(peer, login.request)
             else:
@@ -173,3 +163,7 @@ class Logins:
     def still_valid(self, peer: Peer) -> bool:
         """Whether the policy in force gives a connection that has logged in the rights that it has."""
         return peer.login is None or self._file.policy.rights_of(*peer.login) == peer.rights
+
+
+def _log_in(peer: Peer, found: Found) -> None:
+    peer.rights, peer.login = found[0], (found[0].principal, found[1])

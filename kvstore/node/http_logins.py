@@ -1,0 +1,106 @@
+"""Logins of the HTTP port: the same tokens, as ``Authorization: Bearer TOKEN`` or as the password of Basic.
+
+The pages tell of all tenants, so they are for principals of all tenants with the verb `monitor` or `admin`. Probes need
+no login. A failed login is answered after a second; while `MOST_WAITING` of them wait, further tokens that were not
+seen before are turned away at once, so that guessing cannot take the threads of others. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from kvstore.auth.audit import Audit
+from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
+from kvstore.auth.policy import AuthFile
+from kvstore.auth.rights import ADMIN, EVERY_TENANT, MONITOR
+from kvstore.auth.tokens import name_in
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIEnvironment
+
+log = logging.getLogger("kvstore.auth")
+
+OPEN_PATHS: Final = ("/healthz", "/readyz")
+MOST_WAITING: Final = 8
+LOOK_S: Final = 1.0
+
+
+class Refusal(Exception):
+    """A request is refused. `status`: the line of the response; the text says why."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class HTTPLogins:
+    """Checks who asks."""
+
+    def __init__(self, file: AuthFile, audit: Audit) -> None:
+        self._file = file
+        self._audit = audit
+        self._known = KnownTokens()
+        self._lock = threading.Lock()
+        self._look_at = 0.0
+        self._waiting = threading.BoundedSemaphore(MOST_WAITING)
+
+    def check(self, environ: WSGIEnvironment) -> None:
+        """Raise `Refusal` for a request whose sender may not have the answer. Blocks for up to `FAILURE_S`."""
+        if environ.get("PATH_INFO", "") in OPEN_PATHS:
+            return
+        token = _token(environ.get("HTTP_AUTHORIZATION", ""))
+        if not token:
+            raise Refusal(
+                "401 Unauthorized", "this server wants a token, as a Bearer token or as the password of Basic"
+            )
+        self._look()
+        rights, _ = self._known.find(token) or self._log_in(token, environ.get("REMOTE_ADDR", ""))
+        if rights.tenant != EVERY_TENANT or not rights.verbs & (ADMIN | MONITOR):
+            raise Refusal(
+                "403 Forbidden",
+                f"principal {rights.principal!r} may not: the pages are for principals of tenant '*' with the verb "
+                "monitor or admin",
+            )
+
+    def _log_in(self, token: bytes, address: str) -> Found:
+        if not self._waiting.acquire(blocking=False):
+            raise Refusal("429 Too Many Requests", "too many logins at once; try again later")
+        try:
+            began = time.monotonic()
+            policy = self._file.policy
+            found = policy.login(token)
+            if found is not None and self._known.remember(token, found, self._file.policy):
+                return found
+            time.sleep(max(0.0, began + FAILURE_S - time.monotonic()))
+        finally:
+            self._waiting.release()
+        name = name_in(token)
+        log.warning("http: %s: a login failed, as principal %r", address, name)
+        with self._lock:
+            self._audit.record("login_failed", address=address, principal=name, client="http")
+        raise Refusal("401 Unauthorized", "the token is not valid here")
+
+    def _look(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + LOOK_S
+                if self._file.reload():
+                    self._known.clear()
+
+
+def _token(header: str) -> bytes:
+    kind, _, value = header.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip().encode("utf-8", "replace")
+    if kind.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+        except (ValueError, binascii.Error):
+            return b""
+    return b""
