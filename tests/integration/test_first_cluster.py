@@ -1,0 +1,40 @@
+"""docs/first-cluster.md, followed as a new operator does: each command is run, with other ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import Reader, blocks_of
+from tests.support.harness import ROOT
+from tests.support.ports import free_ports
+from tests.support.programs import need
+
+PAGE = ROOT / "docs" / "first-cluster.md"
+PORTS = ("2379", "2380", "7070", "7080", "9101", "9102")
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    for program in ("etcd", "openssl", "curl", "promtool"):
+        need(program)
+    ports = {f":{given}": f":{here}" for given, here in zip(PORTS, map(str, free_ports(len(PORTS))), strict=True)}
+    places = {**ports, **{f" {given}": f" {here[1:]}" for (given, here) in zip(PORTS, ports.values(), strict=True)}}
+    shutil.copy(ROOT / "docker" / "prometheus" / "alerts.yml", tmp_path)
+    yield Reader(tmp_path, "", places)
+    for file in tmp_path.glob("*.pid"):  # what a failed block has left
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def test_a_new_operator_gets_a_cluster_by_following_one_page(reader: Reader) -> None:
+    blocks = [block for block in blocks_of(PAGE) if block.runs]
+    assert len(blocks) >= 8
+    for block in blocks:
+        reader.run(block)
