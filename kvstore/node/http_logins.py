@@ -19,6 +19,7 @@ from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
 from kvstore.auth.policy import AuthFile
 from kvstore.auth.rights import ADMIN, EVERY_TENANT, MONITOR
 from kvstore.auth.tokens import name_in
+from kvstore.node.config import ServerConfig
 
 if TYPE_CHECKING:
     from wsgiref.types import WSGIEnvironment
@@ -36,6 +37,7 @@ class Refusal(Exception):
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
         self.status = status
+        self.headers = [("WWW-Authenticate", 'Basic realm="kvstore"')] if status.startswith("401") else []
 
 
 class HTTPLogins:
@@ -104,3 +106,10 @@ def _token(header: str) -> bytes:
         except (ValueError, binascii.Error):
             return b""
     return b""
+
+
+def http_logins(config: ServerConfig, node: str) -> HTTPLogins | None:
+    """-> the logins of a node's HTTP port; None: it asks nobody who he is. Raises `AuthFileError`."""
+    if config.auth is None:
+        return None
+    return HTTPLogins(AuthFile(config.auth), Audit(config.audit or "", node=node))

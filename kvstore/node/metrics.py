@@ -56,6 +56,8 @@ _SHARD: Final[dict[str, _Family]] = {
     "held_limit_bytes": _Family("kvstore_held_limit_bytes", "The most that the shard holds for its clients."),
     "index_bytes": _Family("kvstore_index_bytes", "Memory of the indexes of both tiers."),
     "connections": _Family("kvstore_connections", "Open client connections."),
+    "unauthorized": _Family("kvstore_unauthorized_requests", "Requests that their principal may not make.", True),
+    "failed_logins": _Family("kvstore_failed_logins", "Logins with a token that is not valid.", True),
     "streams": _Family("kvstore_streams", "GETs in progress."),
     "sets": _Family("kvstore_set_requests", "SET requests.", True),
     "gets": _Family("kvstore_get_requests", "GET requests.", True),
@@ -162,6 +164,7 @@ class NodeCollector(Collector):
                 refused.add_metric([str(shard.shard), limit], requests)
         yield refused
         yield _request_times(shards)
+        yield from _tenants(shards)
         yield from _processes(shards)
         disks = [(str(shard.shard), shard.disk) for shard in shards if shard.disk is not None]
         yield _in_state("kvstore_disk_up", "1 while the disk tier is on, 0 while it recovers or is off.", "on", disks)
@@ -194,6 +197,32 @@ def _request_times(shards: Sequence[ShardInfo]) -> Metric:
                 [str(shard.shard), verb, tier], list(zip(bounds, counts, strict=False)), row.seconds if row else 0.0
             )
     return metric
+
+
+def _tenants(shards: Sequence[ShardInfo]) -> Iterable[Metric]:
+    """What each tenant takes, and what its limits refused; nothing on a server without logins."""
+    labels = ["shard", "tenant"]
+    gauges = {
+        name: GaugeMetricFamily(f"kvstore_tenant_{name}", help_, labels=labels)
+        for name, help_ in (
+            ("memory_bytes", "Block memory of the tenant's namespaces."),
+            ("memory_guaranteed_bytes", "What the shard guarantees it of that."),
+            ("disk_bytes", "What its namespaces have on disk."),
+            ("connections", "Connections of the tenant."),
+        )
+    }
+    refused = CounterMetricFamily(
+        "kvstore_tenant_refused",
+        "Requests, connections and pins that a limit of the tenant refused.",
+        labels=[*labels, "limit"],
+    )
+    for shard in shards:
+        for tenant in shard.tenants:
+            for name, gauge in gauges.items():
+                gauge.add_metric([str(shard.shard), tenant.tenant], getattr(tenant, name))
+            for limit, count in tenant.refused.items():
+                refused.add_metric([str(shard.shard), tenant.tenant, limit], count)
+    yield from (*gauges.values(), refused)
 
 
 def _processes(shards: Sequence[ShardInfo]) -> Iterable[Metric]:

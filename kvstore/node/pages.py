@@ -1,14 +1,14 @@
 """What the node's HTTP server answers: a page for people, its state as JSON, metrics and probes.
 
-`Pages._answers` has every path. `__call__` is the one place that each request passes before its path is looked at: a
-check of who asks belongs there. The page is files of `kvstore/node/page/`, read once; it has no script or style of its
+`Pages._answers` has every path. `__call__` is the one place that each request passes before its path is looked at;
+there, who asks is checked. The page is files of `kvstore/node/page/`, read once; it has no script or style of its
 own text, loads nothing from elsewhere, and its policy (Content-Security-Policy) has browsers hold it to that.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
 from kvstore.node.health import Health
 from kvstore.node.history import Looks
+from kvstore.node.http_logins import HTTPLogins, Refusal
 from kvstore.node.metrics import NodeCollector
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ _GUARDS: Final = [
 class Pages:
     """The WSGI application. Any number of threads call it at once."""
 
-    def __init__(self, health: Health, node: str, settings: dict[str, str]) -> None:
-        """node: what it is called. settings: those in effect, as text."""
+    def __init__(self, health: Health, node: str, settings: dict[str, str], logins: HTTPLogins | None = None) -> None:
+        """node: what it is called. settings: those in effect, as text. logins: who may ask; None: everybody."""
+        self._logins = logins
         registry = CollectorRegistry()
         registry.register(NodeCollector(health))
         ProcessCollector(registry=registry)  # for this process, the supervisor
@@ -66,6 +68,11 @@ class Pages:
         method, environ["REQUEST_METHOD"] = environ["REQUEST_METHOD"], "GET"
         if method not in ("GET", "HEAD"):
             return answer(start_response, "405 Method Not Allowed", "expected GET or HEAD\n")
+        if self._logins is not None:
+            try:
+                self._logins.check(environ)
+            except Refusal as refusal:
+                return answer(start_response, refusal.status, f"{refusal}\n", more=refusal.headers)
         found = self._answers.get(environ.get("PATH_INFO", "") or "/")
         if found is None:
             paths = ", ".join(path for path in self._answers if "." not in path)
@@ -107,10 +114,15 @@ class _File:
 
 
 def answer(
-    start_response: StartResponse, status: str, body: str | bytes, kind: str = TEXT, tag: str = ""
+    start_response: StartResponse,
+    status: str,
+    body: str | bytes,
+    kind: str = TEXT,
+    tag: str = "",
+    more: Sequence[tuple[str, str]] = (),
 ) -> Iterable[bytes]:
-    """Answer with a whole body. tag: of what browsers may keep; empty: they must not."""
+    """Answer with a whole body. tag: of what browsers may keep; empty: they must not. more: further headers."""
     data = body.encode() if isinstance(body, str) else body
     kept = [("Cache-Control", "no-cache"), ("ETag", tag)] if tag else [("Cache-Control", "no-store")]
-    start_response(status, [("Content-Type", kind), ("Content-Length", str(len(data))), *kept, *_GUARDS])
+    start_response(status, [("Content-Type", kind), ("Content-Length", str(len(data))), *kept, *_GUARDS, *more])
     return [data]

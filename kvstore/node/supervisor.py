@@ -245,6 +245,7 @@ class Supervisor:
         if self._http is None:
             return
         from kvstore.node.health import Health, NodeView
+        from kvstore.node.http_logins import http_logins
         from kvstore.node.pages import Pages
 
         addresses = [child.address for child in self._children]
@@ -258,7 +259,7 @@ class Supervisor:
             cookie=self._cookie,
         )
         self._health = Health(view)
-        self._http.start(Pages(self._health, self.node, listed(self.config)))
+        self._http.start(Pages(self._health, self.node, listed(self.config), http_logins(self.config, self.node)))
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Handle a signal to stop.

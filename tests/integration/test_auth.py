@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 import os
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
+import requests as requests_package
 
 from kvstore.auth.editing import add, rotate
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, NotAuthorized
@@ -391,3 +394,29 @@ def test_sums_are_not_needed_to_be_refused(guarded: Guarded) -> None:
         raw.send(*set_frames(3, KEYS, blocks, sums_of(blocks)))
         assert raw.reply()[0][:3] == [ERROR, 3, NOT_AUTHORIZED]
         assert raw.ask(pack(harness.PING, 4, 1000))[0] == harness.PONG
+
+
+def test_the_http_port_asks_for_a_token_of_who_may_see_all_tenants(guarded: Guarded) -> None:
+    url = guarded.server.http_url
+    basic = base64.b64encode(f"anybody:{guarded.tokens['operator']}".encode()).decode()
+    bearer = f"Bearer {guarded.tokens['operator']}"
+
+    def status(path: str, authorization: str = "") -> int:
+        headers = {"Authorization": authorization} if authorization else {}
+        return requests_package.get(url + path, headers=headers, timeout=10).status_code
+
+    assert [status(path) for path in ("/healthz", "/readyz")] == [200, 200]
+    for path in ("/", "/metrics", "/status.json", "/page.js"):
+        assert status(path) == 401
+        assert status(path, bearer) == 200
+        assert status(path, f"Basic {basic}") == 200
+        assert status(path, f"Bearer {guarded.tokens['monitor']}") == 403  # of one tenant
+    assert requests_package.get(url + "/", timeout=10).headers["WWW-Authenticate"].startswith("Basic")
+    began = time.monotonic()
+    with ThreadPoolExecutor(20) as threads:
+        wrong = [threads.submit(status, "/metrics", f"Bearer kvs_operator.{'A' * 43}") for _ in range(20)]
+        assert status("/metrics", bearer) == 200 and time.monotonic() - began < 0.9
+        codes = {each.result() for each in wrong}
+    assert codes <= {401, 429} and 401 in codes
+    text = requests_package.get(url + "/metrics", headers={"Authorization": bearer}, timeout=10).text
+    assert 'kvstore_tenant_connections{shard="0",tenant="a"}' in text and "kvstore_failed_logins_total" in text
