@@ -83,14 +83,16 @@ cdef Py_ssize_t _move(int fd, char *memory, Py_ssize_t size, off_t offset, bint 
 def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums):
     """Reads block i from ``offsets[i]`` of the file into ``memory[places[i]:][:block_bytes]`` and checks it.
 
-    ``places``, ``offsets``: int64, in bytes. ``sums``: uint64, the xxh3-64 that each block must have. Returns int32,
-    one a block: 0 when its checksum is right, -1 when it is not (or the file ends too early), else the errno of its
+    ``places``, ``offsets``: int64, in bytes. ``sums``: uint64, the xxh3-64 that each block must have; None: the caller
+    checks them. Returns int32, one a block: 0 when its checksum is right, -1 when it is not (or the file ends too early), else the errno of its
     read.
     Blocks, without the GIL. Raises TypeError or ValueError before anything is read.
     """
     cdef _Blocks blocks = _Blocks(memory, places, offsets, block_bytes, True)
     cdef _Buffers held = _Buffers(2)
-    cdef const uint64_t *sum = _sums(held, sums, blocks.count, False, "sums")
+    cdef const uint64_t *sum = NULL
+    if sums is not None:
+        sum = _sums(held, sums, blocks.count, False, "sums")
     result = np.empty(blocks.count, dtype=np.int32)
     cdef int32_t *status = <int32_t *>held.take(result, PyBUF_WRITABLE, "result").buf
     cdef Py_ssize_t i, first = 0, end, done
@@ -103,7 +105,8 @@ def read_blocks(int fd, memory, places, offsets, Py_ssize_t block_bytes, sums):
             for i in range(first, end):
                 if (i - first + 1) * block_bytes > done:
                     status[i] = error if error != 0 else CORRUPT_BLOCK
-                elif xxh3_64(<uint8_t *>blocks.base + blocks.places[i], block_bytes, 0, _best) != sum[i]:
+                elif (sum != NULL
+                      and xxh3_64(<uint8_t *>blocks.base + blocks.places[i], block_bytes, 0, _best) != sum[i]):
                     status[i] = CORRUPT_BLOCK
                 else:
                     status[i] = 0

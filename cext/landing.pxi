@@ -113,6 +113,7 @@ cdef struct Ground:
     double began_at
     char **rows  # by position in the request, as the states
     uint8_t *states
+    uint64_t *told  # by position: the checksums that came with the blocks; NULL: they are not kept
     # The part that is arriving:
     uint32_t *positions
     uint64_t *sums
@@ -136,6 +137,8 @@ cdef bint _begin_part(Ground *ground, PartHeader *part) noexcept nogil:
             return False
         ground.states[position] = BEGUN
         ground.positions[i] = position
+        if ground.told != NULL:
+            memcpy(&ground.told[position], part.sums + 8 * i, 8)
     memcpy(ground.sums, part.sums, 8 * part.count)
     if ground.began_at == 0:
         ground.began_at = kv_now()
@@ -191,8 +194,9 @@ cdef class Landing:
     """Where the blocks of one GET go: block i of the request to row ``places[i]`` of ``rows``.
 
     A ``Receiver`` fills it. It may be read when the sink was told that it is complete, or when the receiver has
-    forgotten it. ``most``: blocks in one part. Keeps ``rows`` exported. Raises ValueError or IndexError when a place is
-    not a row.
+    forgotten it. ``verify``: check the blocks against their checksums; otherwise every block that comes is right, and
+    ``sums`` has the checksums. ``most``: blocks in one part. Keeps ``rows`` exported. Raises ValueError or IndexError
+    when a place is not a row.
     """
 
     cdef _Buffers held
@@ -214,6 +218,10 @@ cdef class Landing:
         ground.sums = <uint64_t *>malloc(max(most, 1) * sizeof(uint64_t))
         if ground.rows == NULL or ground.states == NULL or ground.positions == NULL or ground.sums == NULL:
             raise MemoryError()
+        if not verify:
+            ground.told = <uint64_t *>calloc(max(ground.count, 1), sizeof(uint64_t))
+            if ground.told == NULL:
+                raise MemoryError()
         for i in range(ground.count):
             if not 0 <= place[i] < row_count:
                 raise IndexError(f"places[{i}] is {place[i]}: expected 0 to {row_count - 1}")
@@ -224,6 +232,7 @@ cdef class Landing:
         free(self.ground.states)
         free(self.ground.positions)
         free(self.ground.sums)
+        free(self.ground.told)
 
     @property
     def id(self):
@@ -240,6 +249,13 @@ cdef class Landing:
         two bool arrays."""
         states = np.frombuffer(PyBytes_FromStringAndSize(<char *>self.ground.states, self.ground.count), dtype=np.uint8)
         return states == RIGHT, states == WRONG
+
+    def sums(self):
+        """Returns the checksum that came with each block of the request, uint64; 0 for those that did not come."""
+        if self.ground.told == NULL:
+            raise ValueError("this landing verifies its blocks: it keeps no checksums")
+        told = PyBytes_FromStringAndSize(<char *>self.ground.told, 8 * self.ground.count)
+        return np.frombuffer(told, dtype=np.uint64)
 
 
 cdef class Payload:

@@ -31,7 +31,7 @@ def send_views(sock, views):
 cdef class BlockFrames:
     """The payload of a SET: ``blocks``, ``per_frame`` of them to a ZMTP frame, and a last frame of their checksums.
 
-    ``head``: bytes that go before. ``sent``: bytes that were sent so far. Keeps the blocks exported; they must not
+    ``sums``: uint64, the checksums, one a block; None: the blocks are hashed. ``head``: bytes that go before. ``sent``: bytes that were sent so far. Keeps the blocks exported; they must not
     change before all is sent. Raises ValueError when a block has another size than ``block_bytes``. One thread at a time.
     """
 
@@ -48,8 +48,9 @@ cdef class BlockFrames:
     cdef bint ending  # the last frame has begun
     cdef readonly uint64_t sent  # bytes so far
 
-    def __cinit__(self, bytes head not None, blocks, Py_ssize_t block_bytes, Py_ssize_t per_frame):
+    def __cinit__(self, bytes head not None, blocks, Py_ssize_t block_bytes, Py_ssize_t per_frame, sums=None):
         cdef list given = list(blocks)
+        cdef _Buffers made
         cdef Py_ssize_t i
         if not given or block_bytes < 1 or per_frame < 1:
             raise ValueError(f"{len(given)} blocks of {block_bytes} bytes, {per_frame} a frame: expected 1 at least")
@@ -64,6 +65,10 @@ cdef class BlockFrames:
             raise MemoryError()
         memcpy(self.head, <const char *>head, len(head))
         self.head_size = len(head)
+        if sums is not None:
+            made = _Buffers(1)
+            memcpy(self.sums, _sums(made, sums, self.count, False, "sums"), self.count * sizeof(uint64_t))
+            self.hashed = self.count
 
     def __dealloc__(self):
         free(self.sums)

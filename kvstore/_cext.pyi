@@ -109,6 +109,7 @@ class Landing:
     @property
     def began_at(self) -> float: ...
     def outcomes(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]: ...
+    def sums(self) -> npt.NDArray[np.uint64]: ...
 
 @final
 class Receiver:
@@ -133,7 +134,14 @@ def send_views(sock: socket, views: Sequence[_Buffer]) -> int: ...
 @final
 class BlockFrames:
     sent: int
-    def __init__(self, head: bytes, blocks: Iterable[_Buffer], block_bytes: int, per_frame: int) -> None: ...
+    def __init__(
+        self,
+        head: bytes,
+        blocks: Iterable[_Buffer],
+        block_bytes: int,
+        per_frame: int,
+        sums: npt.NDArray[np.uint64] | None = None,
+    ) -> None: ...
     def send(self, sock: socket, wait_s: float = 0.0) -> bool: ...
 
 # blocks to and from a segment file
@@ -141,7 +149,7 @@ class BlockFrames:
 _Places: TypeAlias = npt.NDArray[np.int64]
 
 def read_blocks(
-    fd: int, memory: _Buffer, places: _Places, offsets: _Places, block_bytes: int, sums: npt.NDArray[np.uint64]
+    fd: int, memory: _Buffer, places: _Places, offsets: _Places, block_bytes: int, sums: npt.NDArray[np.uint64] | None
 ) -> npt.NDArray[np.int32]: ...
 def write_blocks(fd: int, memory: _Buffer, places: _Places, offsets: _Places, block_bytes: int) -> int: ...
 

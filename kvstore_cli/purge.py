@@ -49,9 +49,13 @@ def purge(
     with connected(endpoint, wanted, timeout) as client:
         shards = client.info().shards
         tenant = shards[0].tenant if shards else ""
-        if wanted is not None and tenant:  # the server keeps it under the tenant that the token names
-            wanted = msgspec.structs.replace(wanted, tenant=tenant)
-        contents = _contents(shards, wanted.id if wanted is not None else None)
+        wanted_id = None
+        if wanted is not None:
+            wanted = client.namespace  # with the mark of a block secret
+            if tenant:  # the server keeps it under the tenant that the token names
+                wanted = msgspec.structs.replace(wanted, tenant=tenant)
+            wanted_id = wanted.id
+        contents = _contents(shards, wanted_id)
         if contents and not yes:
             _ask(contents, as_json)
         removed = 0

@@ -52,6 +52,7 @@ class AsyncKVStoreClient:
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
         token: str | os.PathLike[str] | None = None,
+        block_secret: bytes | str | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -68,6 +69,7 @@ class AsyncKVStoreClient:
             connections=connections,
             nixl=nixl,
             token=token,
+            block_secret=block_secret,
         )
         self._timeout_s = timeout_s
         self._client: KVStoreClient | None = None

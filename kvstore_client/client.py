@@ -34,6 +34,7 @@ from kvstore_client._calls.reading import Reader
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.shards import Shards
 from kvstore_client._calls.writing import Writer
+from kvstore_client._links.block_mac import mac_of
 from kvstore_client._links.buffers import BlockSource, ResultMemory, writable_rows
 from kvstore_client._links.core import Core
 from kvstore_client._links.credentials import Credentials
@@ -82,7 +83,10 @@ class KVStoreClient:
     they allow it (``--nixl``); where its reads fail, and for sets, the connection is used. `token`: for servers that
     want one (``--auth``): the token, or the path of a file with it, which is read again at each connection; None: what
     ``KVSTORE_TOKEN`` has, or the file that ``KVSTORE_TOKEN_FILE`` names. Where it is refused, calls raise
-    `NotAuthorized`.
+    `NotAuthorized`. `block_secret`: the blocks' checksums are MACs, which only clients with this secret can make and
+    check, so a server, a disk or a neighbour that returns other bytes is a miss; at least 16 bytes, by default the
+    environment's ``KVSTORE_BLOCK_SECRET`` or what is in the file ``KVSTORE_BLOCK_SECRET_FILE``. Such blocks are in a
+    namespace of their own: `namespace` then says so.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class KVStoreClient:
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
         token: str | os.PathLike[str] | None = None,
+        block_secret: bytes | str | None = None,
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
@@ -106,6 +111,13 @@ class KVStoreClient:
         timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
         replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
         min_copies = _arguments.whole_number("min_copies", min_copies, 1, replicas)
+        mac = mac_of(namespace, block_secret)
+        if mac is not None:
+            namespace = mac.namespace
+            if not checksum:
+                raise ValueError(
+                    "checksum=False and a block secret: expected one of them: blocks with MACs are verified"
+                )
         self.namespace = namespace
         self.fail_open = fail_open
         self.replicas = replicas
@@ -127,9 +139,11 @@ class KVStoreClient:
             Credentials(token),
         )
         self._exchange = Exchange(self._core)
-        self._repairs = Repairs(self._exchange, namespace.block_bytes, enabled=checksum)
-        self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs)
-        self._writer = Writer(self._exchange, namespace.block_bytes, replicas, min_copies, self._repairs, self._reader)
+        self._repairs = Repairs(self._exchange, namespace.block_bytes, checksum, mac)
+        self._reader = Reader(self._exchange, namespace.block_bytes, replicas, checksum, self._repairs, mac)
+        self._writer = Writer(
+            self._exchange, namespace.block_bytes, replicas, min_copies, self._repairs, self._reader, mac
+        )
         self._promiser = Promiser(self._exchange, replicas)
         self._shards = Shards(self._exchange)
         self._results = ResultMemory()
@@ -360,8 +374,9 @@ class KVStoreClient:
         """Read blocks where they are: `with client.borrow(keys) as blocks`, a read-only memoryview each, or None.
 
         With shared memory (`stats.path`) the views are of the server's own memory: nothing is copied, whatever the size
-        of the blocks, and nothing is checked unless `verify` asks for it. Without it they are received as by `get`. The
-        server keeps the blocks until the end of the `with` block, when `blocks` is emptied. A view, or an array or
+        of the blocks, and nothing is checked unless `verify` asks for it or they have MACs (and then only once: the
+        server could change them afterwards). Without it they are received as by `get`. The server keeps the blocks
+        until the end of the `with` block, when `blocks` is emptied. A view, or an array or
         tensor made of one, that is still there by then keeps all blocks of the call until it is gone and this client
         makes its next call. The server lends a quarter of its memory to one client, so give back soon. A child process
         must not use views that its parent borrowed.

@@ -105,7 +105,7 @@ class ClientStats:
     blocks_set: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    checksum_errors: int = 0
+    checksum_errors: int = 0  # blocks that did not match their checksum, or their MAC
     failures: int = 0  # connections that broke or could not be made
     reconnects: int = 0
     unanswered: int = 0  # blocks asked for or set about which no shard answered in time

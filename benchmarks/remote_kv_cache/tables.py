@@ -9,6 +9,7 @@ from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache.copies import GATHER, NAIVE, NAIVE_WRITE, SCATTER
 from benchmarks.remote_kv_cache.shapes import HEADLINE
 from benchmarks.remote_kv_cache.test_beside_python import PACE
+from benchmarks.remote_kv_cache.test_block_macs import TCP
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
 from benchmarks.remote_kv_cache.test_logins import ALONE, BESIDE, LOGGED_IN, OPEN
 from benchmarks.remote_kv_cache.test_sharding import PLACEMENT, SPLIT, SPLIT_512, TWO_SHARDS
@@ -146,6 +147,28 @@ def logins(results: Results) -> str:
     return markdown(("", "", "x plain socket, x alone"), rows)
 
 
+def block_macs(results: Results) -> str:
+    """Calls with MACs beside those without."""
+    rows = []
+    for case in results["test_block_macs"].cases:
+        for name in case.limits:
+            if name.endswith(", plain"):
+                with_macs = f"{name.removesuffix('plain')}MACs"
+                rates = (f"{case.rate(which).median:.2f}" for which in (name, with_macs))
+                what = f"{case.name}: {name.removesuffix(', plain')}"
+                rows.append((what, *rates, f"{case.ratio(with_macs, name):.2f}"))
+    return markdown(("", "GB/s", "with MACs, GB/s", "time with MACs, x"), rows)
+
+
+def block_macs_alone(results: Results) -> str:
+    """The sums alone."""
+    case = results["test_block_macs"].case(TCP)
+    rows = [
+        (name, f"{case.rate(name).median:.2f}") for name in case.operations if name.startswith(("hash, ", "xxh3, "))
+    ]
+    return markdown(("one core", "GB/s"), rows)
+
+
 def beside_python(results: Results) -> str:
     """Transfers beside a thread that counts."""
     case = results["test_beside_python"].cases[0]
@@ -276,6 +299,8 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "connections": ("test_connections", connections),
     "logins": ("test_logins", logins),
     "nixl": ("test_nixl", nixl),
+    "block_macs": ("test_block_macs", block_macs),
+    "block_macs_alone": ("test_block_macs", block_macs_alone),
     "beside_python": ("test_beside_python", beside_python),
     "lookup": ("test_lookup", lookup),
     "waiters": ("test_waiters", waiters),

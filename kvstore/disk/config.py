@@ -18,3 +18,4 @@ class DiskConfig(msgspec.Struct, frozen=True):
     write: str
     scrub_bytes_per_s: int
     warm_start: bool
+    key: bytes = b""  # of this shard's blocks; empty: they are not encrypted

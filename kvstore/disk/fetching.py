@@ -1,8 +1,8 @@
 """Reads from disk to memory: a block that a client wants and that is only on disk is read straight into a memory slot.
 
 The slot is reserved first, as for a block that a client is writing, so readers wait for it in the same way. The thread
-that reads the block checks it against the client's checksum; then the block is readable, or a miss. The only copy is
-from disk to slot, because the block is sent from the slot.
+that reads the block checks it, mostly against the client's checksum; then the block is readable, or a miss. The only
+copy is from disk to slot, because the block is sent from the slot.
 
 Reads in flight are bounded. A stream that finds no room (`WAIT`) tries again when a read has ended.
 """
@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex, read_blocks
+from kvstore._cext import BlockIndex
 from kvstore.disk.segments import CORRUPT
 from kvstore.disk.volume import Volume
 from kvstore.disk.writing import Writing
@@ -119,16 +119,7 @@ class Fetching:
         self._jobs += 1
         self._in_flight[self._jobs] = namespace, slots, namespace.memory.index.keys_of(slots)
         volume.reads.submit(
-            volume.job(
-                segment,
-                size,
-                read_blocks,
-                volume.store.arena.memory,
-                namespace.memory.offsets(slots),
-                disk.file_offsets(places),
-                size,
-                sums,
-            ),
+            volume.jobs.reading(disk, segment, places, volume.store.arena.memory, namespace.memory.offsets(slots)),
             partial(self._arrived, self._jobs, namespace, disk, slots, places, sums),
         )
 

@@ -1,6 +1,7 @@
 """The disk tier's directory: its names, its format version, what it was made for, and the locks of its users.
 
-    PATH/FORMAT               JSON: format, version, shards, segment_bytes, identity, and a guard over these
+    PATH/FORMAT               JSON: format, version, shards, segment_bytes, identity, and a guard over these; in an
+                              encrypted folder also the cipher, a salt, and a check value of the key
     PATH/shard-0/FORMAT       a copy; either repairs the other
     PATH/shard-0/lock         held (flock) by the one shard that uses the folder, and by its keeper
     PATH/shard-0/segments/    00000000.seg ...: segment_bytes each, cut into slots, nothing else in them
@@ -22,13 +23,15 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple, Protocol
 
 import xxhash
 
 log = logging.getLogger("kvstore.disk")
 
 VERSION: Final = 2
+ENCRYPTED_VERSION: Final = 3  # of encrypted folders; all others stay as they were
+CIPHER: Final = "AES-256-GCM"
 FORMAT_FILE: Final = "FORMAT"
 LOCK_FILE: Final = "lock"
 SEGMENTS: Final = "segments"
@@ -45,6 +48,23 @@ class DiskFormatError(Exception):
     """The directory cannot be used as a disk tier. The message says what was found and what to do."""
 
 
+class Encryption(NamedTuple):
+    """What the mark of an encrypted folder says. Both in hexadecimal."""
+
+    salt: str
+    check: str
+
+
+class FolderKey(Protocol):
+    """The operator's key (`encryption`)."""
+
+    def new_encryption(self) -> Encryption:
+        """-> the mark of a new folder."""
+
+    def is_key_of(self, encryption: Encryption) -> bool:
+        """Whether the folder was made with this key."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A disk tier's directory and the parameters that it was made for."""
@@ -53,6 +73,7 @@ class Layout:
     shards: int
     segment_bytes: int
     identity: str  # placement names the shards by it, so the names do not change with host and port
+    encryption: Encryption | None = None
 
     def shard_directory(self, shard: int) -> Path:
         return self.path / f"shard-{shard}"
@@ -62,17 +83,19 @@ def segment_path(shard_directory: Path, segment: int) -> Path:
     return shard_directory / SEGMENTS / f"{segment:08d}{SEGMENT_SUFFIX}"
 
 
-def open_layout(path: Path, shards: int, segment_bytes: int) -> Layout:
+def open_layout(path: Path, shards: int, segment_bytes: int, key: FolderKey | None = None) -> Layout:
     """Make `path` a disk tier, or open the one that is there; then its own `segment_bytes` wins over the argument.
 
-    The supervisor calls this before it starts shards. Blocks on the disk. A damaged mark is repaired. Raises
-    `DiskFormatError`.
+    `key`: the operator's, for an encrypted folder. The supervisor calls this before it starts shards. Blocks on the
+    disk. A damaged mark is repaired. Raises `DiskFormatError`; if the key does not fit, before anything is changed.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         layout = _find(path, "Give --disk another folder, one that is new or empty.")
         if layout is None:
-            layout = Layout(path, shards, segment_bytes, secrets.token_hex(8))
+            encryption = key.new_encryption() if key is not None else None
+            layout = Layout(path, shards, segment_bytes, secrets.token_hex(8), encryption)
+        check_key(layout, key)
         if layout.shards != shards:
             raise DiskFormatError(
                 f"{path} holds the blocks of {layout.shards} shards, and this server has {shards}: "
@@ -94,6 +117,28 @@ def read_layout(path: Path) -> Layout:
     if layout is None:
         raise DiskFormatError(f"{path} is empty: expected the folder of a disk tier. {advice}")
     return layout
+
+
+def check_key(layout: Layout, key: FolderKey | None) -> None:
+    """Raise `DiskFormatError` unless `key` is the folder's, or neither has one."""
+    path = layout.path
+    if layout.encryption is None:
+        if key is not None:
+            raise DiskFormatError(
+                f"{path} holds blocks that are not encrypted, and a key was given: start without --disk-key-file and "
+                "--disk-key-command, or give --disk a new or empty folder. Nothing was changed"
+            )
+        return
+    if key is None:
+        raise DiskFormatError(
+            f"{path} is encrypted: give its key with --disk-key-file or --disk-key-command, or give --disk a new or "
+            "empty folder. Nothing was changed"
+        )
+    if not key.is_key_of(layout.encryption):
+        raise DiskFormatError(
+            f"{path} is encrypted with another key than the one given: give the key that it was made with, or give "
+            "--disk a new or empty folder. Nothing was changed"
+        )
 
 
 def lock_shard(directory: Path) -> int:
@@ -143,8 +188,11 @@ def lock_holder(fd: int) -> str:
 
 
 def _mark(layout: Layout) -> bytes:
-    fields: dict[str, object] = {"format": _NAME, "version": VERSION}
+    encryption = layout.encryption
+    fields: dict[str, object] = {"format": _NAME, "version": VERSION if encryption is None else ENCRYPTED_VERSION}
     fields |= {name: getattr(layout, name) for name in _SHAPE}
+    if encryption is not None:
+        fields["encryption"] = {"cipher": CIPHER, **encryption._asdict()}
     return _dump({**fields, "guard": _guard(fields)}) + b"\n"
 
 
@@ -159,7 +207,7 @@ def _guard(fields: dict[str, object]) -> str:
 def _read_mark(path: Path, file: Path) -> Layout | None:
     """-> the layout in a mark; None when the file is missing or damaged.
 
-    Raises `DiskFormatError` when the format version is not `VERSION`.
+    Raises `DiskFormatError` when this release does not know the format version, or the encryption.
     """
     try:
         with file.open("rb") as opened:
@@ -169,14 +217,32 @@ def _read_mark(path: Path, file: Path) -> Layout | None:
     if not isinstance(fields, dict) or fields.pop("guard", None) != _guard(fields) or fields.get("format") != _NAME:
         return None
     version, shards, segment_bytes, identity = (fields.get(name) for name in ("version", *_SHAPE))
-    if version != VERSION:
+    if version not in (VERSION, ENCRYPTED_VERSION):
         raise DiskFormatError(
-            f"{path} has disk format version {version}, and this server knows version {VERSION}: "
-            "use the release that made it, or give --disk a new or empty folder"
+            f"{path} has disk format version {version}, and this server knows versions {VERSION} and "
+            f"{ENCRYPTED_VERSION}: use the release that made it, or give --disk a new or empty folder"
         )
     if not isinstance(shards, int) or not isinstance(segment_bytes, int) or not isinstance(identity, str):
         return None
-    return Layout(path, shards, segment_bytes, identity)
+    encryption = None
+    if version == ENCRYPTED_VERSION:
+        encryption = _read_encryption(fields.get("encryption"))
+        if encryption is None:
+            raise DiskFormatError(
+                f"{path} has disk format version {version}, encrypted in a way that this server does not know "
+                f"(it knows {CIPHER}): use the release that made it, or give --disk a new or empty folder"
+            )
+    return Layout(path, shards, segment_bytes, identity, encryption)
+
+
+def _read_encryption(given: Any) -> Encryption | None:
+    if not isinstance(given, dict) or given.get("cipher") != CIPHER:
+        return None
+    found = Encryption(given.get("salt", ""), given.get("check", ""))
+    try:
+        return found if all(len(bytes.fromhex(text)) == 32 for text in found) else None
+    except (TypeError, ValueError):
+        return None
 
 
 def _find(path: Path, advice: str) -> Layout | None:
@@ -216,7 +282,7 @@ def _complete(layout: Layout) -> None:
         if other is not None and other != layout:
             raise DiskFormatError(
                 f"{directory} belongs to a disk tier of {other.shards} shards and segments of {other.segment_bytes} "
-                f"bytes, {path} to one of {layout.shards} and {layout.segment_bytes}: "
+                f"bytes, {path} to another one, of {layout.shards} and {layout.segment_bytes}: "
                 "move it back to where it belongs"
             )
         _write_mark(directory, layout)

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore._cext import BlockIndex, read_blocks
+from kvstore._cext import BlockIndex
 from kvstore.disk.fetching import Answers, Fetching
 from kvstore.disk.segments import CORRUPT
 from kvstore.disk.volume import Volume
@@ -85,16 +85,7 @@ class Scrubbing:
         self._next_at = now + len(slots) * size / self._bytes_per_s if self._bytes_per_s else now
         member.index.acquire_slot(slots)
         volume.background.submit(
-            volume.job(
-                segment,
-                size,
-                read_blocks,
-                self._scratch,
-                np.arange(len(slots), dtype=np.int64) * size,
-                member.file_offsets(slots),
-                size,
-                member.index.checksums(slots),
-            ),
+            volume.jobs.reading(member, segment, slots, self._scratch, np.arange(len(slots), dtype=np.int64) * size),
             partial(self._checked, member, slots),
         )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from kvstore.disk.format import (
     LOCK_FILE,
     DiskFormatError,
     Layout,
+    check_key,
     flock_within,
     lock_holder,
     read_layout,
@@ -35,8 +36,12 @@ from kvstore.disk.format import (
 )
 from kvstore.disk.keeper import read_index
 from kvstore.disk.messages import KeeperFailed, NamespaceFound, Recovered, RecoveryDone
+from kvstore.disk.sealing import Cipher, Seal, seal_of
 from kvstore.disk.segments import CORRUPT, bypasses_page_cache, open_segment
 from kvstore.wire import WireError, decode_namespace, namespace_id
+
+if TYPE_CHECKING:
+    from kvstore.disk.encryption import DiskKey
 
 BATCH_BYTES: Final = 8 << 20
 LOCK_WAIT_S: Final = 1.0  # a server that was just killed may still be ending
@@ -91,6 +96,21 @@ class _Namespace:
     key_bytes: int
     keys: npt.NDArray[np.uint8]
     entries: Entries
+    seal: Seal | None
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.block_bytes if self.seal is None else self.seal.slot_bytes
+
+    def read(self, fd: int, memory: mmap.mmap, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+        """Read the blocks of these rows, which are in one segment, to the beginning of `memory`. -> their statuses, as
+        of `read_blocks`."""
+        places = np.arange(len(rows), dtype=np.int64) * self.block_bytes
+        offsets = self.entries["place"][rows].astype(np.int64) * self.slot_bytes
+        sums = np.ascontiguousarray(self.entries["checksum"][rows])
+        if self.seal is None:
+            return read_blocks(fd, memory, places, offsets, self.block_bytes, sums)
+        return self.seal.read(fd, memory, places, offsets, self.keys[rows].tobytes(), sums)
 
     def damaged(self, row: int, reason: str) -> DamagedBlock:
         segment, place = int(self.entries["segment"][row]), int(self.entries["place"][row])
@@ -110,13 +130,15 @@ class _Found:
     index_damage: list[str] = field(default_factory=list)
 
 
-def verify(path: Path, progress: Progress) -> VerifyReport:
+def verify(path: Path, progress: Progress, key: DiskKey | None = None) -> VerifyReport:
     """Check the disk tier in the folder `path`. Blocks until all of it is read.
 
-    progress: called with the bytes checked so far and in all. Raises `DiskFormatError` when `path` is not a disk tier
-    of this format version, cannot be read, or is in use by a server.
+    key: the operator's, of an encrypted folder. progress: called with the bytes checked so far and in all. Raises
+    `DiskFormatError` when `path` is not a disk tier of this format version, cannot be read, is in use by a server, or
+    has another key.
     """
     layout = _find(path)
+    check_key(layout, key)
     found = _Found()
     with ExitStack() as locks:
         namespaces: list[_Namespace] = []
@@ -124,7 +146,7 @@ def verify(path: Path, progress: Progress) -> VerifyReport:
             directory = layout.shard_directory(shard)
             if directory.is_dir():
                 locks.enter_context(_unused(directory))
-                namespaces += _read_index(layout, shard, found)
+                namespaces += _read_index(layout, shard, _cipher(layout, key, shard), found)
             else:
                 found.index_damage.append(f"shard {shard}: its folder {directory} is missing")
         total = sum(len(namespace.entries) * namespace.block_bytes for namespace in namespaces)
@@ -146,6 +168,14 @@ def verify(path: Path, progress: Progress) -> VerifyReport:
         bad_entries=found.bad_entries,
         index_damage=found.index_damage,
     )
+
+
+def _cipher(layout: Layout, key: DiskKey | None, shard: int) -> Cipher | None:
+    if layout.encryption is None or key is None:
+        return None
+    from kvstore.disk.encryption import AESGCMCipher
+
+    return AESGCMCipher(key.shard_key(layout.encryption, shard))
 
 
 def _find(path: Path) -> Layout:
@@ -184,7 +214,7 @@ def _unused(directory: Path) -> Iterator[None]:
 # ---- the index -----------------------------------------------------------------------------------------------------
 
 
-def _read_index(layout: Layout, shard: int, found: _Found) -> list[_Namespace]:
+def _read_index(layout: Layout, shard: int, cipher: Cipher | None, found: _Found) -> list[_Namespace]:
     known: dict[int, NamespaceFound] = {}
     pieces: dict[int, list[Recovered]] = {}
     for event in read_index(layout.shard_directory(shard)):
@@ -198,11 +228,13 @@ def _read_index(layout: Layout, shard: int, found: _Found) -> list[_Namespace]:
                 found.index_damage.append(f"shard {shard}: the index: {event.damage}")
         elif isinstance(event, KeeperFailed):
             found.index_damage.append(f"shard {shard}: the index could not be read to its end: {event.message}")
-    namespaces = [_namespace(shard, known[ordinal], some, found) for ordinal, some in pieces.items()]
+    namespaces = [_namespace(shard, known[ordinal], some, cipher, found) for ordinal, some in pieces.items()]
     return [namespace for namespace in namespaces if namespace is not None]
 
 
-def _namespace(shard: int, event: NamespaceFound, pieces: list[Recovered], found: _Found) -> _Namespace | None:
+def _namespace(
+    shard: int, event: NamespaceFound, pieces: list[Recovered], cipher: Cipher | None, found: _Found
+) -> _Namespace | None:
     """-> a namespace's entries that have not expired, by segment and place; None when the namespace is unreadable."""
     entries = np.concatenate([piece.entries for piece in pieces])
     keys = np.frombuffer(b"".join([piece.keys for piece in pieces]), dtype=np.uint8).reshape(-1, event.key_bytes)
@@ -217,7 +249,14 @@ def _namespace(shard: int, event: NamespaceFound, pieces: list[Recovered], found
     entries, keys = entries[alive], keys[alive]
     order = np.lexsort((entries["place"], entries["segment"]))
     return _Namespace(
-        shard, name, header.model, header.block_bytes, event.key_bytes, keys[order], entries[order].astype(ENTRY)
+        shard,
+        name,
+        header.model,
+        header.block_bytes,
+        event.key_bytes,
+        keys[order],
+        entries[order].astype(ENTRY),
+        seal_of(event.canonical, event.key_bytes, header.block_bytes, header.opaque_sums, cipher),
     )
 
 
@@ -248,14 +287,14 @@ def _open(layout: Layout, namespace: _Namespace, segment: int) -> int:
     size = path.stat().st_size
     if size != layout.segment_bytes:
         raise OSError(errno.EINVAL, f"the file has {size} bytes instead of {layout.segment_bytes}", str(path))
-    return open_segment(path, os.O_RDONLY, bypasses_page_cache(namespace.block_bytes))
+    return open_segment(path, os.O_RDONLY, bypasses_page_cache(namespace.slot_bytes))
 
 
 def _check_segment(
     layout: Layout, namespace: _Namespace, fd: int, rows: npt.NDArray[np.intp], found: _Found
 ) -> Iterator[int]:
     size = namespace.block_bytes
-    outside = namespace.entries["place"][rows] >= layout.segment_bytes // size
+    outside = namespace.entries["place"][rows] >= layout.segment_bytes // namespace.slot_bytes
     for row in rows[outside].tolist():
         found.damaged.append(namespace.damaged(row, "its place is not in the segment"))
     yield int(outside.sum()) * size
@@ -264,14 +303,7 @@ def _check_segment(
     with mmap.mmap(-1, min(step, max(1, len(rows))) * size) as memory:
         for at in range(0, len(rows), step):
             some = rows[at : at + step]
-            status = read_blocks(
-                fd,
-                memory,
-                np.arange(len(some), dtype=np.int64) * size,
-                namespace.entries["place"][some].astype(np.int64) * size,
-                size,
-                np.ascontiguousarray(namespace.entries["checksum"][some]),
-            )
+            status = namespace.read(fd, memory, some)
             for number in np.flatnonzero(status).tolist():
                 code = int(status[number])
                 reason = "its bytes are not those of its checksum" if code == CORRUPT else os.strerror(code)

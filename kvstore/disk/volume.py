@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,9 @@ from kvstore._cext import BlockIndex
 from kvstore.disk.config import DiskConfig
 from kvstore.disk.entries import ENTRY, Entries
 from kvstore.disk.format import INDEX, DiskFormatError, lock_shard
+from kvstore.disk.jobs import BlockJobs
 from kvstore.disk.keeper import Keeper
-from kvstore.disk.segments import SegmentFiles, bypasses_page_cache
+from kvstore.disk.segments import SegmentFiles
 from kvstore.disk.threads import Completions, Pool
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespaces import Store
@@ -58,10 +59,6 @@ def _entry_bytes(key_bytes: int) -> int:
     return (key_bytes + ENTRY_BYTES) * INDEX_FACTOR
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
 class DiskState(enum.Enum):
     """The state of a disk tier; the module docstring of `tier` describes the states."""
 
@@ -84,6 +81,7 @@ class Volume:
         self.reason = ""  # why it is off
         self.directory = Path(config.directory)
         self.segments = SegmentFiles(self.directory, config.segment_bytes, config.limit_bytes // config.segment_bytes)
+        self.jobs = BlockJobs(self.segments, config.key)
         self.members: Tier[DiskBlocks] = Tier(self.segments, self._may_grow)
         self.completions = Completions()
         self.reads = Pool("disk-read", READ_THREADS, self.completions)
@@ -166,27 +164,32 @@ class Volume:
 
     def open(self, canonical: bytes, key_bytes: int, block_bytes: int) -> DiskBlocks | None:
         """-> an empty `DiskBlocks` for a new namespace; None when its blocks are larger than a segment."""
-        if block_bytes > self.config.segment_bytes:
+        seal = self.jobs.seal_of(canonical, key_bytes, block_bytes)
+        slot_bytes = block_bytes if seal is None else seal.slot_bytes
+        if slot_bytes > self.config.segment_bytes:
             log.warning(
                 "disk: blocks of %d bytes stay in memory: a segment on disk has %d bytes; use a larger --disk-size",
-                block_bytes,
+                slot_bytes,
                 self.config.segment_bytes,
             )
             return None
         slots = min(
-            self.config.segment_bytes // block_bytes,
+            self.config.segment_bytes // slot_bytes,
             MAX_SEGMENT_SLOTS,
             max(1, int(self.config.limit_bytes * MAX_SEGMENT_INDEX_SHARE) // _entry_bytes(key_bytes)),
         )
         index = BlockIndex(key_bytes, slots, self.store.policy)
-        member = DiskBlocks(self.segments, canonical, block_bytes, index, self._record_removed)
+        member = DiskBlocks(self.segments, canonical, block_bytes, slot_bytes, index, self._record_removed)
         member.recovering = self.recovering
+        if seal is not None:
+            self.jobs.seals[member] = seal
         self.members.members.append(member)
         return member
 
     def forget(self, member: DiskBlocks) -> None:
         """The namespace is gone: give its segments back, and have the keeper forget it."""
         self.members.remove(member)
+        self.jobs.seals.pop(member, None)
         if self.on:
             member.remove_lapsed()
             self.keeper.forget_namespace(member.canonical)
@@ -226,16 +229,6 @@ class Volume:
             self.members.make_room(member, wanted, now)
         except OSError as error:
             self.fail(error)
-
-    def job(
-        self, segment: int, block_bytes: int, work: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], T]:
-        """-> a job for a pool: `work` with the descriptor of a segment's file, for blocks of `block_bytes`.
-
-        The job opens the file, and makes it if there is none: the loop waits for no disk.
-        """
-        direct = bypasses_page_cache(block_bytes)
-        return lambda: work(self.segments.open_file(segment, direct), *args, **kwargs)
 
     def _wall_clock(self, expires: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
         """Convert monotonic times to seconds of the wall clock. 0: never."""

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore._cext import BlockIndex, write_blocks
+from kvstore._cext import BlockIndex
 from kvstore.disk.volume import Volume
 from kvstore.store.disk_blocks import DiskBlocks
 from kvstore.store.namespace import NamespaceStore
@@ -213,14 +213,13 @@ class Writing:
     def _submit(self, namespace: NamespaceStore, disk: DiskBlocks, segment: int, slots: Slots, places: Slots) -> None:
         self.in_flight_bytes += len(slots) * namespace.block_bytes
         self._volume.writes.submit(
-            self._volume.job(
+            self._volume.jobs.writing(
+                disk,
                 segment,
-                disk.block_bytes,
-                write_blocks,
+                places,
                 self._volume.store.arena.memory,
                 namespace.memory.offsets(slots),
-                disk.file_offsets(places),
-                namespace.block_bytes,
+                namespace.memory.index.checksums(slots),
             ),
             partial(self._written, namespace, disk, slots, places),
         )

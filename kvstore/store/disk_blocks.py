@@ -18,8 +18,8 @@ from kvstore.wire import decode_namespace, namespace_id
 class DiskBlocks(NamespaceTier):
     """A namespace's tier whose slots are slots of segment files.
 
-    on_removed: called with the keys of all blocks that leave this index, concatenated; some of the keys may not have
-    been in it.
+    slot_bytes: what a block takes in its file, which may be more than its bytes. on_removed: called with the keys of
+    all blocks that leave this index, concatenated; some of the keys may not have been in it.
     """
 
     def __init__(
@@ -27,12 +27,14 @@ class DiskBlocks(NamespaceTier):
         space: Space,
         canonical: bytes,
         block_bytes: int,
+        slot_bytes: int,
         index: BlockIndex,
         on_removed: Callable[[DiskBlocks, bytes], None],
     ) -> None:
         super().__init__(space, block_bytes, index, decode_namespace(canonical).tenant)
         index.keep_lapsed = True
         self._on_removed = on_removed
+        self.slot_bytes = slot_bytes
         self.canonical = canonical
         self.replicas = 1  # copies of each block in the cluster, as `NamespaceStore.replicas`, kept over a restart
         self.recovering = False  # recovery may still add blocks
@@ -60,7 +62,7 @@ class DiskBlocks(NamespaceTier):
 
     def file_offsets(self, slots: Slots) -> Offsets:
         """-> the offset of each slot in its segment's file, in bytes."""
-        return (slots % self.index.slots_per_segment).astype(np.int64) * self.block_bytes
+        return (slots % self.index.slots_per_segment).astype(np.int64) * self.slot_bytes
 
     def by_segment(self, slots: Slots) -> Iterator[tuple[int, Slots]]:
         """Yield each segment that has some of `slots`, with their positions in `slots`."""

@@ -54,6 +54,7 @@ class NamespaceStore:
     priority: int = 0  # the lowest priority that a block gets
     listed: bool = False  # for a mover: other nodes may have copies of its blocks
     replicas: int = 1  # the largest number of copies that a client keeps of each block
+    opaque_sums: bool = False  # the checksums are MACs: only clients can check them
     waiters: Waiters = field(default_factory=Waiters)  # for blocks that are written, or were promised
     promises: Promises = field(init=False)
     hits: int = 0

@@ -164,6 +164,7 @@ class Store:
             tenant=header.tenant,
             ttl_s=rule.ttl_seconds if rule else 0,
             priority=rule.priority if rule else 0,
+            opaque_sums=header.opaque_sums,
         )
         if self.chains.shared and namespace.disk is None:
             namespace.memory.cuts = []

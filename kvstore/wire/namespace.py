@@ -8,6 +8,10 @@ import xxhash
 from kvstore.wire.messages import MAX_BLOCK_BYTES, MAX_NAMESPACE_BYTES, NAMESPACE_VERSION, ErrorCode, WireError
 
 
+class _Extra(msgspec.Struct, frozen=True):
+    block_mac: str = ""
+
+
 class NamespaceHeader(msgspec.Struct, frozen=True):
     """The fields of a namespace's canonical JSON that a server uses. Clients share blocks only if all are equal."""
 
@@ -15,6 +19,12 @@ class NamespaceHeader(msgspec.Struct, frozen=True):
     block_bytes: int
     model: str
     tenant: str = ""
+    extra: _Extra = _Extra()
+
+    @property
+    def opaque_sums(self) -> bool:
+        """Whether the blocks' checksums are MACs, which only clients with the secret can check."""
+        return bool(self.extra.block_mac)
 
 
 _header_decoder = msgspec.json.Decoder(NamespaceHeader)

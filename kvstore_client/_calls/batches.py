@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,6 +14,9 @@ from kvstore_client._links.buffers import BlockSource
 from kvstore_client._links.call import Call, Message
 from kvstore_client._links.staging import SetAnswer, Staging
 from kvstore_client.keys import KeyArray
+
+if TYPE_CHECKING:
+    from kvstore_client._links.block_mac import BatchMacs
 
 
 def milliseconds(seconds: float) -> int:
@@ -48,6 +53,7 @@ def staged_message(
     source: BlockSource,
     staging: Staging,
     call: Call,
+    macs: BatchMacs | None,
 ) -> Message:
     """The message of a SET by references: header and keys, then frames that tell where the blocks are."""
     answer = call.answer
@@ -62,21 +68,25 @@ def staged_message(
         some = positions[start : start + size]
         end = start + len(some)
         if region is not None:
-            entries = staging.name(source, some, region)
+            entries = staging.name(source, some, region, macs)
         else:
             if not staging.has_room():
                 yield staging.has_room
-            entries = staging.stage(source, some.tolist(), answer, end)
+            entries = staging.stage(source, some.tolist(), answer, end, macs)
         yield [head + frame(entries.tobytes(), end < len(positions))]
         if end == len(positions):
             return
         start, head = end, b""
 
 
-def set_message(request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource) -> Message:
-    """The message of a SET: header and keys, the payload frame by frame, and last the checksums."""
+def set_message(
+    request: wire.Set, keys: KeyArray, positions: npt.NDArray[np.intp], source: BlockSource, macs: BatchMacs | None
+) -> Message:
+    """The message of a SET: header and keys, the payload frame by frame, and last the checksums. `macs`: of the call's
+    blocks, if these are its checksums."""
     block_bytes = source.block_bytes
     data = keys.tobytes()
     head = frame(wire.encode(request), True) + frame_head(len(data), True) + data
-    blocks = map(source.view, positions.tolist())
-    yield BlockFrames(head, blocks, block_bytes, wire.frame_blocks(block_bytes))
+    numbers = positions.tolist()
+    sums = None if macs is None else macs.of(numbers, map(source.view, numbers))
+    yield BlockFrames(head, map(source.view, numbers), block_bytes, wire.frame_blocks(block_bytes), sums)

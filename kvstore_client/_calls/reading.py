@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Generator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,12 @@ from kvstore_client._links.lanes import least_busy, spread
 from kvstore_client._links.link import Link
 from kvstore_client._links.targets import BlockTarget, BorrowTarget, IntoTarget, PlacedBlocks, QueueTarget
 from kvstore_client._links.view import Numbers
-from kvstore_client.errors import TRANSPORT_ERRORS
+from kvstore_client.errors import TRANSPORT_ERRORS, NotAuthorized
 from kvstore_client.keys import KeyArray
 from kvstore_client.results import Lookup
+
+if TYPE_CHECKING:
+    from kvstore_client._links.block_mac import BatchMacs, BlockMac, SecretMissing
 
 STREAM_CREDIT_BYTES: Final = 8 << 20
 DISCARD_TIMEOUT_S: Final = 0.2  # how long a reader waits at most for the deletion of a damaged block
@@ -53,8 +56,17 @@ def _leading(flags: Present) -> int:
 class Reader:
     """Finds blocks of one namespace. Thread-safe."""
 
-    def __init__(self, exchange: Exchange, block_bytes: int, replicas: int, verify: bool, repairs: Repairs) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        block_bytes: int,
+        replicas: int,
+        verify: bool,
+        repairs: Repairs,
+        mac: BlockMac | SecretMissing | None,
+    ) -> None:
         self._exchange = exchange
+        self._mac = mac
         self._core = exchange.core
         self._block_bytes = block_bytes
         self._replicas = replicas
@@ -146,7 +158,7 @@ class Reader:
         With `options.prefix`, every shard sends the leading run of the keys that it is asked for. So all blocks before
         the first gap of the whole chain arrive, and few of those behind the gap.
         """
-        target = IntoTarget(rows, slots, len(packed), self._verify)
+        target = IntoTarget(rows, slots, len(packed), self._verify, self._macs(packed))
         wait_until = time.monotonic() + options.wait_s
         missing = unique
         while len(missing):
@@ -183,7 +195,7 @@ class Reader:
 
     def borrow(self, packed: KeyArray, unique: Numbers, verify: bool, options: Options) -> Borrowed:
         """Read the blocks at positions `unique` where they are. -> what must be ended."""
-        target = BorrowTarget(self._block_bytes, len(packed), verify)
+        target = BorrowTarget(self._block_bytes, len(packed), verify, self._macs(packed))
         borrowed = Borrowed(target, self._exchange.lingering)
         try:
             rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
@@ -203,7 +215,7 @@ class Reader:
     ) -> Generator[tuple[int, memoryview], None, None]:
         """Yield the blocks at positions `unique` as `(position, block)`, in the order in which they arrive."""
         present = np.zeros(len(packed), dtype=np.bool_)
-        target = QueueTarget(self._block_bytes, self._verify)
+        target = QueueTarget(self._block_bytes, self._verify, self._macs(packed))
         credit = max(STREAM_CREDIT_BYTES, 2 * self._block_bytes)
         rounds = Rounds(self._core, packed, unique, self._replicas, options.timeout_s)
         while groups := rounds.next():
@@ -282,6 +294,10 @@ class Reader:
 
     # ---- shared by reads -------------------------------------------------------------------------------------
 
+    def _macs(self, packed: KeyArray) -> BatchMacs | None:
+        """What the blocks' checksums are to be; None: they are no MACs."""
+        return self._mac.batch(packed) if self._mac is not None else None
+
     def _get_calls(
         self,
         packed: KeyArray,
@@ -340,11 +356,12 @@ class Reader:
         if target.bad:
             bad, target.bad = target.bad, []
             self._core.stats.checksum_errors += len(bad)
-            self._discard(packed, bad, calls, rounds.deadline)
+            self._discard(packed, bad, calls, target.macs is None, rounds.deadline)
         rounds.settle(calls, present)
 
-    def _discard(self, packed: KeyArray, bad: list[int], calls: Sequence[Call], deadline: float) -> None:
-        """Have the shards that sent wrong bytes delete the blocks if they are damaged there: the fault may be our own.
+    def _discard(self, packed: KeyArray, bad: list[int], calls: Sequence[Call], checked: bool, deadline: float) -> None:
+        """Have the shards that sent wrong bytes delete the blocks. `checked`: only if they are damaged there, too,
+        because the fault may be our own; MACs a shard cannot check.
 
         If that fails, the next reader tries it again.
         """
@@ -353,7 +370,7 @@ class Reader:
 
         def message(call: Call) -> Message:
             keys = packed[call.positions]
-            return keyed_message(wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1], damaged=True), keys)
+            return keyed_message(wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1], damaged=checked), keys)
 
         wrong = np.array(bad, dtype=np.intp)
         discards = [
@@ -364,7 +381,7 @@ class Reader:
         self._exchange.run(discards, time.monotonic() + timeout_s)
         for call in discards:
             error = call.error
-            if isinstance(error, TRANSPORT_ERRORS):
+            if isinstance(error, (*TRANSPORT_ERRORS, NotAuthorized)):
                 log.warning("%d blocks with wrong bytes stay on %s: %s", call.count, call.link, error)
             elif error is not None:
                 raise error

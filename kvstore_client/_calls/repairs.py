@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from kvstore_client._links.call import Call, Message
 from kvstore_client._links.link import Link
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import KeyArray
+
+if TYPE_CHECKING:
+    from kvstore_client._links.block_mac import BlockMac, SecretMissing
 
 MAX_QUEUED_BYTES: Final = 64 << 20
 BATCH_BYTES: Final = 4 << 20  # small, so that repairs do not hold up a connection for long
@@ -45,8 +48,11 @@ class _Repair(NamedTuple):
 class Repairs:
     """The repairs of one client. Thread-safe."""
 
-    def __init__(self, exchange: Exchange, block_bytes: int, enabled: bool) -> None:
+    def __init__(
+        self, exchange: Exchange, block_bytes: int, enabled: bool, mac: BlockMac | SecretMissing | None
+    ) -> None:
         self._exchange = exchange
+        self._mac = mac
         self._block_bytes = block_bytes
         self._enabled = enabled
         self.reset()
@@ -124,10 +130,11 @@ class Repairs:
         keys = np.frombuffer(b"".join(repair.key for repair in batch), dtype=np.uint8).reshape(len(batch), -1)
         source = BlockSource([repair.block for repair in batch], self._block_bytes)
         attributes = np.concatenate([repair.attributes for repair in batch]).tobytes()
+        macs = self._mac.batch(keys) if self._mac is not None else None
 
         def message(call: Call) -> Message:
             request = wire.Set(call.id, milliseconds(core.timeout_s), len(keys), keys.shape[1], attributes=attributes)
-            return set_message(request, keys, call.positions, source)
+            return set_message(request, keys, call.positions, source, macs)
 
         call = Call(batch[0].link, core.next_id(), np.arange(len(keys)), message)
         self._exchange.run([call], time.monotonic() + core.timeout_s)

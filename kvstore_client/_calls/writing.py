@@ -14,7 +14,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,9 @@ from kvstore_client._links.view import NOBODY, Numbers, View
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError, ProtocolError, Timeout
 from kvstore_client.keys import KeyArray
 from kvstore_client.results import SetResult
+
+if TYPE_CHECKING:
+    from kvstore_client._links.block_mac import BatchMacs, BlockMac, SecretMissing
 
 PENDING_PAUSE_S: Final = 0.02  # between two looks whether a block is there that another client was writing
 SET_BYTES: Final = 16 << 20  # most payload of one SET; a longer batch becomes several
@@ -60,9 +63,17 @@ class Writer:
     """Sets and deletes blocks of one namespace. Thread-safe."""
 
     def __init__(
-        self, exchange: Exchange, block_bytes: int, replicas: int, min_copies: int, repairs: Repairs, reader: Reader
+        self,
+        exchange: Exchange,
+        block_bytes: int,
+        replicas: int,
+        min_copies: int,
+        repairs: Repairs,
+        reader: Reader,
+        mac: BlockMac | SecretMissing | None,
     ) -> None:
         self._exchange = exchange
+        self._mac = mac
         self._reader = reader
         self._min_copies = min_copies
         self._repairs = repairs
@@ -80,6 +91,7 @@ class Writer:
     ) -> SetResult:
         """Store the blocks at positions `unique`: the first occurrence of each key."""
         deadline = time.monotonic() + options.timeout_s
+        macs = self._mac.batch(packed) if self._mac is not None else None
         if options.force:
             self._repairs.cancel(packed, options.timeout_s / 2)
         outcomes = np.full(len(packed), _UNKNOWN, dtype=np.uint8)
@@ -92,7 +104,7 @@ class Writer:
         while True:
             view = self._core.view
             left, pending, error, made_room = self._set_under(
-                view, packed, left, source, options, deadline, outcomes, copies
+                view, packed, left, source, macs, options, deadline, outcomes, copies
             )
             evicted += made_room
             if isinstance(error, Timeout) and np.isin(left, waited).all():
@@ -132,6 +144,7 @@ class Writer:
         packed: KeyArray,
         positions: Numbers,
         source: BlockSource,
+        macs: BatchMacs | None,
         options: Options,
         deadline: float,
         outcomes: npt.NDArray[np.uint8],
@@ -177,8 +190,8 @@ class Writer:
                 reads=options.reads,
             )
             if staging is not None:
-                return staged_message(request, keys, call.positions, source, staging, call)
-            return set_message(request, keys, call.positions, source)
+                return staged_message(request, keys, call.positions, source, staging, call, macs)
+            return set_message(request, keys, call.positions, source, macs)
 
         calls = [
             Call(link, self._core.next_id(), some, functools.partial(message, part), SetAnswer)

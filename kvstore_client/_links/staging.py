@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from kvstore.wire.dealer import Answer
 from kvstore.wire.shared import MAX_FILES, STAGED, staged_blocks
 from kvstore_client._links.buffers import BlockSource
 from kvstore_client.memory import SharedRegion
+
+if TYPE_CHECKING:
+    from kvstore_client._links.block_mac import BatchMacs
 
 GROUP_BYTES: Final = 4 << 20  # staged at a time, or one block
 NAMED_BYTES: Final = 8 << 20  # named at a time, or one block
@@ -94,15 +97,22 @@ class Staging:
             users.popleft()
         return len(users) < GROUPS
 
-    def name(self, source: BlockSource, numbers: npt.NDArray[np.int64], region: SharedRegion) -> Entries:
+    def name(
+        self, source: BlockSource, numbers: npt.NDArray[np.int64], region: SharedRegion, macs: BatchMacs | None
+    ) -> Entries:
         """Hash blocks that are in a region that the shard has. -> their entries."""
         entries = np.empty(len(numbers), dtype=STAGED)
         entries["file"] = region.number
         entries["offset"] = offsets = source.addresses(numbers) - region.address
-        entries["sum"] = checksum_at(region.memory, offsets, self.block_bytes)
+        if macs is not None:
+            entries["sum"] = macs.of(some := numbers.tolist(), map(source.view, some))
+        else:
+            entries["sum"] = checksum_at(region.memory, offsets, self.block_bytes)
         return entries
 
-    def stage(self, source: BlockSource, numbers: list[int], answer: SetAnswer, end: int) -> Entries:
+    def stage(
+        self, source: BlockSource, numbers: list[int], answer: SetAnswer, end: int, macs: BatchMacs | None
+    ) -> Entries:
         """Copy at most `group` blocks to the ring, which has room. -> their entries. `end`: when the shard has read so
         many blocks of the SET of `answer`, it has read these."""
         ring, count, block_bytes = self.ring, len(numbers), self.block_bytes
@@ -123,4 +133,6 @@ class Staging:
             ring.memory,
             places,
         )
+        if macs is not None:
+            entries["sum"] = macs.of(numbers, map(source.view, numbers))
         return entries

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from kvstore.wire.remote_memory import RemoteBlocks
 from kvstore.wire.shared import MAX_REFERENCES
 from kvstore.wire.zmtp import Landing
 from kvstore_client._links.buffers import Rows
+
+if TYPE_CHECKING:
+    from kvstore_client._links.block_mac import BatchMacs
 
 _KEPT_BUFFERS: Final = 64  # buffers kept for a stream: more than its credit allows to be on the way
 
@@ -54,10 +57,9 @@ class PlacedBlocks(GetAnswer):
         """Nothing more comes: take in what has landed."""
         landing, self._landing = self._landing, None
         if landing is not None:
-            right, wrong = landing.outcomes()
+            right, wrong = self.target.landed(self.positions, landing)
             self.hit = int(right.sum())
             self.arrived = self.hit + int(wrong.sum())
-            self.target.landed(self.positions, right, wrong)
 
     def begin_message(self, reply: Reply) -> None:
         if self._landing is not None and isinstance(reply, Part):
@@ -102,11 +104,13 @@ class PlacedBlocks(GetAnswer):
 
 
 class BlockTarget:
-    """The memory for the blocks of one call. `bad`: positions of blocks whose bytes do not match their checksum."""
+    """The memory for the blocks of one call. `macs`: of its blocks, whose checksums are MACs; None: they are not.
+    `bad`: positions of blocks whose bytes do not match their checksum."""
 
-    def __init__(self, block_bytes: int, verify: bool) -> None:
+    def __init__(self, block_bytes: int, verify: bool, macs: BatchMacs | None = None) -> None:
         self.block_bytes = block_bytes
-        self.verify = verify
+        self.verify = verify or macs is not None
+        self.macs = macs
         self.bad: list[int] = []
         self.at_once = MAX_REFERENCES  # blocks that are copied from shared memory at a time, at most
 
@@ -115,9 +119,9 @@ class BlockTarget:
         return None
 
     def landed(
-        self, positions: npt.NDArray[np.intp], right: npt.NDArray[np.bool_], wrong: npt.NDArray[np.bool_]
-    ) -> None:
-        """Take in what a landing has received: which blocks are right, and which are wrong."""
+        self, positions: npt.NDArray[np.intp], landing: Landing
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Take in what a landing has received. -> which blocks are right, and which are wrong."""
         raise NotImplementedError
 
     def views(self, positions: list[int]) -> list[memoryview]:
@@ -147,6 +151,8 @@ class BlockTarget:
         return result
 
     def _check(self, views: Sequence[memoryview], positions: list[int], sums: npt.NDArray[np.uint64]) -> list[bool]:
+        if self.macs is not None:
+            return self._copied(self.macs.of(positions, views), positions, sums)
         found = np.empty(len(positions), dtype=np.uint64)
         if self.verify:
             checksum_into(views, found)
@@ -156,8 +162,10 @@ class BlockTarget:
 class IntoTarget(BlockTarget):
     """The caller's own rows: block of position i goes to `rows[slots[i]]` (`rows[i]` without slots)."""
 
-    def __init__(self, rows: Rows, slots: Sequence[int] | None, count: int, verify: bool) -> None:
-        super().__init__(rows.shape[1], verify)
+    def __init__(
+        self, rows: Rows, slots: Sequence[int] | None, count: int, verify: bool, macs: BatchMacs | None = None
+    ) -> None:
+        super().__init__(rows.shape[1], verify, macs)
         self._rows = rows
         self._flat = memoryview(rows.reshape(-1)) if rows.flags.c_contiguous else None
         self._slots = slots
@@ -167,13 +175,21 @@ class IntoTarget(BlockTarget):
         self.present[positions] = False  # a row may hold its block from an earlier try, and is about to be overwritten
         slots = self._slots
         places = np.ascontiguousarray(positions if slots is None else np.array(slots)[positions], dtype=np.int64)
-        return Landing(request_id, self._rows, places, self.block_bytes, self.verify, frame_blocks(self.block_bytes))
+        verify = self.verify and self.macs is None
+        return Landing(request_id, self._rows, places, self.block_bytes, verify, frame_blocks(self.block_bytes))
 
     def landed(
-        self, positions: npt.NDArray[np.intp], right: npt.NDArray[np.bool_], wrong: npt.NDArray[np.bool_]
-    ) -> None:
+        self, positions: npt.NDArray[np.intp], landing: Landing
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        right, wrong = landing.outcomes()
+        if self.macs is not None:
+            came = np.flatnonzero(right)
+            theirs = positions[came].tolist()
+            good = self.macs.of(theirs, map(self.row, theirs)) == landing.sums()[came]
+            right[came], wrong[came] = good, ~good
         self.present[positions] = right
         self.bad.extend(positions[wrong].tolist())
+        return right, wrong
 
     def row(self, position: int) -> memoryview:
         """The memory of one block."""
@@ -199,6 +215,8 @@ class IntoTarget(BlockTarget):
         slots = self._slots
         places = np.array(positions if slots is None else [slots[position] for position in positions], dtype=np.int64)
         found = blocks.read(self._rows, places)
+        if self.macs is not None:
+            found = self.macs.of(positions, map(self.row, positions))
         good = self._copied(found, positions, sums)
         self.present[positions] = good
         return sum(good)
@@ -208,8 +226,8 @@ class QueueTarget(BlockTarget):
     """Buffers of the target's own, handed to the caller in order of arrival. A buffer is used again only when no view
     of it is left."""
 
-    def __init__(self, block_bytes: int, verify: bool) -> None:
-        super().__init__(block_bytes, verify)
+    def __init__(self, block_bytes: int, verify: bool, macs: BatchMacs | None = None) -> None:
+        super().__init__(block_bytes, verify, macs)
         self.ready: deque[tuple[int, memoryview | None]] = deque()  # None: the block's bytes were wrong
         self._buffers = FrameBuffers(block_bytes, _KEPT_BUFFERS)
         self._taking = threading.Lock()
@@ -229,7 +247,10 @@ class QueueTarget(BlockTarget):
         filled = self._take(len(positions) * self.block_bytes)
         places = np.arange(0, len(filled), self.block_bytes, dtype=np.int64)
         found = blocks.read(filled, places)
-        return self._hand_out(positions, self._blocks(filled), self._copied(found, positions, sums))
+        views = self._blocks(filled)
+        if self.macs is not None:
+            found = self.macs.of(positions, views)
+        return self._hand_out(positions, views, self._copied(found, positions, sums))
 
     def _take(self, nbytes: int) -> memoryview:
         with self._taking:  # the thread that reads a connection, and the one that copies from shared memory
@@ -250,8 +271,8 @@ class BorrowTarget(QueueTarget):
     """Blocks that are read where they are: in the server's memory, as far as it lends them, else in buffers of the
     target's own. `blocks[i]`: the block of position i, None until it is there."""
 
-    def __init__(self, block_bytes: int, count: int, verify: bool) -> None:
-        super().__init__(block_bytes, verify)
+    def __init__(self, block_bytes: int, count: int, verify: bool, macs: BatchMacs | None = None) -> None:
+        super().__init__(block_bytes, verify, macs)
         self.at_once = MAX_REFERENCES
         self.blocks: list[memoryview | None] = [None] * count
         self.lent: list[tuple[PlacedBlocks, Lent]] = []  # to be returned

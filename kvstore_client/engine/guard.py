@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
+from kvstore_client._links.block_mac import mac_of
 from kvstore_client.client import DEFAULT_CONNECTIONS, KVStoreClient
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.engine.parts import PartsStore
@@ -80,21 +81,25 @@ class StoreGuard:
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
         token: str | os.PathLike[str] | None = None,
+        block_secret: bytes | None = None,
         local: str = "",
         parts: Sequence[range] = (),
         logger: logging.Logger | None = None,
     ) -> None:
         """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
-        invalid endpoint. timeout_s: the deadline of each call that sets none of its own. local: the address of a server
-        on this host, in front of the store; empty: there is none. parts: those parts of blocks that calls are about, if
-        the namespace has blocks in parts; and those of these parts."""
-        self.namespace = namespace
+        invalid endpoint or block secret. timeout_s: the deadline of each call that sets none of its own. block_secret:
+        as of `KVStoreClient`. local: the address of a server on this host, in front of the store; empty: there is none.
+        parts: those parts of blocks that calls are about, if the namespace has blocks in parts; and those of these
+        parts."""
+        mac = mac_of(namespace, block_secret)
+        self.namespace = namespace if mac is None else mac.namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
         self._replicas = replicas
         self._connections = connections
         self._nixl = nixl
         self._token = token
+        self._block_secret = block_secret
         self._local = local
         self._parts = parts
         self._counters = counters
@@ -173,6 +178,7 @@ class StoreGuard:
             connections=self._connections,
             nixl=self._nixl,
             token=self._token,
+            block_secret=self._block_secret,
         )
 
     def failed(self, error: Exception) -> None:

@@ -60,6 +60,7 @@ def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> Non
         ({"endpoint": ENDPOINT, "min_hit_tokens": -1}, "min_hit_tokens is -1"),
         ({"endpoint": ENDPOINT, "min_hit_tokens": 0.5}, "expected a whole number, got a number"),
         ({"endpoint": ENDPOINT, "save_decode": "no"}, "save_decode is 'no'; expected true or false, got text"),
+        ({"endpoint": ENDPOINT, "block_secret_file": "/none"}, "block_secret_file /none: No such file or directory"),
         ({"endpoint": ENDPOINT, "tenant": 7}, "tenant is 7; expected text"),
         ({"endpoint": ENDPOINT, "tenant": "t" * 300}, "tenant has 300 characters"),
     ],

@@ -163,13 +163,13 @@ def test_a_newer_format_is_refused(used_folder: Path) -> None:
     before = [mark.read_bytes() for mark in marks]
     fields = json.loads(before[0])
     del fields["guard"]
-    fields["version"] = 3
+    fields["version"] = 4
     fields["guard"] = xxhash.xxh3_64_hexdigest(json.dumps(fields, separators=(",", ":")).encode())
     newer = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
     for mark in marks:
         mark.write_bytes(newer)
     said = refusal(*disk_flags(used_folder, "64MiB"))
-    assert "version 2" in said and "new or empty" in said
+    assert "versions 2 and 3" in said and "new or empty" in said
     assert all(mark.read_bytes() == newer for mark in marks)
     for mark, content in zip(marks, before, strict=True):
         mark.write_bytes(content)

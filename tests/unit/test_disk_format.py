@@ -104,9 +104,9 @@ def test_a_creation_that_was_interrupted_is_completed(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     open_layout(tmp_path, 2, SEGMENT_BYTES)
-    (tmp_path / "FORMAT").write_bytes(mark(format="kvstore-disk", version=3, something="else"))
-    assert_refused(tmp_path, r"disk format version 3, and this server knows version 2: use the release")
-    with pytest.raises(DiskFormatError, match="version 3"):
+    (tmp_path / "FORMAT").write_bytes(mark(format="kvstore-disk", version=4, something="else"))
+    assert_refused(tmp_path, r"disk format version 4, and this server knows versions 2 and 3: use the release")
+    with pytest.raises(DiskFormatError, match="version 4"):
         read_layout(tmp_path)
 
 

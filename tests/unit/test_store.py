@@ -508,7 +508,12 @@ def test_both_tiers_are_one_list_and_a_block_in_both_has_its_older_use(store: St
     space.open()
     removed: list[bytes] = []
     namespace.disk = disk = DiskBlocks(
-        space, namespace.canonical, BLOCK, BlockIndex(16, SEGMENT // BLOCK), lambda blocks, keys: removed.append(keys)
+        space,
+        namespace.canonical,
+        BLOCK,
+        BLOCK,
+        BlockIndex(16, SEGMENT // BLOCK),
+        lambda blocks, keys: removed.append(keys),
     )
     for _ in range(3):
         segment = space.take()

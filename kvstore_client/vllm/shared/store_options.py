@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
 
+from kvstore.secret_files import read_secret
 from kvstore.sizes import parse_size
 from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
 from kvstore_client._links.credentials import Credentials
@@ -51,6 +52,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         `token_file`, or the variables ``KVSTORE_TOKEN`` or ``KVSTORE_TOKEN_FILE``, which count when both are empty.
     token_file: the path of a file with the token. A new token in it is used from the next connection on.
     nixl: read blocks with NIXL from servers that allow it (``--nixl``).
+    block_secret_file: a file with the secret that blocks' MACs are made and checked with (`KVStoreClient`'s
+        ``block_secret``). Only engines with the same secret share blocks. Empty: as the environment says.
     local: the address of a server on the engine's host, which is asked before `endpoint` and holds copies of what is
         set and found there; empty: none.
     """
@@ -65,10 +68,12 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     nixl: bool = False
     token: str = ""
     token_file: str = ""
+    block_secret_file: str = ""
     local: str = ""
 
     def __post_init__(self) -> None:
         parse_endpoints(self.endpoint)  # the client's own check
+        _ = self.block_secret  # the engine stops at once when the file cannot be read
         if self.local:
             local, store = parse_endpoints(self.local), parse_endpoints(self.endpoint)
             if len(local.nodes) != 1 or local == store:
@@ -95,6 +100,11 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     def credentials(self) -> str | Path | None:
         """The token as a client takes it."""
         return Path(self.token_file) if self.token_file else self.token or None
+
+    @property
+    def block_secret(self) -> bytes | None:
+        """The secret in `block_secret_file`; None: the environment decides. Raises ValueError."""
+        return read_secret(self.block_secret_file, "block_secret_file") if self.block_secret_file else None
 
     @property
     def store_on_host(self) -> bool:

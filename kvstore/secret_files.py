@@ -1,0 +1,36 @@
+"""Reading secrets from files. Nothing of a secret is ever in a message."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+MOST_BYTES: Final = 4096
+
+
+def read_secret(path: str | Path, what: str) -> bytes:
+    """-> the bytes of a file without white space at its ends. `what` begins the messages: the option that names it.
+
+    Blocks. Raises `ValueError` if it cannot be read, if users other than its owner and group can read it, or if it is
+    empty or longer than `MOST_BYTES`.
+    """
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ValueError(f"{what} {path}: it is no file: expected a file that holds the secret")
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{what} {path}: {error.strerror or error}: expected a file that can be read") from None
+    if mode & stat.S_IRWXO:
+        raise ValueError(
+            f"{what} {path}: its mode is {stat.S_IMODE(mode):04o}, so every user of this machine has access: "
+            f"expected 0600, or 0640 with a group; run chmod o= {path}"
+        )
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{what} {path}: more than {MOST_BYTES} bytes: expected a secret")
+    if not data.strip():
+        raise ValueError(f"{what} {path}: it is empty: expected a secret")
+    return data.strip()

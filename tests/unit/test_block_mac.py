@@ -1,0 +1,114 @@
+"""MACs of blocks: what they are over, and which secrets are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from kvstore._cext import BlockFrames
+from kvstore.secret_files import read_secret
+from kvstore.wire import decode_namespace
+from kvstore_client import KVStoreClient, Namespace
+from kvstore_client._links.block_mac import BlockMac, mac_of
+
+NAMESPACE = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=8, extra={"a": "b"})
+SECRET = bytes(range(32))
+KEYS = np.arange(32, dtype=np.uint8).reshape(2, 16)
+
+
+def one_mac(secret: bytes, namespace: Namespace, key: np.ndarray, block: bytes) -> int:
+    return int(BlockMac(secret, namespace).batch(key.reshape(1, -1)).of([0], [memoryview(block)])[0])
+
+
+def test_a_mac_is_what_the_protocol_says() -> None:
+    """docs/protocol.md has the same vector."""
+    mac = BlockMac(SECRET, NAMESPACE)
+    names = blake3(SECRET, derive_key_context="kvstore 2026-11 name of a key of block MACs").digest()
+    name = "blake3-" + blake3(NAMESPACE.canonical(), key=names).hexdigest(length=8)
+    assert mac.namespace.extra == {"a": "b", "block_mac": name}
+    root = blake3(SECRET, derive_key_context="kvstore 2026-11 key of block MACs").digest()
+    key = blake3(mac.namespace.canonical(), key=root).digest()
+    expected = blake3(b"contents" + KEYS[1].tobytes(), key=key).digest()[:8]
+    assert mac.batch(KEYS).of([1], [memoryview(b"contents")]).tobytes() == expected
+    assert (name, expected.hex()) == ("blake3-efbdb4153578cdb7", "a32c423e916f4e5c")
+
+
+def test_everything_that_a_mac_is_over_changes_it() -> None:
+    other = Namespace(model="n", dtype="uint8", block_tokens=16, block_bytes=8, extra={"a": "b"})
+    macs = [
+        one_mac(SECRET, NAMESPACE, KEYS[0], b"contents"),
+        one_mac(SECRET, NAMESPACE, KEYS[0], b"contenu?"),
+        one_mac(SECRET, NAMESPACE, KEYS[1], b"contents"),
+        one_mac(SECRET, other, KEYS[0], b"contents"),
+        one_mac(SECRET[::-1], NAMESPACE, KEYS[0], b"contents"),
+    ]
+    assert len(set(macs)) == len(macs)
+
+
+def test_a_server_knows_which_namespaces_have_macs() -> None:
+    assert not decode_namespace(NAMESPACE.canonical()).opaque_sums
+    assert decode_namespace(BlockMac(SECRET, NAMESPACE).namespace.canonical()).opaque_sums
+
+
+def test_a_namespace_with_its_mark_is_the_same_and_with_another_is_refused() -> None:
+    marked = BlockMac(SECRET, NAMESPACE).namespace
+    assert BlockMac(SECRET, marked).namespace == marked
+    with pytest.raises(ValueError, match=r"block_mac.*another block secret"):
+        BlockMac(SECRET[::-1], marked)
+
+
+@pytest.mark.parametrize(
+    ("secret", "error", "said"),
+    [
+        (b"", ValueError, "0 bytes: expected at least 16"),
+        ("fifteen letters", ValueError, "15 bytes: expected at least 16"),
+        (17, TypeError, "block_secret: a int: expected bytes or a string"),
+    ],
+)
+def test_a_secret_that_is_none_is_refused(secret: object, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        KVStoreClient("127.0.0.1:1", NAMESPACE, block_secret=secret, fail_open=True)  # type: ignore[arg-type]
+
+
+def test_blocks_with_macs_are_verified_in_any_case() -> None:
+    with pytest.raises(ValueError, match="checksum=False and a block secret"):
+        KVStoreClient("127.0.0.1:1", NAMESPACE, block_secret=SECRET, checksum=False, fail_open=True)
+
+
+def test_the_environment_names_one_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET.hex().encode() + b"\n")
+    file.chmod(0o640)
+    assert mac_of(NAMESPACE, None) is None
+    monkeypatch.setenv("KVSTORE_BLOCK_SECRET_FILE", str(file))
+    found = mac_of(NAMESPACE, None)
+    assert found is not None and found.namespace == BlockMac(SECRET.hex().encode(), NAMESPACE).namespace
+    monkeypatch.setenv("KVSTORE_BLOCK_SECRET", "another secret, of 29 letters")
+    with pytest.raises(ValueError, match="both KVSTORE_BLOCK_SECRET and KVSTORE_BLOCK_SECRET_FILE"):
+        mac_of(NAMESPACE, None)
+
+
+def test_a_file_that_everybody_can_read_is_no_secret(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    for content, mode, said in (
+        (b"secret", 0o644, "its mode is 0644, so every user"),
+        (b" \n", 0o600, "it is empty"),
+        (b"s" * 5000, 0o600, "more than 4096 bytes"),
+    ):
+        file.write_bytes(content)
+        file.chmod(mode)
+        with pytest.raises(ValueError, match=said):
+            read_secret(file, "--option")
+    for path, said in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(ValueError, match=said):
+            read_secret(path, "--option")
+
+
+def test_sums_that_are_given_must_be_one_a_block() -> None:
+    blocks = [bytes(4), bytes(4)]
+    BlockFrames(b"", blocks, 4, 1, np.zeros(2, dtype=np.uint64))
+    with pytest.raises(ValueError, match="sums"):
+        BlockFrames(b"", blocks, 4, 1, np.zeros(3, dtype=np.uint64))
