@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstore_cli.options import ENDPOINT_VARIABLE, EndpointOption, JsonOption, TimeoutOption, connected
 from kvstore_cli.output import CommandFailed, fail, show
 
+if TYPE_CHECKING:
+    from kvstore.disk.encryption import DiskKey
+
 
 def verify(
     path: Annotated[
         Path | None,
         typer.Argument(help="Folder of the disk tier, as given to --disk, of a server that is stopped."),
+    ] = None,
+    disk_key_file: Annotated[
+        str | None, typer.Option("--disk-key-file", metavar="FILE", help="Key of an encrypted folder.")
+    ] = None,
+    disk_key_command: Annotated[
+        str | None, typer.Option("--disk-key-command", metavar="COMMAND", help="Command that prints that key.")
     ] = None,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 5.0,
@@ -29,14 +38,27 @@ def verify(
     if path is not None and endpoint:
         fail("usage", "both PATH and --endpoint: expected PATH, of a stopped server, or --endpoint, of a running one")
     if path is not None:
-        _verify_folder(path, as_json)
+        _verify_folder(path, _key(disk_key_file, disk_key_command), as_json)
+    elif disk_key_file is not None or disk_key_command is not None:
+        fail("usage", "a key without PATH: expected the folder that it is for; a running server has its key")
     elif endpoint or ENDPOINT_VARIABLE in os.environ:
         _verify_store(endpoint, timeout, as_json)
     else:
         fail("usage", "expected PATH, the folder of a stopped server, or --endpoint, a running one")
 
 
-def _verify_folder(path: Path, as_json: bool) -> None:
+def _key(file: str | None, command: str | None) -> DiskKey | None:
+    if file is None and command is None:
+        return None
+    from kvstore.disk.encryption import read_key
+
+    try:
+        return read_key(file, command)
+    except ValueError as error:
+        fail("usage", str(error))
+
+
+def _verify_folder(path: Path, key: DiskKey | None, as_json: bool) -> None:
     from kvstore.disk.format import DiskFormatError
     from kvstore.disk.verify import verify as verify_folder
     from kvstore_cli.progress import progress_bar
@@ -44,7 +66,7 @@ def _verify_folder(path: Path, as_json: bool) -> None:
 
     try:
         with progress_bar("checking", shown=not as_json, unit="bytes") as progress:
-            report = verify_folder(path, progress)
+            report = verify_folder(path, progress, key)
     except DiskFormatError as error:
         fail("usage", str(error))
     failure = None if report.ok else CommandFailed("damaged", f"{path}: damage was found")

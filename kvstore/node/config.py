@@ -135,6 +135,26 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None, Setting(DISK, "Folder of the disk tier.", "FOLDER", unset="no disk tier", more="persistence.md")
     ] = None
     disk_size: Annotated[Size, Setting(DISK, "What all shards together may take on disk.")] = Size(50 << 30)
+    disk_key_file: Annotated[
+        str | None,
+        Setting(
+            DISK,
+            "File with the key that blocks on disk are encrypted with: 64 hexadecimal digits.",
+            "FILE",
+            unset="not encrypted",
+            more="security.md#encryption-at-rest",
+        ),
+    ] = None
+    disk_key_command: Annotated[
+        str | None,
+        Setting(
+            DISK,
+            "Command that prints that key, such as one of a key manager. It is run without a shell.",
+            "COMMAND",
+            unset="not encrypted",
+            more="security.md#encryption-at-rest",
+        ),
+    ] = None
     disk_write: Annotated[
         str,
         Setting(
@@ -322,6 +342,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"this gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: expected at least "
                 f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
             )
+        for name in ("disk_key_file", "disk_key_command"):
+            if getattr(self, name) is not None and self.disk is None:
+                raise Misfit(name, "a key without a disk tier: expected --disk as well")
         check_cluster(self)
         check_access(self)
         if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:

@@ -25,14 +25,13 @@ import msgspec
 import kvstore
 from kvstore.auth.policy import member_cookie
 from kvstore.cluster.members import DirectoryError, Member
-from kvstore.disk.config import DiskConfig
 from kvstore.extras import nixl_package
 from kvstore.logs import fields
 from kvstore.node import unix_sockets
 from kvstore.node.access import check_access
 from kvstore.node.children import Child, StartError, bind
 from kvstore.node.config import ServerConfig
-from kvstore.node.disk_folder import open_disk
+from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.fitting import is_loopback, metrics_address
 from kvstore.node.settings import HostPort, changed, listed
 from kvstore.shard.setup import ShardConfig
@@ -67,7 +66,7 @@ class Supervisor:
         if config.nixl and not nixl_package():
             raise StartError("--nixl: NIXL is not installed; expected pip install llm-kvstore[nixl]")
         self._member_secret = check_access(config)
-        self._disk = open_disk(config)
+        self._disk = DiskFolder.open(config)
         listeners = bind(config.host, config.port, config.shards)
         self._unix_users = unix_sockets.users_of(config)
         self._unix = unix_sockets.listen(config, config.host, listeners[0].getsockname()[1])
@@ -304,24 +303,12 @@ class Supervisor:
             drain_s=DRAIN_S,
             policy=self.config.policy,
             rules=[*self.config.namespaces, NamespaceRule("*", self.config.ttl_seconds)],
-            disk=self._disk_config(child.number),
+            disk=self._disk.shard_config(child.number) if self._disk is not None else None,
             transient_bytes=self.config.shard_transient_bytes,
             zone=self.config.zone,
             cookie=self._cookie,
             auth=self.config.auth or "",
             audit=self.config.audit or "",
-        )
-
-    def _disk_config(self, shard: int) -> DiskConfig | None:
-        if self._disk is None:
-            return None
-        return DiskConfig(
-            directory=str(self._disk.shard_directory(shard)),
-            limit_bytes=self.config.shard_disk_bytes,
-            segment_bytes=self._disk.segment_bytes,
-            write=self.config.disk_write,
-            scrub_bytes_per_s=self.config.scrub_mbps * 1_000_000 // self.config.shards,
-            warm_start=self.config.warm_start,
         )
 
     def _await_ready(self) -> bool:
