@@ -66,7 +66,7 @@ class BlockMac:
         given = namespace.extra.get(EXTRA, name)
         if given != name:
             raise ValueError(
-                f"Namespace.extra[{EXTRA!r}]={given!r}: a namespace of another block secret, or of another tenant: with "
+                f"Namespace.extra[{EXTRA!r}]={given!r}: a namespace of another block secret or tenant: with "
                 f"this secret it is {name!r}; leave the field out"
             )
         self.namespace = msgspec.structs.replace(namespace, extra={**namespace.extra, EXTRA: name})

@@ -173,7 +173,7 @@ def test_a_key_that_cannot_be_had_stops_the_start_and_is_not_told(folder: Path, 
         (junk, None, "is not a key: expected 64 hexadecimal digits"),
         (key_file, f"cat {key_file}", "both --disk-key-file and --disk-key-command"),
     ):
-        with pytest.raises(ValueError, match=said) as error:
+        with pytest.raises(StartError, match=said) as error:
             open_folder(folder, file, command)
         assert "secret-" not in str(error.value)
     key_file.chmod(0o644)

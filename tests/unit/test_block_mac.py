@@ -33,7 +33,7 @@ def test_a_mac_is_what_the_protocol_says() -> None:
     key = blake3(mac.namespace.canonical(), key=root).digest()
     expected = blake3(b"contents" + KEYS[1].tobytes(), key=key).digest()[:8]
     assert mac.batch(KEYS).of([1], [memoryview(b"contents")]).tobytes() == expected
-    assert (name, expected.hex()) == ("blake3-efbdb4153578cdb7", "a32c423e916f4e5c")
+    assert (name, expected.hex()) == ("blake3-ef0d49e6dfa5de8f", "50f61c91e6a19edd")
 
 
 def test_everything_that_a_mac_is_over_changes_it() -> None:
@@ -46,6 +46,12 @@ def test_everything_that_a_mac_is_over_changes_it() -> None:
         one_mac(SECRET[::-1], NAMESPACE, KEYS[0], b"contents"),
     ]
     assert len(set(macs)) == len(macs)
+
+
+def test_a_tenant_that_a_server_adds_does_not_bring_two_keys_together() -> None:
+    """A client that names its tenant, and one that does not, may be of one tenant for the server."""
+    named = Namespace(model="m", dtype="uint8", block_tokens=16, block_bytes=8, tenant="t", extra={"a": "b"})
+    assert BlockMac(SECRET, named).namespace.extra != BlockMac(SECRET, NAMESPACE).namespace.extra
 
 
 def test_a_server_knows_which_namespaces_have_macs() -> None:
