@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak torture chaos faults attack sanitize lint format docs demo disagg bench build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults attack sanitize lint format docs demo disagg bench build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -30,6 +30,9 @@ gpu-test: ## the tests of the copies to and from a CUDA device, and their benchm
 
 soak: ## engines while the store fails, with sliding windows and of different sizes, too: KVSTORE_SOAK_S=600 seconds each
 	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-600} scripts/run.sh full python -m pytest -m soak
+
+layouts: ## engines with every layout of a KV cache that vLLM runs on CPUs: states, latents, drafts, fp8
+	@KVSTORE_LAYOUTS=1 scripts/run.sh full python -m pytest tests/engine/test_state_models.py tests/engine/test_cache_layouts.py
 
 torture: ## kill -9 and damaged bytes: KVSTORE_TORTURE_ROUNDS=100, KVSTORE_FLIP_TRIALS=1000, KVSTORE_KILLS=10000, KVSTORE_TORTURE_SEED=
 	@KVSTORE_TORTURE_ROUNDS=$${KVSTORE_TORTURE_ROUNDS:-100} KVSTORE_FLIP_TRIALS=$${KVSTORE_FLIP_TRIALS:-1000} \

@@ -5,6 +5,8 @@ answer is kept for a second and shared. If many requests have one prefix, the fi
 wait for that answer and then ask only for the keys after the prefix. Blocks that were found are pinned on the server
 for `PIN_S`, so that they are still there when they are read.
 
+In a model with states, a block may be stored without the states behind it. Then an answer also says where they are.
+
 Threads: only the scheduler's thread calls a `PrefixLookups`. Threads of the lookups' own ask the store and wait for
 it. They append the answers to a deque, which every poll empties.
 """
@@ -15,12 +17,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
+from kvstore_client.engine.parts import GroupParts, PartsStore
 
 # How long "found" is believed, both by a request that waits for room and by others with the same prefix.
 FOUND_VALID_S: Final = 1.0
@@ -37,7 +42,8 @@ MOST_THREADS: Final = 16
 @dataclass
 class PrefixLookup:
     """The lookup of one request. ``stored``: how many leading blocks of ``keys`` the store has; None until known. If
-    not ``certain``, the store did not answer in full in time, and it may have more than ``stored``."""
+    not ``certain``, the store did not answer in full in time, and it may have more than ``stored``. ``states``: behind
+    how many leading blocks the store has the states, of those that were found."""
 
     keys: Sequence[bytes]
     deadline: float
@@ -45,6 +51,7 @@ class PrefixLookup:
     certain: bool = True
     asked_at: float = 0.0
     known: int = 0  # leading blocks found so far
+    states: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -52,7 +59,25 @@ class _Question:
     keys: Sequence[bytes]
     unanswered: int  # ranks that have not answered yet
     length: int  # leading keys that every rank has, among the ranks that answered
+    states: set[int]  # and of these, the keys of which every rank has the states, by their indices
     certain: bool = True  # every shard of those ranks answered
+
+
+class _Answer(NamedTuple):
+    """The length of the stored prefix, the indices of its keys whose states are stored, and whether that is certain,
+    because every shard that was asked answered."""
+
+    length: int
+    states: set[int]
+    certain: bool
+
+
+class _Fact(NamedTuple):
+    """What the store has said of a block."""
+
+    valid_until: float
+    there: bool | None  # None: the store did not answer in full
+    state: bool = False  # whether the states behind it are there
 
 
 class PrefixLookups:
@@ -62,15 +87,18 @@ class PrefixLookups:
     nothing, and the lookup is then not ``certain``.
     """
 
-    def __init__(self, guards: Sequence[StoreGuard], *, timeout_s: float, counters: Counters) -> None:
+    def __init__(
+        self, guards: Sequence[StoreGuard], *, timeout_s: float, counters: Counters, groups: GroupParts | None = None
+    ) -> None:
+        """groups: of a model with states, for which the guards do not add them; None: the keys are whole blocks'."""
         self._guards = guards
+        self._groups = groups
         self._timeout_s = timeout_s
         self._counters = counters
         self._closed = False
-        self._answers: deque[tuple[_Question, int, bool]] = deque()  # question, length, certain
+        self._answers: deque[tuple[_Question, _Answer]] = deque()
         self._questions: dict[bytes, _Question] = {}  # under way, by their first key
-        # key -> (valid until, whether the store has it; None: the store did not answer in full)
-        self._facts: dict[bytes, tuple[float, bool | None]] = {}
+        self._facts: dict[bytes, _Fact] = {}
         self._expiring: deque[tuple[float, Sequence[bytes]]] = deque()
         # SimpleQueue: its put neither blocks nor releases the GIL, so it costs the scheduler next to nothing.
         self._asked: SimpleQueue[tuple[StoreGuard, _Question] | None] = SimpleQueue()
@@ -103,12 +131,14 @@ class PrefixLookups:
         self._take_answers(now)
         while lookup.known < len(lookup.keys):
             fact = self._facts.get(lookup.keys[lookup.known])
-            if fact is None or fact[0] < now:
+            if fact is None or fact.valid_until < now:
                 break
-            if not fact[1]:
-                lookup.stored, lookup.certain = lookup.known, fact[1] is not None
+            if not fact.there:
+                lookup.stored, lookup.certain = lookup.known, fact.there is not None
                 return lookup.stored
             lookup.known += 1
+            if fact.state:
+                lookup.states.append(lookup.known)
         else:
             lookup.stored = lookup.known
             return lookup.stored
@@ -124,9 +154,9 @@ class PrefixLookups:
         return lookup.stored
 
     def came(self, key: bytes) -> None:
-        """The store has this block now: that it was missing is not believed any longer."""
+        """The store has this block now, or the states behind it: that it was missing is not believed any longer."""
         fact = self._facts.get(key)
-        if fact is not None and not fact[1]:
+        if fact is not None and not (fact.there and (fact.state or self._groups is None)):
             del self._facts[key]
 
     def forget(self) -> None:
@@ -141,7 +171,9 @@ class PrefixLookups:
             self._asked.put(None)
 
     def _send(self, keys: Sequence[bytes]) -> None:
-        question = _Question(keys, len(self._guards), len(keys))
+        question = _Question(
+            keys, len(self._guards), len(keys), set(range(len(keys))) if self._groups is not None else set()
+        )
         self._questions[keys[0]] = question
         for guard in self._guards:
             self._asked.put((guard, question))
@@ -149,32 +181,43 @@ class PrefixLookups:
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None and not self._closed:
             guard, question = asked
-            answer = guard.call(partial(_match_prefix, question.keys, self._timeout_s), (0, False))
-            self._answers.append((question, *answer))
+            ask = partial(_match_prefix, question.keys, self._timeout_s, self._groups)
+            self._answers.append((question, guard.call(ask, _Answer(0, set(), False))))
 
     def _take_answers(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] < now:
             for key in self._expiring.popleft()[1]:
-                if (fact := self._facts.get(key)) is not None and fact[0] < now:
+                if (fact := self._facts.get(key)) is not None and fact.valid_until < now:
                     del self._facts[key]
         while self._answers:
-            question, length, certain = self._answers.popleft()
-            question.length = min(question.length, length)
-            question.certain &= certain
+            question, answer = self._answers.popleft()
+            question.length = min(question.length, answer.length)
+            question.states &= answer.states
+            question.certain &= answer.certain
             question.unanswered -= 1
             if question.unanswered:
                 continue
             del self._questions[question.keys[0]]
             found = question.keys[: question.length]
-            for key in found:
-                self._facts[key] = (now + FOUND_VALID_S, True)
+            for index, key in enumerate(found):
+                self._facts[key] = _Fact(now + FOUND_VALID_S, True, index in question.states)
             for key in question.keys[question.length : question.length + 1]:
-                self._facts[key] = (now + MISSING_VALID_S, False if question.certain else None)
+                self._facts[key] = _Fact(now + MISSING_VALID_S, False if question.certain else None)
             self._expiring.append((now + FOUND_VALID_S, question.keys[: question.length + 1]))
 
 
-def _match_prefix(keys: Sequence[bytes], timeout_s: float, client: Store) -> tuple[int, bool]:
-    """The length of the stored prefix, and whether it is certain, because every shard that was asked answered."""
+def _match_prefix(keys: Sequence[bytes], timeout_s: float, groups: GroupParts | None, client: Store) -> _Answer:
     before = client.stats.unanswered
-    length = client.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
-    return length, client.stats.unanswered == before
+    if groups is None:
+        length = client.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+        return _Answer(length, set(), client.stats.unanswered == before)
+    length = len(keys)
+    if groups.tables:
+        tables = PartsStore(client, groups.tables)
+        length = tables.match_prefix(keys, refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+    found: set[int] = set()
+    if length:
+        states = client if len(groups.tables) + len(groups.states) == 1 else PartsStore(client, groups.states)
+        there = states.contains(keys[:length], refresh=True, pin_s=PIN_S, timeout_s=timeout_s)
+        found.update(np.flatnonzero(there).tolist())
+    return _Answer(length, found, client.stats.unanswered == before)

@@ -25,6 +25,14 @@ from kvstore_client.results import ClientStats, Lookup, SetResult
 MAX_PARTS: Final = 256
 
 
+class GroupParts(NamedTuple):
+    """The groups of a hybrid model, as numbers of parts. A prefix needs the parts of all `tables` of each block, and
+    those of all `states` of its last block alone."""
+
+    tables: Sequence[int]
+    states: Sequence[int]
+
+
 class HeadParts(NamedTuple):
     """The parts that a rank has of every block: `mine`, of 0 … `of` - 1."""
 
@@ -32,7 +40,7 @@ class HeadParts(NamedTuple):
     of: int
 
 
-def part_keys(keys: Sequence[bytes], parts: range) -> list[bytes]:
+def part_keys(keys: Sequence[bytes], parts: Sequence[int]) -> list[bytes]:
     """The keys of these parts of every block, block by block."""
     suffixes = [bytes([part]) for part in parts]
     return [key + suffix for key in keys for suffix in suffixes]
@@ -100,7 +108,7 @@ class PartsStore:
     about.
     """
 
-    def __init__(self, store: KVStoreClient | LocalFirstStore | PartsStore, parts: range) -> None:
+    def __init__(self, store: KVStoreClient | LocalFirstStore | PartsStore, parts: Sequence[int]) -> None:
         self._store = store
         self._parts = parts
 

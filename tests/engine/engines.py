@@ -231,7 +231,7 @@ def save_model(folder: Path, *, seed: int = 0, kv_heads: int = 4) -> Path:
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return _save(Qwen2ForCausalLM, Qwen2Config(**_SHAPE, num_key_value_heads=kv_heads), folder, seed)
+    return save_random(Qwen2ForCausalLM, Qwen2Config(**_SHAPE, num_key_value_heads=kv_heads), folder, seed)
 
 
 def save_windowed_model(folder: Path, window: int) -> Path:
@@ -242,7 +242,7 @@ def save_windowed_model(folder: Path, window: int) -> Path:
     config = LlamaConfig(**_SHAPE, num_key_value_heads=4)
     config.sliding_window = window
     config.layer_types = ["full_attention", "sliding_attention"] * (_SHAPE["num_hidden_layers"] // 2)
-    return _save(LlamaForCausalLM, config, folder, 0)
+    return save_random(LlamaForCausalLM, config, folder, 0)
 
 
 _SHAPE: dict[str, Any] = {
@@ -256,7 +256,8 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
+def save_random(kind: Any, config: Any, folder: Path, seed: int = 0) -> Path:
+    """A model of this configuration with random weights."""
     import torch
     from transformers.utils import logging
 

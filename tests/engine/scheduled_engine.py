@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -44,7 +45,7 @@ from kvstore_client.vllm.connector.hand_over import HandOvers, tail_key
 from kvstore_client.vllm.connector.host_tier import HostTier
 from kvstore_client.vllm.connector.plan import StepPlan
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
-from tests.engine.scheduled_ranks import BLOCK_TOKENS, Rank, Step, Work
+from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE, Rank, Step, Work
 
 MAX_MODEL_LEN = 1024
 
@@ -71,12 +72,19 @@ class FakeLookups:
         if lookup.stored is None and self.answering:
             lookup.certain = self.certain
             lookup.stored = self.leading(lookup.keys) if self.certain else 0
+            lookup.states = [end for end in range(1, lookup.stored + 1) if self.has_states(lookup.keys[end - 1])]
         return lookup.stored
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        everywhere = set.intersection(*self.held)
-        there = (everywhere.issuperset(self._groups.keys([key])) for key in keys)  # as `PartsStore` tells it
+        there = (self._has(key, self._groups.tables) for key in keys)  # as `PartsStore` tells it
         return next((index for index, present in enumerate(there) if not present), len(keys))
+
+    def has_states(self, key: bytes) -> bool:
+        return bool(self._groups.states) and self._has(key, self._groups.states)
+
+    def _has(self, key: bytes, groups: Sequence[int]) -> bool:
+        names = self._groups.keys([key])
+        return set.intersection(*self.held).issuperset(names[group] for group in groups)
 
     def came(self, key: bytes) -> None:
         """It believes nothing for longer than a question."""
@@ -122,7 +130,9 @@ class FakeFlights:
 
 
 @functools.cache
-def scheduler_config(model: Path, blocks: int, budget: int, asynchronous: bool, prefix_cache: bool) -> VllmConfig:
+def scheduler_config(
+    model: Path, blocks: int, budget: int, asynchronous: bool, prefix_cache: bool, states: bool
+) -> VllmConfig:
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -143,16 +153,25 @@ def scheduler_config(model: Path, blocks: int, budget: int, asynchronous: bool, 
         ),
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = blocks
+    if states:
+        config.cache_config.mamba_cache_mode = "align"
     return config
 
 
 def cache_config(blocks: int, windows: Sequence[int]) -> KVCacheConfig:
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
+    page = FullAttentionSpec(**shape).page_size_bytes
+    state = MambaSpec(
+        BLOCK_TOKENS, shapes=((8, 8),), dtypes=(torch.float32,), page_size_padded=page, mamba_cache_mode="align"
+    )
     specs = [
-        SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+        state
+        if window == STATE
+        else SlidingWindowSpec(**shape, sliding_window=window)
+        if window
+        else FullAttentionSpec(**shape)
         for window in windows
     ]
-    page = specs[0].page_size_bytes
     names = [f"layer{group}" for group in range(len(windows))]
     return KVCacheConfig(
         num_blocks=blocks,
@@ -174,7 +193,7 @@ class ScheduledEngine:
 
     ranks: each sends all of its blocks. slots, keep: of the host tier. blocks: of the engine's own cache. budget:
     tokens a step. asynchronous: the engine schedules a step before it knows the last one's outcome. windows: of each
-    group of layers, in tokens; 0: it attends to all.
+    group of layers, in tokens; 0: it attends to all; `STATE`: its layers have a state.
     """
 
     def __init__(
@@ -194,8 +213,8 @@ class ScheduledEngine:
         single_flight: bool = False,
     ) -> None:
         init_none_hash(sha256)
-        self.groups = BlockGroups(windows, BLOCK_TOKENS)
-        config = scheduler_config(model, blocks, budget, asynchronous, prefix_cache)
+        self.groups = BlockGroups.of(cache_config(blocks, windows), BLOCK_TOKENS)
+        config = scheduler_config(model, blocks, budget, asynchronous, prefix_cache, STATE in windows)
         self.blocks = blocks
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             config, cache_config(blocks, windows), StructuredOutputManager(config), block_size=BLOCK_TOKENS

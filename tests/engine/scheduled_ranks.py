@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from kvstore_client.vllm.connector.plan import Load, Saves, StepPlan, WorkerReport
 
 BLOCK_TOKENS = 32
+STATE = -1  # in the place of a window: the group's layers have a state
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Rank:
     """
 
     def __init__(self, slots: int, held: set[bytes], windows: Sequence[int] = (0,)) -> None:
-        """windows: of each group of layers, in tokens; 0: it attends to all."""
+        """windows: of each group of layers, in tokens; 0: it attends to all; `STATE`."""
         self.held = held
         self._windows = windows
         self._recompute_whole = any(windows) or len(windows) > 1
@@ -124,7 +125,12 @@ class Rank:
             (work, block_ids, keys, window)
             for work in step.work
             for block_ids, keys, window in zip(work.block_ids, work.keys, self._windows, strict=True)
+            if window != STATE
         ]
+        for work in step.work:
+            for group, window in enumerate(self._windows):
+                if window == STATE:
+                    self._pass_state(work, group, copied_from, loaded_to)
         for work, block_ids, keys, _ in parts:
             for index in range(work.start // BLOCK_TOKENS, (work.end - 1) // BLOCK_TOKENS + 1):
                 block = block_ids[index]
@@ -140,6 +146,23 @@ class Rank:
                 assert self.cache.get(block_ids[index]) == keys[index], (
                     f"request {work.request.request_id} attends to the wrong bytes in its block {index}"
                 )
+
+    def _pass_state(self, work: Work, group: int, copied_from: set[int], loaded_to: set[int]) -> None:
+        """From the block that has the state before the request's tokens to the one that has it behind them."""
+        name, block_ids = work.request.request_id, work.block_ids[group]
+
+        def state(tokens: int) -> bytes:
+            whole = not tokens % BLOCK_TOKENS and tokens // BLOCK_TOKENS <= len(work.keys[group])
+            return work.keys[group][tokens // BLOCK_TOKENS - 1] if whole else f"{name} at {tokens}".encode()
+
+        if work.start:
+            before = block_ids[(work.start - 1) // BLOCK_TOKENS]
+            assert self.cache.get(before) == state(work.start), f"request {name} goes on from a wrong state"
+        block = block_ids[(work.end - 1) // BLOCK_TOKENS]
+        assert block, "there is no room for the state"
+        assert block not in copied_from, f"the state in block {block} changes while it is copied"
+        assert block not in loaded_to, f"the state in block {block} changes while it is loaded"
+        self.cache[block] = state(work.end)
 
     def _begin_load(self, load: Load, keys: dict[int, bytes]) -> None:
         assert sorted(keys) == sorted([*load.host_block_ids, *load.block_ids])

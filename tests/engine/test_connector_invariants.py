@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from tests.engine.scheduled_engine import ScheduledEngine
-    from tests.engine.scheduled_ranks import BLOCK_TOKENS
+    from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE
 
 RANKS = 2
 MOST_BLOCKS = 7  # of a prompt
@@ -56,7 +56,9 @@ class Machine(RuleBasedStateMachine):
         save_decode=st.booleans(),
         prefix_cache=st.booleans(),
         stored=st.integers(0, MOST_BLOCKS),
-        windows=st.sampled_from([(0,), (0,), (0, 40), (0, 96, 96), (96, 0), (64,)]),
+        windows=st.sampled_from(
+            [(0,), (0,), (0, 40), (0, 96, 96), (96, 0), (64,), (0, STATE), (STATE, 0, STATE), (STATE,), (0, 64, STATE)]
+        ),
         single_flight=st.booleans(),
     )
     def start(
@@ -82,9 +84,9 @@ class Machine(RuleBasedStateMachine):
             min_hit_tokens=min_hit_blocks * BLOCK_TOKENS,
             save_decode=save_decode,
             asynchronous=self.asynchronous,
-            prefix_cache=prefix_cache,
+            prefix_cache=prefix_cache or STATE in windows,
             windows=windows,
-            single_flight=single_flight,
+            single_flight=single_flight and STATE not in windows,
         )
         self.others_save(list(range(RANKS)), 0, stored)
         self.add(0, MOST_BLOCKS, 0, 1, 2, "")

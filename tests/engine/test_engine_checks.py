@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from kvstore_client.vllm.connector.options import ConnectorOptions
     from kvstore_client.vllm.shared import block_hashes, engine_checks
     from kvstore_client.vllm.shared.block_hashes import check_same_hash, hash_probe
-    from kvstore_client.vllm.shared.engine_checks import check_engine, check_layer_parts
+    from kvstore_client.vllm.shared.engine_checks import check_engine, check_layer_parts, check_single_flight
     from tests.engine.engine_config import PLAIN, Rank, cache, heads
 
 # ---- hashes --------------------------------------------------------------------------------------------------------
@@ -102,6 +102,7 @@ def test_a_plain_engine_is_accepted(config: VllmConfig) -> None:
     check_engine(config, cache())
     check_engine(config, cache(MLAAttentionSpec(**PLAIN)))
     check_engine(config, cache(SlidingWindowSpec(**PLAIN, sliding_window=64), groups=2))
+    check_engine(config, cache(MambaSpec(**STATE, mamba_cache_mode="align"), groups=2))
 
 
 def with_images(*, prefix_caching: bool, processor_cache_gb: float) -> Callable[[VllmConfig], None]:
@@ -121,10 +122,11 @@ def diffusion(config: VllmConfig) -> None:
     config.model_config.hf_config.canvas_length = 32
 
 
+STATE: dict[str, Any] = {"block_size": 32, "shapes": ((1,),), "dtypes": (torch.float32,)}
 REFUSED = {
     "decode window": (RSWASpec(**PLAIN, rswa_window=64), {}, None, "RSWASpec"),
     "sink": (SinkFullAttentionSpec(**PLAIN, sink_len=32), {}, None, "SinkFullAttentionSpec"),
-    "state": (MambaSpec(block_size=32, shapes=((1,),), dtypes=(torch.float32,)), {}, None, "MambaSpec"),
+    "state": (MambaSpec(**STATE), {}, None, r"keeps none at the ends of blocks.*--enable-prefix-caching"),
     "compressed": (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, None, "one state for 4 tokens"),
     "non-causal": (FullAttentionSpec(**PLAIN, non_causal=True), {}, None, "attend to later tokens"),
     "finer hashes": (None, {"hash_block_size": 16}, None, "one hash covers 16"),
@@ -138,6 +140,14 @@ REFUSED = {
     "diffusion": (None, {}, diffusion, "diffusion model"),
     "nameless images": (None, {}, with_images(prefix_caching=False, processor_cache_gb=0), "names images by a counter"),
 }
+
+
+def test_waiting_for_others_is_refused_where_only_some_places_have_a_state() -> None:
+    states = cache(MambaSpec(**STATE, mamba_cache_mode="align"))
+    check_single_flight(states, 0.0)
+    check_single_flight(cache(), 2.0)
+    with pytest.raises(ValueError, match=r"single_flight_s is 2\.0.*layers with states.*expected 0"):
+        check_single_flight(states, 2.0)
 
 
 def test_parts_of_layers_and_microbatches_are_refused_together(config: VllmConfig) -> None:

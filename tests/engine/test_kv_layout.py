@@ -145,13 +145,75 @@ def test_the_order_of_a_range_is_described_as_that_of_an_engine_with_fewer_heads
         assert block_layout(tensors, ranges=HEADS).description == block_layout(dense).description
 
 
-def test_views_of_one_memory_with_other_heads_are_refused() -> None:
-    """As layers of two groups have, if the smaller page is padded to the size of the larger one."""
+def overlaid(state_bytes: int = 40) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Two groups of two layers each: pages of attention, and of states that are smaller, over each other."""
     import torch
 
-    buffer = torch.zeros(BLOCKS, 4, TOKENS, CONTENT)
-    with pytest.raises(ValueError, match="pages differ in shape"):
-        block_layout({"layers.0": buffer[:, :3], "layers.1": buffer})
+    page = HEADS * TOKENS * CONTENT * 2
+    memory = torch.arange(2 * BLOCKS * page, dtype=torch.int64).to(torch.uint8)
+    attention = memory.view(torch.bfloat16).reshape(2, BLOCKS, HEADS, TOKENS, CONTENT)
+    states = memory.view(torch.int8).reshape(2, BLOCKS, 1, 1, page)[..., :state_bytes]
+    views = {f"layers.{2 * layer}.attn": attention[layer] for layer in range(2)}
+    return memory, views | {f"layers.{2 * layer + 1}.mixer": states[layer] for layer in range(2)}
+
+
+@pytest.mark.parametrize("copies", ["host", "runs"])
+def test_of_pages_that_lie_over_each_other_a_block_has_every_byte_once(copies: str) -> None:
+    memory, views = overlaid()
+    layout = block_layout(views)
+    page = HEADS * TOKENS * CONTENT * 2
+    assert layout.block_bytes == 2 * page
+    expected = memory.numpy().reshape(2, BLOCKS, page)[:, [4, 1]].swapaxes(0, 1).reshape(2, -1)
+    rows = layout.pool(2)
+    if copies == "host":
+        layout.swap_out([4, 1], rows, [0, 1])
+    else:
+        runs = layout.runs([4, 1], rows, [0, 1])
+        assert len(runs.sizes) == 2 * 2
+        for source, target, size in zip(runs.cache.tolist(), runs.rows.tolist(), runs.sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+    assert np.array_equal(rows, expected)
+    layout.swap_in(rows, [0], [3])
+    assert to_bytes(views["layers.3.mixer"][3]) == to_bytes(views["layers.3.mixer"][4])
+    assert to_bytes(views["layers.2.attn"][3]) == to_bytes(views["layers.2.attn"][4])
+
+
+def test_layers_that_lie_over_each_other_are_in_one_part() -> None:
+    _, views = overlaid()
+    layout = block_layout(views, parts=2)
+    assert layout.layers == [{"layers.0.attn", "layers.1.mixer"}, {"layers.2.attn", "layers.3.mixer"}]
+    assert layout.description == block_layout(views).description == "2xbhnc(2x4x8)+2xbhnc(1x1x40)@2"
+    assert layout.dtype == "bfloat16/int8"
+
+
+def test_pages_that_a_block_has_side_by_side_are_one_run() -> None:
+    """A block-outermost layout: one group has a wide page and a narrow one, the other two in between."""
+    import torch
+
+    memory = torch.arange(BLOCKS * 96, dtype=torch.int64).to(torch.uint8).reshape(BLOCKS, 96)
+    cuts = {"0.a": (0, 64), "1.a": (64, 80), "0.b": (0, 40), "1.b": (40, 96)}
+    layout = block_layout({name: memory[:, first:end] for name, (first, end) in cuts.items()})
+    assert layout.block_bytes == 96
+    assert np.array_equal(swapped_out(layout, 5, 0), memory.numpy()[[5, 0]])
+    runs = layout.runs([5], layout.pool(1), [0])
+    assert runs.sizes.tolist() == [96]
+
+
+def test_caches_that_share_memory_but_no_blocks_are_refused() -> None:
+    import torch
+
+    memory = torch.zeros(BLOCKS * 64, dtype=torch.uint8)
+    wide, narrow = memory.reshape(BLOCKS, 64), memory[: BLOCKS * 32].reshape(BLOCKS, 32)
+    with pytest.raises(ValueError, match=r"blocks are .* bytes apart; expected one distance"):
+        block_layout({"0": wide, "1": narrow})
+
+
+def test_pages_of_a_block_that_do_not_lie_together_are_refused() -> None:
+    import torch
+
+    memory = torch.zeros(2, BLOCKS, 64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=LBHNC"):
+        block_layout({"0": memory.permute(1, 0, 2), "1": memory[0, :, :32], "2": memory[1, :, 32:]})
 
 
 def test_caches_without_heads_to_cut_are_refused() -> None:
@@ -330,8 +392,37 @@ def test_the_description_tells_memory_orders_apart() -> None:
     assert len(descriptions) == 2
 
 
-def test_pages_of_different_shapes_are_refused() -> None:
+@ORDERS
+@pytest.mark.parametrize("copies", ["host", "runs"])
+def test_pages_of_different_sizes_are_copied_one_after_the_other(order: str, copies: str) -> None:
+    """As a draft's layers have, or those with another dtype."""
+    import torch
+
+    tensors = caches(order)
+    tensors["model.layers.3.attn"] = torch.arange(BLOCKS * 24, dtype=torch.int16).reshape(BLOCKS, 1, 4, 6)
+    layout = block_layout(tensors)
+    rows = layout.pool(2)
+    if copies == "host":
+        layout.swap_out([4, 1], rows, [1, 0])
+    else:
+        runs = layout.runs([4, 1], rows, [1, 0])
+        for source, target, size in zip(runs.cache.tolist(), runs.rows.tolist(), runs.sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+    page, third = HEADS * TOKENS * CONTENT * 2, 48
+    assert layout.block_bytes == (LAYERS - 1) * page + third
+    assert rows[1, 3 * page : 3 * page + third].tobytes() == to_bytes(tensors["model.layers.3.attn"][4])
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    layout.swap_in(rows, [1], [0])
+    assert all(equal(tensor[0], before[name][4]) for name, tensor in tensors.items())
+    assert layout.dtype == "bfloat16/int16"
+    with pytest.raises(ValueError, match=r"layer_parts is 2, but the layers of this model differ in their pages"):
+        block_layout(tensors, parts=2)
+
+
+def test_rows_for_pages_of_different_sizes_are_checked() -> None:
     tensors = caches("LBHNC")
     tensors["model.layers.3.attn"] = tensors["model.layers.4.attn"].repeat(1, 1, 1, 2)
-    with pytest.raises(ValueError, match="differ in shape"):
-        block_layout(tensors)
+    layout = block_layout(tensors)
+    for call in (layout.swap_out, layout.runs):
+        with pytest.raises(ValueError, match=f"rows of {layout.block_bytes} bytes"):
+            call([0], np.zeros((2, layout.block_bytes + 1), np.uint8), [0])

@@ -45,6 +45,55 @@ def test_mla_is_stored_once(rank: Rank) -> None:
     assert rank.places(4, latent) == [(0, 1, place, 4) for place in range(4)]
 
 
+def test_engines_of_any_size_share_what_every_rank_has_all_of(rank: Rank) -> None:
+    latent = layers_of(MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1}, max_tp_shards=1))
+
+    def ids(layers: dict[str, Layer]) -> set[str]:
+        found = set()
+        for tp in (1, 2, 4):
+            rank.be(tp - 1, tp)
+            found.add(rank.namespace(layers).id)
+        return found
+
+    assert len(ids(latent)) == 1
+    assert len(ids(heads(1))) == 3, "with heads, the ranks of each size have other ones"
+    rank.config.model_config.quantization = "fp8"
+    assert len(ids(latent)) == 3, "scales are of a rank's shard"
+    rank.config.model_config.hf_config.quantization_config = {"quant_method": "fp8"}
+    assert len(ids(latent)) == 1, "scales are the checkpoint's"
+
+
+class StateLayer(Layer):
+    """A layer with a state."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(None)
+        self._shape, self._dtype = shape, dtype
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((3, 8), self._shape)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, self._dtype)
+
+
+def test_the_shapes_and_dtypes_of_states_are_in_the_namespace(rank: Rank) -> None:
+    kinds = (StateLayer(2, 4), StateLayer(4, 2), StateLayer(2, 4, dtype=torch.bfloat16))
+    assert len({rank.namespace({"0": kind}).id for kind in (*kinds, StateLayer(2, 4))}) == 3
+
+
+def test_pages_of_states_are_known_by_the_engines_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def known() -> str:
+        caches = {"0": torch.zeros(10, 1, 1, 16, dtype=torch.int8), "1": torch.zeros(10, 4, 32, 16)}
+        layer = SimpleNamespace(num_kv_heads=4, head_size=8, head_size_v=8, impl=Kernel())
+        return page_fingerprint({"0": StateLayer(2, 4), "1": layer}, caches, 10, 32, torch.float32)
+
+    before = known()
+    assert before.startswith("page-") and before != fingerprint(Kernel())
+    monkeypatch.setattr(page_probe_module.vllm, "__version__", "0.99.0")
+    assert known() != before
+
+
 def alone(tp: int) -> list[tuple[int, int, int, int]]:
     return [(place, tp, 0, 1) for place in range(tp)]
 

@@ -12,6 +12,7 @@ from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.engine import lookup as lookup_module
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookup, PrefixLookups
+from kvstore_client.engine.parts import GroupParts, part_keys
 from tests.support.harness import MakeNamespace, Server, StartServer, blocks_of, make_keys, namespace_info, wait_until
 
 TIMEOUT_S = 1.0
@@ -41,9 +42,11 @@ def start_lookups(counters: Counters) -> Iterator[StartLookups]:
     """``start_lookups(endpoint, namespace, ...)``: one rank a namespace."""
     started: list[PrefixLookups] = []
 
-    def start(endpoint: str, *namespaces: Namespace, timeout_s: float = TIMEOUT_S) -> PrefixLookups:
+    def start(
+        endpoint: str, *namespaces: Namespace, timeout_s: float = TIMEOUT_S, groups: GroupParts | None = None
+    ) -> PrefixLookups:
         guards = [CountingGuard(endpoint, one, timeout_s=timeout_s, counters=counters) for one in namespaces]
-        started.append(PrefixLookups(guards, timeout_s=timeout_s, counters=counters))
+        started.append(PrefixLookups(guards, timeout_s=timeout_s, counters=counters, groups=groups))
         return started[-1]
 
     yield start
@@ -293,3 +296,34 @@ def test_after_closing_a_lookup_is_a_miss_at_its_deadline(
     lookups.close()
     lookups.close()
     assert answer(lookups, lookups.ask(make_keys(2))) == 0
+
+
+def test_states_are_looked_up_by_themselves(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    """Two ranks, a model of three groups: tokens, states, tokens. Of states, few are there."""
+    namespaces = [new_namespace(BLOCK_BYTES) for _ in range(2)]
+    keys = make_keys(6)
+    for namespace, states in zip(namespaces, ((0, 2, 3, 5), (1, 2, 3)), strict=True):
+        put(server, namespace, part_keys(keys[:4], [0, 2]) + part_keys([keys[at] for at in states], [1]))
+    lookups = start_lookups(server.endpoint, *namespaces, groups=GroupParts([0, 2], [1]))
+    lookup = lookups.ask(keys)
+    assert (answer(lookups, lookup), lookup.states, lookup.certain) == (4, [3, 4], True)
+    shorter = lookups.ask(keys[:3])
+    assert (lookups.poll(shorter), shorter.states) == (3, [3]), "known from the answer before"
+    for namespace in namespaces:
+        put(server, namespace, part_keys(keys[1:2], [1]))
+    lookups.came(keys[1])
+    again = lookups.ask(keys[:3])
+    assert (answer(lookups, again), again.states) == (3, [2, 3])
+
+
+def test_of_a_model_of_states_alone_any_one_may_be_there(
+    server: Server, new_namespace: MakeNamespace, start_lookups: StartLookups
+) -> None:
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(6)
+    put(server, namespace, keys[3:4])
+    lookups = start_lookups(server.endpoint, namespace, groups=GroupParts([], [0]))
+    lookup = lookups.ask(keys)
+    assert (answer(lookups, lookup), lookup.states) == (6, [4])

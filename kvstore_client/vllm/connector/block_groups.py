@@ -4,13 +4,18 @@ In a group of full attention a request has a block for all its tokens. In one wi
 the window alone: in the place of those before it is the null block, which holds nothing. So of a prefix that is loaded,
 every block is needed in the groups of full attention, and in the others those of the window at its end.
 
+In a group of layers with states (Mamba, linear attention, short convolutions) a block has the states behind its last
+token. Of a prefix the last block is needed alone, as with a window of one token before the next. The engine keeps few
+of them: where a step of a prompt ended, and those that decoding passed. So the store has them at some places only,
+which are asked for by themselves, and the engine says for each of them where it is; its table of blocks does not.
+
 Blocks of all groups are of one size and lie in one cache, so they are blocks of one namespace. Where there is more
 than one group, a block's key is the engine's hash and one byte more: the number of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
@@ -18,15 +23,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from vllm.v1.kv_cache_interface import SlidingWindowSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, iter_layer_specs
 
-from kvstore_client.engine.parts import part_keys
+from kvstore_client.engine.parts import GroupParts, part_keys
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 NULL_BLOCK: Final = 0
+STATE_WINDOW: Final = 2  # tokens: the next one, and the one whose states it goes on from
 
 # (blocks, groups): whether a block is there in a group
 Presence = npt.NDArray[np.bool_]
@@ -45,12 +51,24 @@ class BlockGroups:
     """The groups of one engine. Used by one thread.
 
     count: how many there are. whole: how many keep all tokens. windows: whether one does not. last: one that keeps
-    fewest.
+    fewest. states: the numbers of those with states. tables: of the others.
+    decoded_states: whether states are saved that decoding passes, too.
     """
 
-    def __init__(self, windows: Sequence[int], block_tokens: int) -> None:
-        """windows: of each group, in tokens; 0: it keeps all."""
+    def __init__(
+        self,
+        windows: Sequence[int],
+        block_tokens: int,
+        states: Collection[int] = (),
+        *,
+        decoded_states: bool = True,
+    ) -> None:
+        """windows: of each group, in tokens; 0: it keeps all. states: which of them have states."""
+        windows = [STATE_WINDOW if group in states else window for group, window in enumerate(windows)]
         self.count = len(windows)
+        self.states = sorted(states)
+        self.tables = [group for group in range(self.count) if group not in states]
+        self.decoded_states = decoded_states
         self.windows = any(windows)
         self.whole = sum(not window for window in windows)
         self.last = min(range(self.count), key=lambda group: windows[group] or float("inf"))
@@ -61,12 +79,17 @@ class BlockGroups:
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig, block_tokens: int) -> BlockGroups:
         """Those of an engine that `check_engine` accepts."""
-        windows = []
-        for group in kv_cache_config.kv_cache_groups:
+        windows, states, ahead = [], [], 0
+        for number, group in enumerate(kv_cache_config.kv_cache_groups):
             specs = iter_layer_specs(group.kv_cache_spec)
             kept = [_kept(spec) for spec in specs if isinstance(spec, SlidingWindowSpec)]
             windows.append(max(kept) if len(kept) == len(specs) else 0)
-        return cls(windows, block_tokens)
+            for spec in specs:
+                if isinstance(spec, MambaSpec):
+                    states.append(number)
+                    ahead += spec.num_speculative_blocks
+        # With drafts, the states behind a block depend on which of them were accepted.
+        return cls(windows, block_tokens, set(states), decoded_states=not ahead)
 
     @property
     def recompute_whole(self) -> bool:
@@ -100,11 +123,26 @@ class BlockGroups:
         """Of the keys of `keys`, those of one group."""
         return keys[group :: self.count] if self.count > 1 else keys
 
+    @property
+    def parts(self) -> GroupParts | None:
+        """The groups as the store is asked for them; None: all of each block."""
+        return GroupParts(self.tables, self.states) if self.states else None
+
     # What is there.
 
     def presence(self, there: npt.NDArray[np.bool_]) -> Presence:
         """By block and group; `there`: by the keys of `keys`."""
         return there.reshape(-1, self.count)
+
+    def stored(self, blocks: int, local: int, run: int, states: Collection[int]) -> Presence:
+        """Of so many blocks that follow `local` others, those of a chain of which the store has the first `run`, and
+        the states behind so many leading blocks each."""
+        present = np.zeros((blocks, self.count), dtype=np.bool_)
+        present[: max(0, run - local), self.tables] = True
+        ends = [end - local - 1 for end in states if local < end <= min(run, local + blocks)]
+        if ends and self.states:
+            present[np.ix_(ends, self.states)] = True
+        return present
 
     def run(self, present: Presence, local: int) -> int:
         """How many of these blocks, which follow `local` others, can be loaded: the longest run that is there in all
@@ -120,7 +158,9 @@ class BlockGroups:
             if window:
                 gaps = np.where(present[:run, group], -1, np.arange(run))
                 start = np.maximum.accumulate(gaps) + 1 if run else gaps  # of the run that ends there
-                fits &= start <= self._first_needed(ends + local, window) - local
+                fits &= start <= np.maximum(
+                    0, self._first_needed(ends + local, window) - local
+                )  # the engine has others
         return int(np.flatnonzero(fits)[-1]) + 1 if fits.any() else 0
 
     def needed(self, present: Presence, local: int, run: int) -> npt.NDArray[np.bool_]:
@@ -146,8 +186,16 @@ class BlockGroups:
                     yield Place(index, group, ids[index])
 
     def complete(self, block_ids: Sequence[Sequence[int]], index: int) -> bool:
-        """Whether a request has this block in all groups."""
-        return all(ids[index] != NULL_BLOCK for ids in block_ids)
+        """Whether a request has this block in all groups without states."""
+        return all(block_ids[group][index] != NULL_BLOCK for group in self.tables)
+
+    def in_tables(self, block_ids: Sequence[Sequence[int]], indices: Iterable[int]) -> Iterator[Place]:
+        """`places` in the groups without states, whose blocks are where the request's table of blocks says."""
+        return (place for place in self.places(block_ids, indices) if place.group in self.tables)
+
+    def table_blocks(self, block_ids: Sequence[Sequence[int]], at_most: int) -> int:
+        """How many blocks the request has in each of these groups, `at_most` so many."""
+        return min(at_most, *(len(block_ids[group]) for group in self.tables)) if self.tables else at_most
 
 
 def _kept(spec: SlidingWindowSpec) -> int:

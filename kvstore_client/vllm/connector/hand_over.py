@@ -132,7 +132,7 @@ class HandOvers:
 
         keys: of its prompt's whole blocks. usable: how many of them may be loaded. wait_s: for a prompt that is handed
         over; None: as long as a promise holds. may_save: whether all its blocks are saved."""
-        if request.request_id in self._shared:
+        if request.request_id in self._shared or self._groups.states:  # states are not promised: few of them are kept
             return
         side = side_of(request)
         now = time.monotonic()

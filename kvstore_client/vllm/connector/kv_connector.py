@@ -54,7 +54,12 @@ from kvstore_client.vllm.connector.starting import SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
 from kvstore_client.vllm.connector.worker import WorkerHalf
 from kvstore_client.vllm.shared.block_hashes import check_same_hash
-from kvstore_client.vllm.shared.engine_checks import check_engine, check_layer_parts, recompute_failed_loads
+from kvstore_client.vllm.shared.engine_checks import (
+    check_engine,
+    check_layer_parts,
+    check_single_flight,
+    recompute_failed_loads,
+)
 from kvstore_client.vllm.shared.store_options import parse_options
 
 if TYPE_CHECKING:
@@ -93,6 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_engine(vllm_config, kv_cache_config)
         check_layer_parts(vllm_config, self._options.layer_parts)
+        check_single_flight(kv_cache_config, self._options.single_flight_s)
         self._groups = BlockGroups.of(kv_cache_config, vllm_config.cache_config.block_size)
         self._start = SchedulerStart(vllm_config.parallel_config.world_size, self._make_half)
         self._worker: WorkerHalf | None = None
@@ -138,7 +144,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_same_hash(self._vllm_config, [rank.namespace for rank in ranks])
         # Ranks that hold the same part share one namespace, which is asked once.
         distinct = {rank.namespace.id: rank for rank in ranks}
-        groups = [range(self._groups.count)] if self._groups.count > 1 else []
+        # In a model with states, not all groups have all blocks: who asks says which groups.
+        groups = [range(self._groups.count)] if self._groups.count > 1 and not self._groups.states else []
         self._guards += [
             self._guard(
                 rank.namespace,
@@ -154,7 +161,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._explain_mismatch(self._guards[0])
         transfer, events = self._kv_transfer_config, self._vllm_config.kv_events_config
         return SchedulerHalf(
-            PrefixLookups(self._guards, timeout_s=self._options.lookup_timeout_s, counters=self._counters),
+            PrefixLookups(
+                self._guards,
+                timeout_s=self._options.lookup_timeout_s,
+                counters=self._counters,
+                groups=self._groups.parts,
+            ),
             HostTier(
                 min(rank.slots for rank in ranks), keep=self._options.cpu_bytes > 0, policy=self._options.cpu_policy
             ),

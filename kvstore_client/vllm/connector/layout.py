@@ -7,6 +7,10 @@ block is opaque here: for every layer, in layer order, the page's bytes in the o
 gives the longest runs to copy. ``description`` records it, because two engines that share blocks must have it in
 common.
 
+Layers may have pages of different sizes. In a model with several groups of layers, caches of different groups lie over
+each other, since a block belongs to one group at a time; if their pages differ, such as those of attention and of
+states, the block has all bytes that any of them covers.
+
 A block may be cut into parts of as many layers each, which are copied one by one, while others are still computed.
 Then a row is one part, and each block has as many rows, one after the other.
 
@@ -20,7 +24,8 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +34,7 @@ import torch
 from kvstore import _cext
 from kvstore_client.engine.transfer_in import Rows
 from kvstore_client.memory import host_memory
+from kvstore_client.vllm.connector.cache_pages import dense_runs, kind, merged_caches, pages_of_bytes
 from kvstore_client.vllm.connector.device import Addresses, Fence, Runs, SideStreams, pinned_rows
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -82,18 +88,19 @@ class BlockLayout:
         """kv_caches: layer name -> tensor, as given to ``register_kv_caches``. Layers that share one cache appear
         once in a block. ranges: a part has so many ranges of heads, one after the other, each as a block of its own
         would be. parts: of consecutive layers, as many in each. Raises ValueError when there is no cache, when the
-        pages of the layers have different shapes or cannot be cut into these ranges, when the layers cannot be cut
+        pages of the layers overlap in part or cannot be cut into these ranges, when the layers cannot be cut
         into these parts, or when the tensors lie neither on the CPU nor on one CUDA device."""
-        distinct: dict[tuple[object, ...], torch.Tensor] = {}
-        sharing: dict[str, int] = {}  # layer name -> the number of its cache
+        views: dict[tuple[object, ...], torch.Tensor] = {}
+        viewing: dict[str, int] = {}  # layer name -> the number of its view
         for name in sorted(kv_caches, key=_layer_order):
             tensor = kv_caches[name]
-            cache = (tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype)
-            distinct.setdefault(cache, tensor)
-            sharing[name] = list(distinct).index(cache)
-        whole = list(distinct.values())
-        if not whole:
+            view = (tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype)
+            views.setdefault(view, tensor)
+            viewing[name] = list(views).index(view)
+        if not views:
             raise ValueError("kvstore: the engine registered no KV cache, there is nothing to store")
+        whole, numbers = merged_caches(list(views.values()), num_blocks)
+        sharing = {name: numbers[view] for name, view in viewing.items()}  # layer name -> the number of its cache
         if len(whole) % parts:
             raise ValueError(
                 f"kvstore: layer_parts is {parts}, but a block has the caches of {len(whole)} layers on this rank; "
@@ -112,14 +119,7 @@ class BlockLayout:
         self.layers = [
             frozenset(name for name, cache in sharing.items() if cache // layers == part) for part in range(parts)
         ]
-        paged = [[_pages_of_bytes(tensor, num_blocks) for tensor in some] for some in by_part]
-        pages = list(itertools.chain.from_iterable(paged))
-        shapes = {tuple(page.shape[1:]) for page in pages}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"kvstore: the layers' KV cache pages differ in shape ({sorted(shapes)}); "
-                "only models whose layers all have the same page are supported"
-            )
+        paged = [[pages_of_bytes(tensor, num_blocks) for tensor in some] for some in by_part]
         devices = {tensor.device for tensor in tensors}
         self._device = devices.pop()
         if devices or self._device.type not in ("cpu", "cuda"):
@@ -127,16 +127,23 @@ class BlockLayout:
                 f"kvstore: the KV cache lies on {', '.join(sorted(map(str, (*devices, self._device))))}; "
                 "it must lie on the CPU or on one CUDA device"
             )
-        # A host tensor and its array share memory, so scatter writes into the engine's cache.
-        self._arrays = [[page.numpy() for page in some] for some in paged] if self._device.type == "cpu" else None
+        self._strips = [_strips(some) for some in paged] if self._device.type == "cpu" else None
         self._streams = SideStreams(self._device) if self._device.type == "cuda" else None
         self._runs = [_runs_of(some) for some in paged]
 
-        self.part_bytes = int(self._runs[0].sizes.sum())
-        self.dtype = str(tensors[0].dtype).removeprefix("torch.")
-        order = "".join("bhnc"[axis] for axis in _memory_order(tensors[0])) if tensors[0].ndim == 4 else "raw"
-        inner = "x".join(str(size) for size in tensors[0].shape[1:])
-        self.description = f"{len(whole)}x{order}({inner})"
+        sizes = {int(runs.sizes.sum()) for runs in self._runs}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"kvstore: layer_parts is {parts}, but the layers of this model differ in their pages, so parts of as "
+                f"many layers have {', '.join(map(str, sorted(sizes)))} bytes; expected one size. Leave out layer_parts"
+            )
+        [self.part_bytes] = sizes
+        # One layer of each range of heads says it for all: the ranges of a page are alike.
+        kinds = Counter(kind(_cut(tensor, ranges)[0]) for tensor in views.values())
+        self.dtype = "/".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in views.values()))
+        self.description = "+".join(f"{count}x{kind}" for kind, count in kinds.items())
+        if len(whole) < len(views):
+            self.description += f"@{len(whole)}"
 
     @property
     def block_bytes(self) -> int:
@@ -169,8 +176,8 @@ class BlockLayout:
         """
         if self._streams is not None:
             return self._streams.copy_out(self.runs(block_ids, pool, slots, part), keep=pool)
-        assert self._arrays is not None
-        _cext.gather(self._arrays[part], _int64(block_ids), pool, slots=_int64(slots))
+        for strip, rows in self._by_strip(pool, part):
+            _cext.gather(strip, _int64(block_ids), rows, slots=_int64(slots))
         return FinishedCopy()
 
     def swap_in(
@@ -184,18 +191,14 @@ class BlockLayout:
         """
         if self._streams is not None:
             return self._streams.copy_in(self.runs(block_ids, pool, slots, part), pool, after)
-        assert self._arrays is not None
-        _cext.scatter(pool, self._arrays[part], _int64(block_ids), slots=_int64(slots))
+        for strip, rows in self._by_strip(pool, part):
+            _cext.scatter(rows, strip, _int64(block_ids), slots=_int64(slots))
         return FinishedCopy()
 
     def runs(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], part: int = 0) -> Runs:
         """Where the bytes of this part of these blocks lie, in the cache and in the rows of the pool, as few dense runs
         as possible. Raises as ``swap_out``."""
-        if pool.dtype != np.uint8 or pool.shape[1:] != (self.part_bytes,) or (len(pool) and pool.strides[1] != 1):
-            raise ValueError(
-                f"kvstore: the pool must be dense rows of {self.part_bytes} bytes, got shape {pool.shape} "
-                f"of {pool.dtype}, strides {pool.strides}"
-            )
+        self._check_rows(pool)
         if len(block_ids) != len(slots):
             raise ValueError(f"kvstore: {len(block_ids)} blocks cannot be copied from or to {len(slots)} slots")
         ids = _checked(block_ids, self.num_blocks, "block")
@@ -204,6 +207,39 @@ class BlockLayout:
         cache = runs.addresses + ids[:, np.newaxis] * runs.strides
         rows = runs.offsets + (pool.ctypes.data + places[:, np.newaxis] * pool.strides[0])
         return Runs(cache.ravel(), rows.ravel(), np.tile(runs.sizes, len(ids)))
+
+    def _by_strip(self, pool: Rows, part: int) -> Iterator[tuple[Sequence[Rows], Rows]]:
+        """Pages of one shape, and the columns of the pool for them; for all of a part."""
+        assert self._strips is not None
+        self._check_rows(pool)
+        for strip in self._strips[part]:
+            yield strip.pages, pool[:, strip.first : strip.end]
+
+    def _check_rows(self, pool: Rows) -> None:
+        if pool.dtype != np.uint8 or pool.shape[1:] != (self.part_bytes,) or (len(pool) and pool.strides[1] != 1):
+            raise ValueError(
+                f"kvstore: the pool must be dense rows of {self.part_bytes} bytes, got shape {pool.shape} "
+                f"of {pool.dtype}, strides {pool.strides}"
+            )
+
+
+class _Strip(NamedTuple):
+    """Pages of one shape that follow each other in a row, and the bytes of the row that they are."""
+
+    pages: list[Rows]
+    first: int
+    end: int
+
+
+def _strips(pages: Sequence[torch.Tensor]) -> list[_Strip]:
+    """Those of a part. A host tensor and its array share memory, so scatter writes into the engine's cache."""
+    strips: list[_Strip] = []
+    end = 0
+    for _, some in itertools.groupby(pages, lambda page: page.shape[1:]):
+        arrays = [page.numpy() for page in some]
+        first, end = end, end + sum(array[0].nbytes for array in arrays)
+        strips.append(_Strip(arrays, first, end))
+    return strips
 
 
 def _cut(tensor: torch.Tensor, ranges: int) -> list[torch.Tensor]:
@@ -232,7 +268,7 @@ def _runs_of(pages: Sequence[torch.Tensor]) -> _PartRuns:
     """The runs of all pages. Adjoining runs, such as those of layers that lie side by side, become one."""
     runs: list[tuple[int, int, int]] = []  # address, stride, size
     for page in pages:
-        starts, size = _dense_runs(page)
+        starts, size = dense_runs(page)
         for start in starts:
             address, stride = page.data_ptr() + int(start), page.stride(0)
             if runs and runs[-1][:2] == (address - runs[-1][2], stride):
@@ -241,21 +277,6 @@ def _runs_of(pages: Sequence[torch.Tensor]) -> _PartRuns:
                 runs.append((address, stride, size))
     addresses, strides, sizes = np.array(runs, dtype=np.int64).T
     return _PartRuns(addresses, strides, np.cumsum(sizes) - sizes, sizes)
-
-
-def _dense_runs(page: torch.Tensor) -> tuple[Addresses, int]:
-    """Where the dense runs of one page of bytes start, and their size, which is the same for all."""
-    axes: list[tuple[int, int]] = []  # size, stride; the innermost last
-    for size, stride in zip(page.shape[1:], page.stride()[1:], strict=True):
-        if axes and axes[-1][1] == size * stride:
-            axes[-1] = (axes[-1][0] * size, stride)
-        elif size > 1:
-            axes.append((size, stride))
-    run = axes.pop()[0] if axes and axes[-1][1] == 1 else 1
-    starts = np.zeros(1, dtype=np.int64)
-    for size, stride in axes:
-        starts = (starts[:, np.newaxis] + np.arange(size) * stride).ravel()
-    return starts, run
 
 
 def _int64(indices: Sequence[int]) -> Addresses:
@@ -273,33 +294,3 @@ def _checked(indices: Sequence[int], count: int, what: str) -> Addresses:
 def _layer_order(name: str) -> list[tuple[int, int, str]]:
     """Sort key that puts layer 10 after layer 9: digits compare as numbers."""
     return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name) if part]
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """The block axis, then those of size 1, whose strides say nothing, then the others from the largest stride to the
-    smallest."""
-    inner = sorted(range(1, tensor.ndim), key=lambda axis: (tensor.shape[axis] > 1, -tensor.stride(axis), axis))
-    return [0, *inner]
-
-
-def _pages_of_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A view (num_blocks, ...) of bytes, inner axes in memory order; a dense page becomes one axis. Raises ValueError
-    for a tensor whose bytes cannot be viewed like that."""
-    if tensor.shape[0] % num_blocks:
-        raise ValueError(
-            f"kvstore: a KV cache tensor has shape {tuple(tensor.shape)}, "
-            f"which does not divide into {num_blocks} blocks"
-        )
-    ordered = tensor.permute(_memory_order(tensor))
-    if ordered.stride(-1) != 1:
-        raise ValueError(
-            f"kvstore: a KV cache tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
-            "has no contiguous axis, its bytes cannot be viewed"
-        )
-    pages = ordered.view(torch.uint8)
-    if tensor.shape[0] != num_blocks:
-        pages = pages.unflatten(0, (num_blocks, -1))
-    try:
-        return pages.view(num_blocks, -1)
-    except RuntimeError:  # strides with gaps, or the heads' axis outside the blocks': the copies walk the axes
-        return pages

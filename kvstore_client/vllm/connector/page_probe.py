@@ -2,7 +2,8 @@
 
 Shapes and strides do not tell everything: a kernel may interleave keys and values inside a page, or store them scaled.
 So known keys and values of one block are written to a page beside the cache, by the code that writes the cache, and the
-bytes are hashed. Two engines whose fingerprints agree read each other's pages.
+bytes are hashed. Two engines whose fingerprints agree read each other's pages. A layer with a state has no code that
+only writes it, so such layers count with the version of vLLM.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def page_fingerprint(
     digests = set()
     try:
         for name, cache in kv_caches.items():
+            if hasattr(layers[name], "get_state_shape"):
+                digests.add(f"vllm-{vllm.__version__}")
+                continue
             digests.add(_digest(layers[name], cache, num_blocks, block_tokens, dtype, ranges))
     except Exception as error:  # the interfaces of vLLM that this needs are not public
         logger.warning(

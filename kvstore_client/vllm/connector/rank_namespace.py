@@ -20,16 +20,19 @@ drafting layers' weights        draft. A block's last entry of these layers depe
                                 cost a proposal, never change a token
 which layers, which heads       groups, layers (pipeline stages may be cut anywhere), rank and world, parallel; the
                                 keys, if blocks are kept as ranges of heads; layer_parts and the keys, if they are
-                                kept as parts of layers
+                                kept as parts of layers. With MLA every rank has all of a block, so rank, world and
+                                parallel are those of an engine of one rank
 dtypes                          dtype, kv_dtype, and in layout the dtype of each layer. fp8 scales are the
                                 checkpoint's or 1, never measured while running; scales per token lie in the page
 page layout, attention backend  layout, and pages: what the engine's own kernels make of known keys and values
+states: shapes, dtypes          layout; what they mean cannot be probed, so pages has the engine's version for them
 block size                      block_tokens; hashes of another granularity are refused
 hash function and its seed      hash
-engine version                  not named: what a version changes is above
+engine version                  not named, but for states: what a version changes is above
 bytes that depend on later      refused: non-causal layers, diffusion models
 tokens
-pages that are not plain tables refused: sinks, states, compression, context parallelism
+pages that are not plain tables refused: sinks, compression, context parallelism, states at other places than the
+                                ends of blocks
 =============================== =====================================================================================
 
 No namespace covers weights that change while the engine runs: see ``block_keys``. The refusals are in
@@ -80,13 +83,15 @@ def rank_namespace(
 
     Ranks that hold the same part (see ``replica``) have the same namespace. Engines of different parallel sizes have
     different namespaces, even where a part holds the same heads: weights that are quantized while they are loaded get
-    scales of their shard. Only with ``parts`` they have the same: of all ranks of a pipeline stage.
+    scales of their shard. Only with ``parts`` they have the same, of all ranks of a pipeline stage; and with MLA,
+    unless weights are quantized like that.
     """
     model = vllm_config.model_config
     layers = list(layers)
     tp, pp = get_tp_group(), get_pp_group()
     replicas = tp_replicas(vllm_config)
     stage_ranks = 1 if parts else tp.world_size // replicas
+    tp_size = 1 if _is_latent(vllm_config) and not _quantizes_while_loading(model) else tp.world_size
     identity = model_identity(model)
     if "@" not in identity and tp.rank_in_group == pp.rank_in_group == 0:
         logger.warning(
@@ -111,7 +116,7 @@ def rank_namespace(
             "draft": draft_identity(vllm_config),
             "kv_dtype": f"{vllm_config.cache_config.cache_dtype}/{layout.dtype}",
             "layers": _names_digest(vllm_config, layers),
-            "parallel": (f"heads{parts.of}" if parts else f"tp{tp.world_size}") + f"pp{pp.world_size}",
+            "parallel": (f"heads{parts.of}" if parts else f"tp{tp_size}") + f"pp{pp.world_size}",
             "layer_parts": str(layout.parts),
             "groups": groups,
             "hash": hash_probe(vllm_config),
@@ -132,9 +137,9 @@ def head_parts(vllm_config: VllmConfig, head_shards: int) -> HeadParts:
             f"kvstore: head_shards is {head_shards} and --tensor-parallel-size {tp.world_size}; expected a multiple of "
             "it: the largest --tensor-parallel-size of the engines that share blocks"
         )
-    specs = list(_layer_specs(vllm_config))
-    if all(getattr(spec, "max_tp_shards", None) == 1 for spec in specs):
+    if _is_latent(vllm_config):
         return HeadParts(range(1), 1)
+    specs = list(_layer_specs(vllm_config))
     heads = None if vllm_config.speculative_config is not None else uniform_kv_heads(vllm_config.model_config)
     if heads is None or any(getattr(spec, "num_kv_heads", 0) != max(1, heads // tp.world_size) for spec in specs):
         raise ValueError(
@@ -206,6 +211,16 @@ def _layer_specs(vllm_config: VllmConfig) -> Iterator[KVCacheSpec]:
             yield spec
 
 
+def _is_latent(vllm_config: VllmConfig) -> bool:
+    """Whether every tensor-parallel rank has all of a block, however many they are, as with MLA."""
+    return all(getattr(spec, "max_tp_shards", None) == 1 for spec in _layer_specs(vllm_config))
+
+
+def _quantizes_while_loading(model: ModelConfig) -> bool:
+    """Whether weights get scales that the checkpoint does not have: those of a rank's shard."""
+    return model.quantization is not None and getattr(model.hf_config, "quantization_config", None) is None
+
+
 def _names_digest(vllm_config: VllmConfig, layers: Sequence[object]) -> str:
     """The number of these layers, and a digest of their names."""
     wanted = {id(layer) for layer in layers}
@@ -216,8 +231,11 @@ def _names_digest(vllm_config: VllmConfig, layers: Sequence[object]) -> str:
 
 def attention_kind(layer: object) -> str:
     """What decides the meaning of a page's bytes: the attention backend, the instruction set of the CPU backend, and
-    the dtype of the layer's cache."""
+    the dtype of the layer's cache; of a layer with a state, the shapes and dtypes of its parts."""
     backend = getattr(layer, "get_attn_backend", None)
     name = backend().get_name() if backend is not None else type(layer).__name__
-    details = (getattr(layer, "isa", None), getattr(layer, "kv_cache_dtype", None))
+    details = [getattr(layer, "isa", None), getattr(layer, "kv_cache_dtype", None)]
+    if (shape := getattr(layer, "get_state_shape", None)) is not None:
+        parts = zip(shape(), layer.get_state_dtype(), strict=True)  # type: ignore[attr-defined]
+        details += [f"{dtype}({'x'.join(map(str, sizes))})".removeprefix("torch.") for sizes, dtype in parts]
     return "/".join([str(name), *(str(detail) for detail in details if detail)])

@@ -20,6 +20,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -208,8 +209,8 @@ class SchedulerHalf:
         if stored is None and not coming and groups.run(in_host, local) < len(in_host):
             return None
         waiting.waits = coming > (stored or 0)
-        present = in_host.copy()
-        present[: max(0, max(coming, stored or 0) - local)] = True
+        there = groups.stored(len(in_host), local, max(coming, stored or 0), waiting.lookup.states)
+        present = in_host | there
         most = waiting.options.max_load_tokens
         if most is not None:
             present[most // self._block_tokens :] = False
@@ -292,6 +293,8 @@ class SchedulerHalf:
             keys=[keys[index] for index in to_fetch],
             block_ids=[block_ids[index] for index in to_fetch],
         )
+        # A block of a window or of states stands for all that is computed before it.
+        from_store = len(load.keys) if self._groups.whole or not load.keys else end - first
         load.slots = self._slots_to_fetch_into(load.keys)
         load.waits = waiting.waits and bool(load.keys)
         if load.waits:
@@ -300,7 +303,7 @@ class SchedulerHalf:
             tracked.lookup = tracked.stored = None
             tracked.next_save = (first * self._block_tokens + external_tokens) // self._block_tokens
         else:
-            load.within_s = self._admission.begin(len(load.keys), before)
+            load.within_s = self._admission.begin(from_store, before)
         self._loads.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         self._loading[request.request_id] = PendingLoad(
@@ -311,7 +314,7 @@ class SchedulerHalf:
             load.slots or [],
             load.block_ids if load.slots else [],
             load.keys if load.slots else [],
-            len(load.keys),
+            from_store,
             load.waits,
             time.monotonic(),
         )
@@ -329,6 +332,10 @@ class SchedulerHalf:
         return names[place.index * self._groups.count + place.group]
 
     def _parent(self, names: Sequence[bytes], place: Place) -> bytes | None:
+        """The block that it follows in its chain; states follow the block of tokens behind which they are."""
+        if place.group in self._groups.states:
+            tables = self._groups.tables
+            return self._name(names, replace(place, group=tables[0])) if tables else None
         return names[(place.index - 1) * self._groups.count + place.group] if place.index else None
 
     def hit_sources(self, request: Request) -> tuple[int, int]:
@@ -376,6 +383,9 @@ class SchedulerHalf:
                 block_ids = output.kv_connector_block_state.get_block_ids(request_id)
                 if tracked is not None and block_ids is not None:
                     self._save(tracked, tracked.request.num_computed_tokens + scheduled_tokens, block_ids)
+            for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+                if (tracked := self._tracked.get(request_id)) is not None:
+                    self._save_states(tracked, offers)
         self._place_the_rest()
         saves, self._saves = self._saves, Saves(job=self._saves.job + 1)
         if not saves:
@@ -399,40 +409,32 @@ class SchedulerHalf:
         first = min(tracked.next_save, request.num_computed_tokens // self._block_tokens)
         # A hash exists once the block's tokens are known, so drafts that may be rejected are never saved.
         chain = self._keys.of(request)
-        whole = end = min(computed_tokens // self._block_tokens, len(chain), *map(len, block_ids))
-        if not self._save_decode:
-            end = min(end, request.num_prompt_tokens // self._block_tokens)
+        whole = self._groups.table_blocks(block_ids, min(computed_tokens // self._block_tokens, len(chain)))
+        end = min(whole, self._most_saved(tracked))
         options = tracked.options
-        if options.max_save_tokens is not None:
-            end = min(end, options.max_save_tokens // self._block_tokens)
         tail = self._hand_overs.tail_to_save(request, computed_tokens)
         if tail is not None and end == computed_tokens // self._block_tokens < min(map(len, block_ids)):
             chain, end = [*chain[:end], tail], end + 1
         if first >= end or not options.save:
             return 0
-        how = SendAs(options.priority, options.ttl_s, self._hand_overs.is_handed_over(request))
+        how = self._send_as(tracked)
         names = self._groups.keys_of(request, chain)
         # From here on the store lacks blocks that the host tier may have.
         lacking = tracked.stored if self._tier.keep and tracked.stored is not None else end
         complete = []
         for index in range(first, end):
-            if self._groups.complete(block_ids, index):
+            behind = not self._groups.complete(block_ids, index)  # a window
+            if not behind:
                 complete.append(index)
-            elif index >= lacking:  # behind a window
-                for group in range(self._groups.count):
+            for group in range(self._groups.count) if index >= lacking else ():
+                if behind or group in self._groups.states:
                     self._send_again(request, names, Place(index, group, NULL_BLOCK), how)
-        places = list(self._groups.places(block_ids, complete))
+        places = list(self._groups.in_tables(block_ids, complete))
         keys = [self._name(names, place) for place in places]
         unplaced = 0
-        for place, key, slot in zip(places, keys, self._reserve(keys).tolist(), strict=True):
+        for place, slot in zip(places, self._reserve(keys).tolist(), strict=True):
             if slot >= 0:
-                self.events.note(request, key, place.index, place.group)
-                self._saves.keys.append(key)
-                self._saves.parents.append(self._parent(names, place))
-                self._saves.how.append(how if place.index < whole else how._replace(ttl_s=TAIL_S))
-                self._saves.block_ids.append(place.block_id)
-                self._saves.slots.append(slot)
-                tracked.last_job = self._saves.job
+                self._copy_out(tracked, names, place, slot, how if place.index < whole else how._replace(ttl_s=TAIL_S))
             elif not self._tier.is_known(slot):
                 unplaced = end - place.index
                 end = place.index
@@ -444,9 +446,56 @@ class SchedulerHalf:
         if end > whole:
             self._hand_overs.tail_is_saved(request)
         tracked.next_save = max(first, min(end, whole))
-        for group in range(self._groups.count):
+        for group in self._groups.tables:
             self._tier.touch(self._groups.in_group(names[: end * self._groups.count], group))
         return unplaced
+
+    def _most_saved(self, tracked: TrackedRequest) -> int:
+        """How many leading blocks of a request are saved at most."""
+        most: int = tracked.request.num_tokens
+        if not self._save_decode:
+            most = tracked.request.num_prompt_tokens
+        if tracked.options.max_save_tokens is not None:
+            most = min(most, tracked.options.max_save_tokens)
+        return most // self._block_tokens
+
+    def _send_as(self, tracked: TrackedRequest) -> SendAs:
+        options = tracked.options
+        return SendAs(options.priority, options.ttl_s, self._hand_overs.is_handed_over(tracked.request))
+
+    def _save_states(self, tracked: TrackedRequest, offers: Sequence[tuple[int, int, int]]) -> None:
+        """Plan to save states that are complete at the end of the step. offers: what the engine says of each: the
+        group, the block that holds it then, and the tokens before it."""
+        request = tracked.request
+        chain = self._keys.of(request)
+        most = min(len(chain), self._most_saved(tracked))
+        if not self._groups.decoded_states:
+            most = min(most, request.num_prompt_tokens // self._block_tokens)
+        places = [
+            Place(tokens // self._block_tokens - 1, group, block_id)
+            for group, block_id, tokens in offers
+            if not tokens % self._block_tokens and tokens // self._block_tokens <= most and block_id != NULL_BLOCK
+        ]
+        if tracked.outdated or not tracked.options.save or not places:
+            return
+        names = self._groups.keys_of(request, chain)
+        keys = [self._name(names, place) for place in places]
+        for place, slot in zip(places, self._reserve(keys).tolist(), strict=True):
+            if slot >= 0:
+                self._copy_out(tracked, names, place, slot, self._send_as(tracked))
+            elif not self._tier.is_known(slot):
+                self._counters.add("dropped_blocks")
+
+    def _copy_out(self, tracked: TrackedRequest, names: Sequence[bytes], place: Place, slot: int, how: SendAs) -> None:
+        """Plan to copy a block to a slot and to send it."""
+        key = self._name(names, place)
+        self.events.note(tracked.request, key, place.index, place.group)
+        self._saves.keys.append(key)
+        self._saves.parents.append(self._parent(names, place))
+        self._saves.how.append(how)
+        self._saves.block_ids.append(place.block_id)
+        self._saves.slots.append(slot)
+        tracked.last_job = self._saves.job
 
     def _place_the_rest(self) -> None:
         """Save what finished requests hand over and no slot was free for; while nothing is sent, not for ever."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 
 from kvstore_client.vllm.shared.block_hashes import check_hash_reproducible
 
@@ -47,6 +53,16 @@ def check_layer_parts(vllm_config: VllmConfig, layer_parts: int) -> None:
         )
 
 
+def check_single_flight(kv_cache_config: KVCacheConfig, single_flight_s: float) -> None:
+    """Raise ValueError if requests are to wait for blocks that others compute, in a model of which only some places in
+    a prompt can be loaded: the others may stop elsewhere."""
+    if single_flight_s and kv_cache_config.has_mamba_layers:
+        raise ValueError(
+            f"kvstore: single_flight_s is {single_flight_s}, and this model has layers with states, of which the "
+            "engine keeps those of a few places in a prompt; expected 0. Leave it out"
+        )
+
+
 def recompute_failed_loads(transfer: KVTransferConfig, engine: VllmConfig | None) -> None:
     """See to it that a request whose blocks cannot be loaded is computed, and does not fail, which is vLLM's default.
 
@@ -68,12 +84,20 @@ def recompute_failed_loads(transfer: KVTransferConfig, engine: VllmConfig | None
 def _check_layer(spec: KVCacheSpec) -> None:
     """Accepts only the plain kinds, and no class derived from them: with a sink or compression, a request has other
     blocks, or blocks with other content."""
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
         raise ValueError(
             f"kvstore: this model has a KV cache of kind {type(spec).__name__}; supported are FullAttentionSpec, "
-            "MLAAttentionSpec and SlidingWindowSpec. If the model mixes kinds, start the engine with "
+            "MLAAttentionSpec, SlidingWindowSpec and MambaSpec. If the model mixes kinds, start the engine with "
             "--disable-hybrid-kv-cache-manager"
         )
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode != "align":
+            raise ValueError(
+                "kvstore: this model has layers with states, and the engine keeps none at the ends of blocks "
+                f"(--mamba-cache-mode is {spec.mamba_cache_mode}). Start the engine with --enable-prefix-caching, "
+                "which makes it keep them"
+            )
+        return
     if getattr(spec, "non_causal", False):
         raise ValueError(
             "kvstore: this model has layers that attend to later tokens, so a block depends on more than the tokens "

@@ -1,0 +1,132 @@
+"""Tiny models of every kind of KV cache, with random weights.
+
+Their weights are spread as those of `engines.save_model`, and for its reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.engine.engines import save_random
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+}
+
+
+def save_short_convolutions(folder: Path) -> Path:
+    """An LFM2: three of four layers are short convolutions, whose states are smaller than a page of attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    layers = ["conv", "conv", "full_attention", "conv"] * 2
+    config = Lfm2Config(
+        **_SHAPE,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        block_auto_adjust_ff_dim=False,
+        conv_L_cache=4,
+        conv_dim=_SHAPE["hidden_size"],
+        block_dim=_SHAPE["hidden_size"],
+    )
+    return save_random(Lfm2ForCausalLM, config, folder)
+
+
+def save_mamba_hybrid(folder: Path) -> Path:
+    """A Granite 4: Mamba2 in three of four layers, attention in the others."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    layers = ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2
+    config = GraniteMoeHybridConfig(
+        **_SHAPE,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=512,
+        mamba_n_heads=8,
+        mamba_d_state=8,
+        position_embedding_type="rope",
+        attention_multiplier=0.2,
+    )
+    return save_random(GraniteMoeHybridForCausalLM, config, folder)
+
+
+def save_mamba(folder: Path) -> Path:
+    """A Mamba2: states alone."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_heads=8,
+        head_dim=64,
+        state_size=16,
+        n_groups=1,
+        vocab_size=4096,
+        initializer_range=0.1,
+    )
+    return save_random(Mamba2ForCausalLM, config, folder)
+
+
+def save_latent(folder: Path) -> Path:
+    """A DeepSeek V2 of dense layers: MLA in all layers. vLLM's kernel on CPUs wants latents of this size, and blocks of
+    16 tokens."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "num_key_value_heads"}
+    config = DeepseekV2Config(
+        **shape,
+        num_hidden_layers=4,
+        num_key_value_heads=8,
+        first_k_dense_replace=4,
+        n_routed_experts=2,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+    )
+    return save_random(DeepseekV2ForCausalLM, config, folder)
+
+
+def save_draft(folder: Path) -> Path:
+    """A Qwen2 of two layers that drafts for `engines.save_model`'s; its heads are fewer, so its pages are smaller."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**{**_SHAPE, "num_key_value_heads": 2}, num_hidden_layers=2)
+    return save_random(Qwen2ForCausalLM, config, folder)
+
+
+def save_eagle(folder: Path) -> Path:
+    """An EAGLE head of one layer for `engines.save_windowed_model`'s Llama."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_SHAPE, num_hidden_layers=1)
+    torch.manual_seed(1)
+    layer = LlamaForCausalLM(config).to(torch.bfloat16).model.layers[0]
+    weights = {f"layers.0.{name}": value for name, value in layer.state_dict().items() if "input_layernorm" not in name}
+    weights["fc.weight"] = (torch.randn(256, 512) * 0.1).to(torch.bfloat16)
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors")
+    described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+STATES: dict[str, Callable[[Path], Path]] = {
+    "Mamba2 and attention": save_mamba_hybrid,
+    "Mamba2": save_mamba,
+    "short convolutions": save_short_convolutions,
+}

@@ -1,0 +1,185 @@
+"""Models some of whose layers have a state: where the engine has it, and what the connector loads and saves of it.
+
+vLLM's own scheduler and cache managers decide with it; no model is run and no byte is moved (`scheduled_engine`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    from kvstore_client.vllm.connector.block_groups import BlockGroups, Place
+    from tests.engine.engine_config import PLAIN, cache
+    from tests.engine.scheduled_engine import ScheduledEngine
+    from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE
+
+StartEngine: TypeAlias = Callable[..., ScheduledEngine]
+PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
+MIXED = (0, STATE)
+
+
+def table_keys(engine: ScheduledEngine, tokens: range, blocks: int) -> set[bytes]:
+    return set(engine.keys(tokens)[0 : 2 * blocks : 2])
+
+
+def state_key(engine: ScheduledEngine, tokens: range, end: int) -> bytes:
+    """Of the states behind so many blocks."""
+    return engine.keys(tokens)[2 * end - 1]
+
+
+def store(engine: ScheduledEngine, *ends: int, blocks: int = 5) -> None:
+    """The store has the first blocks of the prompt, and the states behind so many of them."""
+    for rank in engine.ranks:
+        rank.held.update(table_keys(engine, PROMPT, blocks), {state_key(engine, PROMPT, end) for end in ends})
+
+
+def test_states_are_saved_where_steps_end(start: StartEngine) -> None:
+    engine = start(windows=MIXED, budget=BLOCK_TOKENS * 5 // 2)
+    engine.add(PROMPT)
+    engine.run()
+    assert engine.ranks[0].held == table_keys(engine, PROMPT, 5) | {
+        state_key(engine, PROMPT, 2),
+        state_key(engine, PROMPT, 4),
+        state_key(engine, PROMPT, 5),
+    }
+
+
+def test_states_that_decoding_passes_are_saved(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    request = engine.add(PROMPT, max_tokens=40)
+    engine.run()
+    assert engine.ranks[0].held >= {engine.keys_of(request)[2 * end - 1] for end in (5, 6)}
+    assert len(engine.ranks[0].held) == 6 + 2
+
+
+def test_a_request_that_saves_no_answers_saves_no_states_of_them(start: StartEngine) -> None:
+    engine = start(windows=MIXED, save_decode=False)
+    engine.add(PROMPT, max_tokens=40)
+    engine.run()
+    assert engine.ranks[0].held == table_keys(engine, PROMPT, 5) | {state_key(engine, PROMPT, 5)}
+
+
+def test_of_states_only_the_last_is_loaded(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    store(engine, 1, 3, 5)
+    request = engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert set(load.keys) == table_keys(engine, PROMPT, 5) | {state_key(engine, PROMPT, 5)}
+    assert engine.half.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("states", [(1, 3), (3, 5)])
+def test_a_hit_ends_where_there_is_a_state(start: StartEngine, states: tuple[int, ...]) -> None:
+    engine = start(windows=MIXED)
+    store(engine, *states, blocks=4)
+    engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert set(load.keys) == table_keys(engine, PROMPT, 3) | {state_key(engine, PROMPT, 3)}
+
+
+def test_without_a_state_nothing_is_loaded_and_the_missing_one_is_saved(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    store(engine)
+    engine.add(PROMPT)
+    assert not engine.step().plan.loads
+    engine.run()
+    assert state_key(engine, PROMPT, 5) in engine.ranks[0].held
+
+
+def test_a_longer_prompt_goes_on_from_the_engines_own_state(start: StartEngine) -> None:
+    engine = start(windows=MIXED, keep=False)
+    longer = range(8 * BLOCK_TOKENS + 3)
+    engine.add(range(3 * BLOCK_TOKENS + 1))
+    engine.run()
+    engine.ranks[0].held.update(table_keys(engine, longer, 8), {state_key(engine, longer, 7)})
+    engine.add(longer)
+    [load] = engine.step().plan.loads
+    others = table_keys(engine, longer, 7) - table_keys(engine, longer, 3)
+    assert set(load.keys) == others | {state_key(engine, longer, 7)}
+
+
+def test_a_model_of_states_alone_loads_one_block(start: StartEngine) -> None:
+    engine = start(windows=(STATE,), keep=False)
+    keys = engine.keys(PROMPT)
+    engine.add(PROMPT)
+    engine.run()
+    assert engine.ranks[0].held == {keys[4]}
+    engine.scheduler.reset_prefix_cache()
+    request = engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert load.keys == [keys[4]]
+    assert engine.half.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
+
+
+def test_if_a_block_is_missing_the_whole_prompt_is_computed(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    store(engine, 5)
+    request = engine.add(PROMPT)
+    assert len(engine.step().plan.loads) == 1
+    engine.ranks[0].finish_load(deliver=3)
+    engine.step()  # in which the rank tells
+    [work] = engine.step().work
+    assert (work.request, work.start) == (request, 0)
+    engine.run()
+    assert engine.counters.take()["failed_loads"] == 1
+
+
+def test_states_come_from_the_host_tier(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    engine.add(PROMPT)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    engine.ranks[0].held.clear()
+    engine.add(PROMPT)
+    [load] = engine.step().plan.loads
+    assert (len(load.host_slots), load.keys) == (6, [])
+    engine.run()
+    assert engine.ranks[0].held == table_keys(engine, PROMPT, 5) | {state_key(engine, PROMPT, 5)}, "sent again"
+
+
+def test_a_prompt_that_is_handed_over_is_saved_and_loaded_as_any_other(start: StartEngine) -> None:
+    engine = start(windows=MIXED, keep=False)
+    engine.add(range(5 * BLOCK_TOKENS), side="do_remote_decode")
+    engine.run()
+    assert not engine.flights.open
+    engine.scheduler.reset_prefix_cache()
+    request = engine.add(range(5 * BLOCK_TOKENS), side="do_remote_prefill")
+    [load] = engine.step().plan.loads
+    assert len(load.keys) == 4 + 1, "the last token is computed"
+    assert not load.waits
+    assert engine.half.hit_sources(request) == (0, 4 * BLOCK_TOKENS)
+
+
+def test_what_is_known_of_the_groups() -> None:
+    state = MambaSpec(32, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    groups = BlockGroups.of(cache(state, groups=2), 32)
+    assert (groups.states, groups.tables, groups.whole, groups.windows) == ([0, 1], [], 0, True)
+    assert groups.decoded_states and groups.parts == ([], [0, 1])
+    drafts = MambaSpec(
+        32, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align", num_speculative_blocks=2
+    )
+    assert not BlockGroups.of(cache(drafts), 32).decoded_states
+    assert BlockGroups.of(cache(FullAttentionSpec(**PLAIN), groups=2), 32).parts is None
+
+
+def test_the_blocks_of_tables_are_told_from_those_of_states() -> None:
+    groups = BlockGroups([0, 0, 96], BLOCK_TOKENS, states={1})
+    ids = [[1, 2, 3], [0, 4], [0, 5, 6]]
+    assert list(groups.in_tables(ids, [1])) == [Place(1, 0, 2), Place(1, 2, 5)]
+    assert groups.complete(ids, 1) and not groups.complete(ids, 0)
+    assert (groups.table_blocks(ids, 9), groups.table_blocks(ids, 2)) == (3, 2)
+    assert groups.stored(3, 1, 3, [1, 2, 3, 4]).tolist() == [[True] * 3, [True] * 3, [False] * 3]
+    assert groups.stored(3, 1, 4, [3]).tolist() == [[True, False, True], [True] * 3, [True, False, True]]
+    present = np.ones((3, 3), dtype=bool)
+    present[2, 1] = False
+    assert (groups.run(present, 0), groups.run(present, 4)) == (2, 2)
