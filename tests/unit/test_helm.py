@@ -54,7 +54,8 @@ def _block(tokens: Iterator[tuple[str, str]], context: Any, item: Any) -> Iterat
         if word == "end":
             return
         if word in ("if", "range"):
-            value = look_up(rest, context, item)
+            value = look_up(rest.removeprefix("not "), context, item)
+            value = not value if rest.startswith("not ") else value
             inside = _inside(tokens)
             for each in value if word == "range" else [item] if value else []:
                 yield from _block(iter(inside), context, each)
@@ -120,8 +121,17 @@ def test_without_a_disk_or_a_policy_there_is_nothing_of_them() -> None:
     assert "NetworkPolicy" not in found
     spec = found["StatefulSet"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
-    assert "volumeClaimTemplates" not in spec and "volumeMounts" not in container
+    assert "volumeClaimTemplates" not in spec and not container["volumeMounts"]
     assert not [argument for argument in container["args"] if "disk" in argument]
+
+
+def test_with_a_secret_clients_log_in() -> None:
+    spec = rendered({"authSecret": "kvstore-auth"})["StatefulSet"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert "--auth=/etc/kvstore/auth.toml" in container["args"] and "--insecure" not in container["args"]
+    (volume,) = spec["volumes"]
+    assert volume["secret"]["secretName"] == "kvstore-auth"
+    assert {"name": volume["name"], "mountPath": "/etc/kvstore", "readOnly": True} in container["volumeMounts"]
 
 
 def test_the_chart_is_of_this_version() -> None:
