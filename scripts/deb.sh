@@ -23,7 +23,8 @@ venv=$root/opt/kvstore
 "$python" -m venv "$venv"
 PYTHON=$venv/bin/python scripts/wheel.sh "$root/wheels"
 wheel=$(echo "$root"/wheels/llm_kvstore-*.whl)
-"$venv/bin/python" -m pip install -q --no-compile -c requirements/test.txt "${wheel}[cluster]"
+"$venv/bin/python" -m pip install -q --no-compile -c requirements/test.txt "${wheel}[cluster]" \
+    2> >(grep -v "is ignored: it is neither a file nor a directory" >&2)
 python_version=$("$venv/bin/python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 version=$("$venv/bin/python" -c 'import kvstore; print(kvstore.__version__)')
 install -d "$root/usr/share/man/man1"
