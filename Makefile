@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults attack sanitize lint format docs demo disagg bench build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults upgrade attack sanitize lint format docs demo disagg bench man deb check-deb build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -47,6 +47,9 @@ faults: ## hand-overs while engines, store, links or proxy fail: KVSTORE_FAULTS=
 	@KVSTORE_FAULTS=$${KVSTORE_FAULTS:-500} scripts/run.sh full python -m pytest -s tests/engine/test_hand_over_faults.py \
 		tests/engine/test_proxy_faults.py
 
+upgrade: ## a cluster of the last release (tests/data), upgraded node by node while clients of both releases work
+	@KVSTORE_UPGRADE=full scripts/run.sh test python -m pytest -s tests/upgrade
+
 attack: ## clients that do their worst: memory, latency, commands between frames, slow disks, at length
 	@KVSTORE_ATTACK=full scripts/run.sh full python -m pytest -s tests/attack
 
@@ -70,6 +73,15 @@ disagg: ## a store, a prefill engine, a decode engine and the proxy: where a req
 
 bench: ## every benchmark; says first how long it takes: ARGS="--resume" goes on, ARGS="--plan" only says
 	@exec scripts/run.sh full python -m benchmarks.run_all $(ARGS)
+
+man: ## the manual pages of both commands and all subcommands, in build/man: man -l build/man/kvstore-server.1
+	@exec scripts/run.sh test python scripts/shell_files.py man build/man
+
+deb: ## a Debian package with its own environment in /opt/kvstore, a systemd unit, manual pages and completion, into dist/
+	@exec scripts/deb.sh dist
+
+check-deb: ## build the Debian package, unpack it and try its server
+	@exec scripts/check_deb.sh
 
 build: ## the wheel, into dist/
 	@exec scripts/wheel.sh dist

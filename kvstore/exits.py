@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Final, NoReturn
-
-import typer
+from typing import Final
 
 FAILED: Final = 1
 BAD_USAGE: Final = 2
@@ -14,9 +12,3 @@ BAD_USAGE: Final = 2
 def print_error(message: str) -> None:
     """Print one line on standard error."""
     print(f"error: {message}", file=sys.stderr)
-
-
-def fail(message: str, status: int) -> NoReturn:
-    """Print one error line and end the command with `status`."""
-    print_error(message)
-    raise typer.Exit(status)

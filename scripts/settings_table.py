@@ -1,7 +1,8 @@
-"""Rewrites the table of settings in docs/operations.md from what kvstore/node/config.py says of each.
+"""Rewrites the table of settings in docs/operations.md, and the sample file packaging/server.toml, from what
+kvstore/node/config.py says of each.
 
-python scripts/settings_table.py           writes it
-python scripts/settings_table.py --check   exit status 1 when it is not what it should be
+python scripts/settings_table.py           writes them
+python scripts/settings_table.py --check   exit status 1 when one is not what it should be
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ sys.path.insert(0, str(ROOT))
 
 from kvstore.node.config import ServerConfig  # noqa: E402
 from kvstore.node.settings import describe  # noqa: E402
+from kvstore.node.settings_file import sample  # noqa: E402
 
+SAMPLE = ROOT / "packaging" / "server.toml"
+SAMPLE_HEADING = (
+    "Settings of kvstore-server: every one with its default. Remove the # of those that you change, and run "
+    "kvstore-server --config THIS_FILE --check-config. A flag wins over a variable, a variable over this file."
+)
 MANUAL = ROOT / "docs" / "operations.md"
 BEGIN = "<!-- settings: written by python scripts/settings_table.py -->\n"
 END = "<!-- end of settings -->\n"
@@ -53,13 +60,15 @@ def with_table(manual: str) -> str:
 
 
 def main() -> None:
-    manual = MANUAL.read_text(encoding="utf-8")
-    wanted = with_table(manual)
-    if "--check" in sys.argv[1:]:
-        sys.exit(
-            manual != wanted and f"{MANUAL}: the table of settings is out of date: python scripts/settings_table.py"
-        )
-    MANUAL.write_text(wanted, encoding="utf-8")
+    wanted = {
+        MANUAL: with_table(MANUAL.read_text(encoding="utf-8")),
+        SAMPLE: sample(ServerConfig, SAMPLE_HEADING),
+    }
+    for file, text in wanted.items():
+        if "--check" not in sys.argv[1:]:
+            file.write_text(text, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"{file} does not say what the settings are: python scripts/settings_table.py")
 
 
 if __name__ == "__main__":

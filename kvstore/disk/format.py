@@ -96,15 +96,39 @@ def open_layout(path: Path, shards: int, segment_bytes: int, key: FolderKey | No
             encryption = key.new_encryption() if key is not None else None
             layout = Layout(path, shards, segment_bytes, secrets.token_hex(8), encryption)
         check_key(layout, key)
-        if layout.shards != shards:
-            raise DiskFormatError(
-                f"{path} holds the blocks of {layout.shards} shards, and this server has {shards}: "
-                f"start it with --shards {layout.shards}, or give --disk a new or empty folder"
-            )
+        _check_shards(layout, shards)
         _complete(layout)
     except OSError as error:
         raise DiskFormatError(_explain(path, error)) from error
     return layout
+
+
+def check_layout(path: Path, shards: int) -> None:
+    """Raise `DiskFormatError` if `open_layout` could not use `path`. Changes nothing."""
+    try:
+        above = existing_above(path)
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "", str(above))
+        if not os.access(above, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "", str(above))
+        layout = _find(path, "Give --disk another folder, one that is new or empty.") if above == path else None
+    except OSError as error:
+        raise DiskFormatError(_explain(path, error)) from error
+    if layout is not None:
+        _check_shards(layout, shards)
+
+
+def existing_above(path: Path) -> Path:
+    """-> `path`, or the nearest directory above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _check_shards(layout: Layout, shards: int) -> None:
+    if layout.shards != shards:
+        raise DiskFormatError(
+            f"{layout.path} holds the blocks of {layout.shards} shards, and this server has {shards}: "
+            f"start it with --shards {layout.shards}, or give --disk a new or empty folder"
+        )
 
 
 def read_layout(path: Path) -> Layout:

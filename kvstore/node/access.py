@@ -21,6 +21,11 @@ def check_access(config: ServerConfig) -> str:
         Audit(config.audit or "").close()
     except OSError as error:
         raise StartError(f"audit log {config.audit}: {error.strerror}") from None
+    return member_secret(config)
+
+
+def member_secret(config: ServerConfig) -> str:
+    """Check the file of principals, if there is one. -> what `check_access` gives. Raises `StartError`."""
     if config.auth is None:
         return ""
     try:

@@ -54,7 +54,7 @@ def bind(host: str, port: int, shards: int) -> list[socket.socket]:
         wanted = port + number if port else 0
         while True:
             try:
-                sockets.append(_listen(host, wanted))
+                sockets.append(listen(host, wanted))
                 break
             except (OSError, OverflowError) as error:
                 code = error.errno if isinstance(error, OSError) else None
@@ -71,7 +71,8 @@ def bind(host: str, port: int, shards: int) -> list[socket.socket]:
     return sockets
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """-> a socket that listens there. Raises `OSError`, `OverflowError` for a port that cannot be one."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from kvstore import __version__
-from kvstore.exits import BAD_USAGE, FAILED, fail
+from kvstore.exits import BAD_USAGE, FAILED, print_error
 from kvstore.logs import configure
-from kvstore.node.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, ServerConfig, load
-from kvstore.node.settings import ConfigError, Described, describe, to_toml
+from kvstore.node.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, ServerConfig, read
+from kvstore.node.settings import Described, describe
 
 log = logging.getLogger("kvstore.server")
 
@@ -26,8 +26,12 @@ HEADING = (
 
 _CONFIG_HELP = f"TOML file with the settings below. [default: what {CONFIG_VARIABLE} names, or none]"
 _ACTIONS = (
-    ("check_config", "Check the settings, say whether they can be used, and exit."),
-    ("print_config", "Print the settings in effect as a commented TOML file, and exit."),
+    (
+        "check_config",
+        "Check the settings, and this machine for the ports, folders, users and space that they need; say all that is "
+        "wrong, and exit. Nothing is started or changed.",
+    ),
+    ("print_config", "Print the settings in effect as a TOML file that says where each comes from, and exit."),
 )
 
 
@@ -51,6 +55,7 @@ def _option(described: Described) -> Any:
             metavar=None if switch else described.value,
             help=f"{described.setting.help} [default: {described.default_text}]",
             show_default=False,
+            autocompletion=(lambda: list(described.setting.choices)) if described.setting.choices else None,
         ),
     ]
 
@@ -80,12 +85,19 @@ def _serve(**given: Any) -> None:
     Every setting can also come from a TOML file (--config) and from the environment, as KVSTORE_SERVER_<NAME>.
     """
     flags = {name: value for name, value in given.items() if name in ServerConfig.__struct_fields__}
-    try:
-        config = load(given["config"], os.environ, flags)
-    except ConfigError as error:
-        fail(str(error), BAD_USAGE)
+    config, sources = read(given["config"], os.environ, flags)
+    if given["check_config"]:
+        from kvstore.node.checking import misfits
+
+        sources.add(misfits(config))
+    for problem in sources.problems:
+        print_error(problem)
+    if sources.problems:
+        raise typer.Exit(BAD_USAGE)
     if given["print_config"]:
-        print(to_toml(config, HEADING), end="")
+        from kvstore.node.settings_file import effective
+
+        print(effective(config, HEADING, sources.source), end="")
     elif given["check_config"]:
         print("the settings are valid")
     else:
@@ -106,7 +118,7 @@ def _run(config: ServerConfig) -> None:
 
 
 _serve.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-server_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+server_app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 server_app.command(context_settings={"help_option_names": ["-h", "--help"]})(_serve)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -12,8 +12,8 @@ import msgspec
 from kvstore.cluster.url import ETCD_SCHEME, EtcdURL, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
-from kvstore.node.fitting import check_access, check_cluster
-from kvstore.node.settings import HostPort, Misfit, Portion, Setting, Size, Sources
+from kvstore.node.fitting import WILDCARDS, access_misfits, cluster_misfits
+from kvstore.node.settings import ConfigError, HostPort, Misfit, Portion, Setting, Size, Sources
 from kvstore.sizes import spell_size
 from kvstore.store.rules import MAX_TTL_SECONDS, POLICIES, NamespaceRule
 
@@ -28,6 +28,7 @@ DISK_SEGMENT_BYTES: Final = 256 << 20
 # `MIN_DISK_SEGMENT_BYTES`; with more, segments are made larger than `DISK_SEGMENT_BYTES`.
 DISK_SEGMENTS: Final = (16, 1024)
 MAX_SECONDS: Final = 86_400
+MAX_PORT: Final = 65_535
 
 SERVER: Final = "Server"
 MEMORY: Final = "Memory"
@@ -40,7 +41,7 @@ OFF: Final = "off"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of `kvstore-server`; `check` tells whether they fit each other."""
+    """All settings of `kvstore-server`; `misfits` tells which do not fit each other."""
 
     host: Annotated[str, Setting(SERVER, "Address to listen on.", "HOST")] = "127.0.0.1"
     port: Annotated[
@@ -332,35 +333,44 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             size *= 2
         return size
 
-    def check(self) -> None:
-        """Raise `Misfit` when settings do not fit each other."""
+    def misfits(self) -> Iterator[Misfit]:
+        """Yield what does not fit: each setting by itself is valid."""
         if self.disk == "":
-            raise Misfit("disk", "expected the path of a folder")
+            yield Misfit("disk", "expected the path of a folder")
         if self.shard_disk_bytes < MIN_DISK_BYTES:
-            raise Misfit(
+            yield Misfit(
                 "disk_size",
                 f"this gives each of {self.shards} shard(s) {self.shard_disk_bytes} bytes: expected at least "
                 f"{spell_size(MIN_DISK_BYTES)} a shard; raise --disk-size",
             )
         for name in ("disk_key_file", "disk_key_command"):
             if getattr(self, name) is not None and self.disk is None:
-                raise Misfit(name, "a key without a disk tier: expected --disk as well")
-        check_cluster(self)
-        check_access(self)
+                yield Misfit(name, "a key without a disk tier: expected --disk as well")
+        yield from cluster_misfits(self)
+        yield from access_misfits(self)
         if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:
-            raise Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
+            yield Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
         if self.shard_memory_bytes < self.segment:
-            raise Misfit(
+            yield Misfit(
                 "memory",
                 f"this gives each of {self.shards} shard(s) {self.shard_memory_bytes} bytes: expected at least one "
                 f"segment of {self.segment}; raise --memory, or lower --shards or --segment",
             )
         if self.transient_memory.of(self.memory) > self.memory:
-            raise Misfit("transient_memory", f"expected at most the memory of all shards, {self.memory}")
+            yield Misfit("transient_memory", f"expected at most the memory of all shards, {self.memory}")
+        last = self.port + self.shards - 1
+        if self.port and last > MAX_PORT:
+            yield Misfit("port", f"{self.shards} shards need the ports up to {last}: {MAX_PORT} is the last")
+        http = self.http
+        meets = http is not None and (http.host == self.host or {http.host, self.host} & {*WILDCARDS})
+        if http is not None and meets and 0 < self.port <= http.port <= last:
+            yield Misfit("http", f"shard {http.port - self.port} listens on this port: choose another one")
 
 
-def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
-    """-> the settings from all sources. Raises `ConfigError`.
+def read(
+    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> tuple[ServerConfig, Sources[ServerConfig]]:
+    """-> the settings from all sources, which know where each comes from, and what is wrong with them.
 
     file: the TOML file; None: the file that KVSTORE_SERVER_CONFIG names, if it is set. flags: None as a value means
     that the flag was not given.
@@ -373,8 +383,13 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
     sources.read_environment(environment, (CONFIG_VARIABLE,))
     sources.read_flags(flags)
     config = sources.config()
-    try:
-        config.check()
-    except Misfit as error:
-        raise sources.error(error) from None
+    sources.add(config.misfits())
+    return config, sources
+
+
+def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> ServerConfig:
+    """-> the settings from all sources, as `read` takes them. Raises `ConfigError` with all that is wrong."""
+    config, sources = read(file, environment, flags)
+    if sources.problems:
+        raise ConfigError(*sources.problems)
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterator
 from typing import Final, Protocol
 
 from kvstore.cluster.url import MAX_NAME, EtcdURL, is_name
@@ -60,16 +61,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_access(config: Access) -> None:
-    """Raise `Misfit` when others could use the server without a login, and nobody has said that they may."""
+def access_misfits(config: Access) -> Iterator[Misfit]:
+    """Yield why others could use the server without a login, although nobody has said that they may."""
     for name in ("auth", "audit"):
         if getattr(config, name) == "":
-            raise Misfit(name, "expected a file")
+            yield Misfit(name, "expected a file")
     if config.insecure:
         return
     if config.auth is not None:
         if config.nixl:
-            raise Misfit(
+            yield Misfit(
                 "nixl",
                 "NIXL's own ports ask nobody to log in: leave --nixl or --auth out, or give --insecure too if "
                 "whoever reaches this host may read every block",
@@ -77,39 +78,44 @@ def check_access(config: Access) -> None:
         return
     for name, host in (("host", config.host), ("http", config.http.host if config.http is not None else "localhost")):
         if not is_loopback(host):
-            raise Misfit(
+            yield Misfit(
                 name,
                 f"{host or 'every address'} is not this machine alone, and whoever reaches it may read, change and "
                 "delete all blocks: give --auth FILE, or --insecure if every host in that network is trusted",
             )
 
 
-def check_cluster(config: Cluster) -> None:
-    """Raise `Misfit` when the settings of a cluster do not fit each other."""
+def cluster_misfits(config: Cluster) -> Iterator[Misfit]:
+    """Yield what does not fit of the settings of a cluster."""
     if config.node_id is not None and not is_name(config.node_id):
-        raise Misfit(
+        yield Misfit(
             "node_id",
             f"expected 1 to {MAX_NAME} letters, digits, '.', '_' and '-', and another id for each node of the cluster",
         )
     if config.zone and not is_name(config.zone):
-        raise Misfit("zone", f"expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
-    if config.cluster_url is None:
+        yield Misfit("zone", f"expected up to {MAX_NAME} letters, digits, '.', '_' and '-'")
+    try:
+        url = config.cluster_url
+    except Misfit as misfit:
+        yield misfit
+        return
+    if url is None:
         for name in ("advertise", "drain_seconds"):
             if getattr(config, name):
-                raise Misfit(name, "only a member of a cluster has this setting: give --cluster too")
+                yield Misfit(name, "only a member of a cluster has this setting: give --cluster too")
         return
-    if not is_name(config.cluster_node_id):
-        raise Misfit(
+    if config.node_id is None and not is_name(config.cluster_node_id):
+        yield Misfit(
             "node_id",
             f"the host name {config.cluster_node_id!r} cannot be the node's id: expected 1 to {MAX_NAME} letters, "
             "digits, '.', '_' and '-'; give --node-id",
         )
     host, name = config.advertised_host, "advertise" if config.advertise else "host"
     if host in WILDCARDS:
-        raise Misfit(name, "others cannot connect to this address: give --advertise with one that they can reach")
+        yield Misfit(name, "others cannot connect to this address: give --advertise with one that they can reach")
     wrong = any(not "!" <= letter <= "~" or letter in "/[]@,?#" for letter in host)
     if wrong or len(host) > MAX_HOST or host.count(":") == 1:
-        raise Misfit(name, "expected a host name or an address, without a port")
+        yield Misfit(name, "expected a host name or an address, without a port")
 
 
 def metrics_address(config: NodeSettings, port: int) -> str:

@@ -1,7 +1,7 @@
 """Settings that are described once: a msgspec struct whose fields are `Annotated` with a `Setting`.
 
 From that description come a command's flags, the variables, the keys of the TOML file, the error messages, the
-commented file that `--print-config` writes, and the table in docs/operations.md. A setting has the same name
+commented files of `settings_file.py`, the manual page and the table in docs/operations.md. A setting has the same name
 everywhere: field and key `log_level`, flag `--log-level`, variable `KVSTORE_SERVER_LOG_LEVEL`. A flag wins over a
 variable, a variable over the file, the file over the default.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -27,17 +26,23 @@ else:
     import tomli as tomllib
 
 MAX_HOST: Final = 255
-_COMMENT_WIDTH: Final = 98  # of the comments in the TOML file
+DEFAULT: Final = "default"  # the source of a value that nobody gave
+_HIDDEN: Final = "(secret)"
 
 ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
 
 class ConfigError(Exception):
-    """The settings cannot be used. The message says which setting, where it came from, and what is expected."""
+    """The settings cannot be used. Each problem says which setting, where it came from, and what is expected; the
+    message has a line for each."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 class Misfit(ConfigError):
-    """A setting is valid by itself but does not fit the others."""
+    """A setting is valid by itself but does not fit the others, or the machine."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}")
@@ -49,7 +54,7 @@ class Size(int):
     """A number of bytes, written like 4GiB."""
 
     def __str__(self) -> str:
-        return spell_size(self)
+        return spell_size(int(self))
 
 
 class Portion(str):
@@ -91,6 +96,7 @@ class Setting:
     more: str = ""  # page and anchor in docs/ with more about it
     file_only: bool = False  # tables of the file; they have no flag and no variable
     example: str = ""  # for `file_only`: the content of an example table
+    secret: bool = False  # its value is never shown: not in messages, logs, pages or printed files
 
 
 @dataclass(frozen=True)
@@ -181,9 +187,10 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 class Sources(Generic[ConfigT]):
-    """Collects the values of settings and the origin of each: a flag, a variable, the file, or the default.
+    """Collects the values of settings, the source of each (a flag, a variable, the file), and all problems.
 
-    Read sources in the order of their precedence, the file first: a later value replaces an earlier one.
+    Read sources in the order of their precedence, the file first: a later value replaces an earlier one. What is wrong
+    is added to `problems` and left out, so that one look finds everything.
     """
 
     def __init__(self, config: type[ConfigT], environment_prefix: str) -> None:
@@ -191,86 +198,106 @@ class Sources(Generic[ConfigT]):
         self._prefix = environment_prefix
         self._described = {described.name: described for described in describe(config)}
         self._values: dict[str, Any] = {}
-        self._origins: dict[str, str] = {}
+        self._sources: dict[str, str] = {}  # "--memory", "KVSTORE_SERVER_MEMORY", the file's path
+        self._origins: dict[str, str] = {}  # the same with the value, as a message names it
+        self._refused: set[str] = set()  # settings whose values are not allowed
+        self.problems: list[str] = []
 
     def read_file(self, file: Path, named_by: str = "--config") -> None:
-        """Add the values in a TOML file. Raises `ConfigError`."""
+        """Add the values in a TOML file."""
         where = f"{named_by} {shlex.quote(str(file))}"
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"{where}: the file cannot be read: {error.strerror}") from None
+            self.problems.append(f"{where}: the file cannot be read: {error.strerror}")
+            return
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}: the file is not valid TOML: {error}") from None
+            self.problems.append(f"{where}: the file is not valid TOML: {error}")
+            return
         self._refuse_unknown(str(file), set(values) - set(self._described), self._described)
         for name, value in values.items():
-            is_tables = self._described[name].setting.file_only
-            self._add(name, value, str(file) if is_tables else f"{file}: {name} = {_shown(value)}")
+            if name in self._described:
+                is_tables = self._described[name].setting.file_only
+                shown = str(file) if is_tables else f"{file}: {name} = {self._shown(name, shown_in_toml(value))}"
+                self._add(name, value, str(file), shown)
 
     def read_environment(self, environment: Mapping[str, str], others: tuple[str, ...]) -> None:
-        """Add the values of variables. Raises `ConfigError`.
+        """Add the values of variables.
 
         others: variables that have the prefix but are no settings.
         """
         names = {self._variable(name): name for name in self._described}
         given = {name for name in environment if name.startswith(self._prefix)} - set(others)
-        for variable in sorted(given):
-            described = self._described.get(names.get(variable, ""))
-            if described is not None and described.setting.file_only:
-                raise ConfigError(
-                    f"{variable}: no variable sets this; write [[{described.name}]] tables in the configuration file "
-                    "(--config FILE)"
-                )
+        of_tables = {name for name in given & set(names) if self._described[names[name]].setting.file_only}
+        for variable in sorted(of_tables):
+            self.problems.append(
+                f"{variable}: no variable sets this; write [[{names[variable]}]] tables in the configuration file "
+                "(--config FILE)"
+            )
         known = [name for name in names if not self._described[names[name]].setting.file_only]
-        self._refuse_unknown("environment", given - set(known), [*known, *others])
-        for variable in given:
-            value = environment[variable]
-            self._add(names[variable], value, f"{variable}={shlex.quote(value)}")
+        self._refuse_unknown("environment", given - of_tables - set(known), [*known, *others])
+        for variable in sorted(given & set(known)):
+            name, value = names[variable], environment[variable]
+            self._add(name, value, variable, f"{variable}={self._shown(name, shlex.quote(value))}")
 
     def read_flags(self, flags: Mapping[str, Any]) -> None:
         """Add the values of flags. None means that the flag was not given."""
         for name, value in flags.items():
             if value is not None:
                 flag = self._described[name].flag
-                shown = f"{flag} {shlex.quote(str(value))}"
                 if isinstance(value, bool):
-                    shown = flag if value else flag.replace("--", "--no-", 1)
-                self._add(name, value, shown)
+                    flag = shown = flag if value else flag.replace("--", "--no-", 1)
+                else:
+                    shown = f"{flag} {self._shown(name, shlex.quote(str(value)))}"
+                self._add(name, value, flag, shown)
 
     def config(self) -> ConfigT:
-        """-> all settings. Raises `ConfigError` for a value that is not allowed."""
-        for name, value in self._values.items():
-            self._check(self._described[name], value)
+        """-> all settings. Those whose values are not allowed become problems and have their defaults."""
+        for name, value in list(self._values.items()):
+            problem = self._problem(self._described[name], value)
+            if problem:
+                self.problems.append(f"{self._origins[name]}: {problem}")
+                self._refused.add(name)
+                del self._values[name]
         return msgspec.convert(self._values, self._config, strict=False, dec_hook=_decode)
 
-    def error(self, misfit: Misfit) -> ConfigError:
-        """-> the error of a setting that does not fit the others, with the setting's origin."""
-        described = self._described[misfit.name]
-        origin = self._origins.get(misfit.name) or f"{described.flag} {described.default_text} (the default)"
-        return ConfigError(f"{origin}: {misfit.problem}")
+    def add(self, misfits: Iterable[Misfit]) -> None:
+        """Add what does not fit to the problems, with the origin of each setting. Settings whose own values were
+        refused are left out: what is known of them is wrong anyway."""
+        for misfit in misfits:
+            if misfit.name not in self._refused:
+                described = self._described[misfit.name]
+                origin = self._origins.get(misfit.name) or f"{described.flag} {described.default_text} (the default)"
+                self.problems.append(f"{origin}: {misfit.problem}")
+
+    def source(self, name: str) -> str:
+        """Where the value of a setting comes from: a flag, a variable, the path of a file, or `DEFAULT`."""
+        return self._sources.get(name, DEFAULT)
 
     def _variable(self, name: str) -> str:
         return f"{self._prefix}{name.upper()}"
 
-    def _add(self, name: str, value: Any, origin: str) -> None:
+    def _shown(self, name: str, value: str) -> str:
+        return _HIDDEN if self._described[name].setting.secret else value
+
+    def _add(self, name: str, value: Any, source: str, origin: str) -> None:
         self._values[name] = value
+        self._sources[name] = source
         self._origins[name] = origin
 
-    def _check(self, described: Described, value: Any) -> None:
-        origin = self._origins[described.name]
+    def _problem(self, described: Described, value: Any) -> str:
+        """Why a value is not allowed; empty if it is."""
         try:
             config = msgspec.convert({described.name: value}, self._config, strict=False, dec_hook=_decode)
         except msgspec.ValidationError as error:
-            problem = _of_table(described.name, error) if described.kind is list else described.problem
-            raise ConfigError(f"{origin}: {problem}") from None
+            return _of_table(described.name, error) if described.kind is list else described.problem
         choices = described.setting.choices
-        if choices and getattr(config, described.name) not in choices:
-            raise ConfigError(f"{origin}: {described.problem}")
+        return described.problem if choices and getattr(config, described.name) not in choices else ""
 
-    def _refuse_unknown(self, where: str, unknown: set[str], known: Any) -> None:
+    def _refuse_unknown(self, where: str, unknown: set[str], known: Iterable[str]) -> None:
         if unknown:
             what = ", ".join(map(repr, sorted(unknown)))
-            raise ConfigError(f"{where}: unknown setting {what}; known are {', '.join(known)}")
+            self.problems.append(f"{where}: unknown setting {what}; known are {', '.join(known)}")
 
 
 def _decode(kind: type, value: Any) -> Any:
@@ -311,10 +338,10 @@ def _of_table(name: str, error: msgspec.ValidationError) -> str:
     return f"[[{name}]]{number}{key}: {problem[:1].lower()}{problem[1:]}"
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
+# ---- showing -------------------------------------------------------------------------------------------------------
 
 
-def _shown(value: Any) -> str:
+def shown_in_toml(value: Any) -> str:
     """-> a value in TOML notation; "..." for tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -325,47 +352,16 @@ def _shown(value: Any) -> str:
     return msgspec.json.encode(str(value)).decode()
 
 
-def to_toml(config: msgspec.Struct, heading: str) -> str:
-    """-> all settings as a TOML file with comments. Reading the file gives `config` again."""
-    lines = _comment(heading)
-    section = ""
-    described = describe(type(config))
-    for each in sorted(described, key=lambda each: each.setting.file_only):  # tables have to come last
-        if each.setting.section != section:
-            section = each.setting.section
-            lines += ["", f"# ---- {section} ".ljust(_COMMENT_WIDTH + 2, "-")]
-        value = getattr(config, each.name)
-        if each.setting.file_only:
-            lines += ["", *_comment(each.setting.help), *_tables(each, value)]
-        else:
-            bounds = "" if each.kind in (str, bool) and not each.setting.choices else f" Expected: {each.expected}."
-            lines += ["", *_comment(f"{each.setting.help}{bounds} Default: {each.default_text}.")]
-            lines.append(f"# {each.name} = {_shown(each.value)}" if value is None else f"{each.name} = {_shown(value)}")
-    return "\n".join([*lines, ""])
-
-
-def _comment(text: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(text, _COMMENT_WIDTH)]
-
-
-def _tables(described: Described, rows: list[msgspec.Struct]) -> list[str]:
-    if not rows:
-        return [f"# {line}" for line in (f"[[{described.name}]]", *described.setting.example.splitlines())]
-    lines = []
-    for row in rows:
-        lines.append(f"[[{described.name}]]")
-        lines += [f"{key} = {_shown(value)}" for key, value in msgspec.structs.asdict(row).items()]
-    return lines
-
-
 def listed(config: msgspec.Struct) -> dict[str, str]:
     """-> all settings, with their values as text for people."""
-    return {each.name: _read_by_people(getattr(config, each.name)) for each in describe(type(config))}
+    return {each.name: _read_by_people(each, getattr(config, each.name)) for each in describe(type(config))}
 
 
-def _read_by_people(value: Any) -> str:
+def _read_by_people(described: Described, value: Any) -> str:
     if value is None:
         return ""
+    if described.setting.secret:
+        return _HIDDEN
     if isinstance(value, list):
         return f"{len(value)} table(s)"
     return str(value).lower() if isinstance(value, bool) else str(value)

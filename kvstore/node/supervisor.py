@@ -8,6 +8,7 @@ withdraws it before the shards stop.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -26,14 +27,15 @@ import kvstore
 from kvstore.auth.policy import member_cookie
 from kvstore.cluster.members import DirectoryError, Member
 from kvstore.extras import nixl_package
-from kvstore.logs import fields
 from kvstore.node import unix_sockets
 from kvstore.node.access import check_access
+from kvstore.node.announcing import Announcer
 from kvstore.node.children import Child, StartError, bind
 from kvstore.node.config import ServerConfig
 from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.fitting import is_loopback, metrics_address
-from kvstore.node.settings import HostPort, changed, listed
+from kvstore.node.settings import listed
+from kvstore.node.systemd import ServiceManager
 from kvstore.shard.setup import ShardConfig
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ShardAddress
@@ -55,6 +57,8 @@ class Supervisor:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
+        self._systemd = ServiceManager(os.environ)
+        self._announcer = Announcer(config, self._systemd)
         self._signals = 0  # signals to stop, so far
         self._signal = signal.SIGTERM  # the last signal
         self._stopping = False
@@ -106,12 +110,10 @@ class Supervisor:
         # The kernel may give a signal to any thread. Python handles it on this one, which may be waiting: wake it.
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         started = time.monotonic()
-        self._log_start()
+        http_port = self._http.port if self._http is not None else None
+        self._announcer.starting(self.node, [child.address for child in self._children], http_port)
         status = self._serve()
-        uptime_s = round(time.monotonic() - started, 3)
-        log.info(
-            "stopped after %.1f s, exit status %d", uptime_s, status, extra=fields(uptime_s=uptime_s, status=status)
-        )
+        self._announcer.stopped(round(time.monotonic() - started, 3), status)
         return status
 
     def _serve(self) -> int:
@@ -122,11 +124,7 @@ class Supervisor:
             self._stopping = True
             self._stop()
             return 0 if self._asked_to_stop else 1
-        print(
-            f"kvstore-server ready tcp://{HostPort.of(self.config.host, self.port)} shards={self.config.shards} "
-            f"memory={int(self.config.memory)}",
-            flush=True,
-        )
+        self._announcer.ready(self.port)
         if self._registration is not None and not self._asked_to_stop:
             self._registration.start(metrics_address(self.config, self._http.port if self._http is not None else 0))
         while not self._stopping:
@@ -138,38 +136,6 @@ class Supervisor:
             self._registration.stop()
         self._stop()
         return 0
-
-    def _log_start(self) -> None:
-        """Log one line: the version, the addresses, and the settings that are not the defaults."""
-        addresses = [str(HostPort.of(*child.address)) for child in self._children]
-        http = ""
-        if self._http is not None and self.config.http is not None:
-            http = f"http://{HostPort.of(self.config.http.host, self._http.port)}/"
-        settings = changed(self.config)
-        log.info(
-            "kvstore-server %s starts: listening on %s, %s; settings: %s",
-            kvstore.__version__,
-            ", ".join(addresses),
-            http or "no HTTP",
-            " ".join(f"{name}={value}" for name, value in settings.items()) or "all by default",
-            extra=fields(
-                version=kvstore.__version__,
-                pid=os.getpid(),
-                node=self.node,
-                listen=addresses,
-                http=http,
-                settings=settings,
-            ),
-        )
-
-    def _log_stop(self) -> None:
-        """Log one line when the server begins to stop."""
-        log.info(
-            "%s: stopping; requests that have begun may take %g s more",
-            self._signal.name,
-            DRAIN_S,
-            extra=fields(signal=self._signal.name),
-        )
 
     def _make_registration(self) -> Registration | None:
         config = self.config
@@ -218,11 +184,10 @@ class Supervisor:
 
     def _begin_to_leave(self) -> None:
         """Begin to drain, if that is configured; otherwise begin to stop."""
-        self._log_stop()
+        self._announcer.stopping(self._signal, DRAIN_S, self.config.drain_seconds if self._drains_first else 0)
         if self._registration is None or not self._drains_first:
             self._stopping = True
             return
-        log.info("draining for at most %d s; a second signal ends that", self.config.drain_seconds)
         self._draining = True
         self._registration.drain(self.config.drain_seconds)
 
@@ -315,7 +280,8 @@ class Supervisor:
         """Wait until every shard accepts requests. -> False when the server was stopped or a shard failed before."""
         deadline = time.monotonic() + START_S
         while any(child.ready_fd >= 0 for child in self._children):
-            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+            self._systemd.alive()
+            for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, deadline - time.monotonic()))):
                 child = key.data
                 if child is None:
                     os.read(self._wake_r, 64)
@@ -323,7 +289,7 @@ class Supervisor:
                     log.error("shard %d did not start; its own message is above", child.number)
                     return False
             if self._asked_to_stop:
-                self._log_stop()
+                self._announcer.stopping(self._signal, DRAIN_S, 0)
                 return False
             if time.monotonic() > deadline:
                 log.error("not all shards were ready after %g s", START_S)
@@ -334,7 +300,8 @@ class Supervisor:
         """Wait for an event: a shard is ready or has died, a restart is due, or a signal came. Then handle it."""
         now = time.monotonic()
         due = [child.restart_at for child in self._children if child.process is None]
-        for key, _ in self._selector.select(max(0.0, min(due) - now) if due else None):
+        self._systemd.alive()
+        for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, min(due) - now) if due else None)):
             child = key.data
             if child is None:
                 os.read(self._wake_r, 64)
@@ -368,9 +335,11 @@ class Supervisor:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + DRAIN_S + 5.0 + (DISK_STOP_S if self._disk else 0.0)
         for process in running:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            while process.poll() is None and time.monotonic() < deadline:
+                self._systemd.alive()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self._systemd.wait_s(max(0.0, deadline - time.monotonic())))
+            if process.poll() is None:
                 log.error("shard process %d did not stop; killed", process.pid)
                 process.kill()
                 process.wait()

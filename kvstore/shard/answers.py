@@ -152,12 +152,7 @@ class Answers:
         )
 
     def _hello(self, peer: Peer, request: wire.Hello) -> None:
-        if request.protocol != wire.PROTOCOL_VERSION:
-            raise WireError(
-                ErrorCode.VERSION,
-                f"protocol version {request.protocol}: this server speaks {wire.PROTOCOL_VERSION}",
-                request.id,
-            )
+        wire.agreed_protocol(request)  # before anything else is said of the connection
         self.places.show_cookie(peer, request.cookie)
         if self.logins is not None:
             if self.places.is_cookie(request.cookie):
@@ -197,7 +192,7 @@ class Answers:
         peer.reply(
             wire.Welcome(
                 id=request.id,
-                protocol=wire.PROTOCOL_VERSION,
+                protocol=wire.agreed_protocol(request),
                 version=__version__,
                 node=config.node,
                 shard=config.shard,

@@ -116,7 +116,15 @@ class Asking:
         dealer = self._open_dealer()
         try:
             welcome = dealer.say_hello(
-                wire.Hello(self._last_id, wire.PROTOCOL_VERSION, namespace, _NAME, b"", replicas, self._cookie),
+                wire.Hello(
+                    self._last_id,
+                    wire.OLDEST_PROTOCOL,
+                    namespace,
+                    _NAME,
+                    replicas=replicas,
+                    cookie=self._cookie,
+                    newest=wire.PROTOCOL_VERSION,
+                ),
                 self._deadline,
             )
         except Refusal as error:

@@ -31,6 +31,7 @@ from kvstore.wire.attributes import Attributes, attributes_dtype
 from kvstore.wire.messages import (
     CHECKSUM_BYTES,
     MAX_BLOCK_BYTES,
+    OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     Error,
     ErrorCode,
@@ -418,9 +419,10 @@ class FrameBuffers:
 
 def check_welcome(welcome: Welcome, block_bytes: int) -> None:
     """Raise `WireError` unless WELCOME fits a HELLO whose namespace has blocks of `block_bytes` (0: no namespace)."""
-    if welcome.protocol != PROTOCOL_VERSION:
+    if not OLDEST_PROTOCOL <= welcome.protocol <= PROTOCOL_VERSION:
         raise WireError(
-            ErrorCode.VERSION, f"it speaks protocol version {welcome.protocol}: expected {PROTOCOL_VERSION}"
+            ErrorCode.VERSION,
+            f"it speaks protocol version {welcome.protocol}: expected {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}",
         )
     if welcome.block_bytes != block_bytes:
         raise _broken(f"WELCOME with blocks of {welcome.block_bytes} bytes: expected {block_bytes}")

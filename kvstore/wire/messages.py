@@ -8,7 +8,9 @@ Safety property: no memory is allocated for a frame before its size is compared 
 decodes into exactly one of the structs below or raises `WireError` with a code and a sentence for the sender.
 
 Compatibility: fields may be appended with a default; an old peer ignores fields that it does not know. Any other change
-needs a new `PROTOCOL_VERSION`; HELLO with another version is refused.
+needs a new `PROTOCOL_VERSION`. HELLO names the range of versions that the client speaks, the shard takes the highest
+that both speak (`agreed_protocol`), and WELCOME names it; it holds for the connection. Each release speaks the version
+of the release before it, too, so that nodes and engines are upgraded one by one.
 
 Over 400 lines because all messages of the protocol, their limits and their checks are in one place.
 """
@@ -20,7 +22,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
+OLDEST_PROTOCOL: Final = 3  # of the release before this one
 NAMESPACE_VERSION: Final = 1
 
 MIN_KEY_BYTES: Final = 8
@@ -117,7 +120,7 @@ class Hello(_Header, tag=1, frozen=True):
     namespaces are allowed."""
 
     id: int
-    protocol: int
+    protocol: int  # the oldest version that the client speaks; a shard of version 3 speaks this one or none
     namespace: bytes = b""  # canonical JSON
     client: str = ""  # for logs
     credentials: bytes = b""
@@ -125,6 +128,7 @@ class Hello(_Header, tag=1, frozen=True):
     cookie: str = ""  # the node's, from its record in the cluster: a supervisor shows that it belongs to the cluster
     release_ring: bool = False  # on a Unix socket: the client takes RELEASE_RING
     nixl: bool = False  # elsewhere: the client can read the shard's memory with NIXL
+    newest: int = 0  # the newest version that the client speaks; 0: only `protocol`
 
 
 class Set(_Header, tag=2, frozen=True):
@@ -344,7 +348,7 @@ class ShardAddress(msgspec.Struct, array_like=True, frozen=True):
 
 class Welcome(_Header, tag=65, frozen=True):
     id: int
-    protocol: int
+    protocol: int  # the version that is spoken on this connection
     version: str
     node: str
     shard: int
@@ -588,6 +592,25 @@ def decode_request(header: bytes | bytearray | memoryview) -> Request:
                 request.id,
             )
     return request
+
+
+def agreed_protocol(hello: Hello) -> int:
+    """-> the highest version that the sender of a HELLO and this release speak. Raises `WireError` if there is none."""
+    newest = min(max(hello.protocol, hello.newest), PROTOCOL_VERSION)
+    if newest < max(hello.protocol, OLDEST_PROTOCOL):
+        theirs = _versions(hello.protocol, max(hello.protocol, hello.newest))
+        ours = _versions(OLDEST_PROTOCOL, PROTOCOL_VERSION)
+        raise WireError(
+            ErrorCode.VERSION,
+            f"the client speaks {theirs} of the protocol: this server speaks {ours}; "
+            f"upgrade the {'server' if hello.protocol > PROTOCOL_VERSION else 'client'}",
+            hello.id,
+        )
+    return newest
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
 def _check_deadline(request: Set | KeyedRequest | Hottest | Purge) -> None:

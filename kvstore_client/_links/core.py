@@ -150,7 +150,16 @@ class Core:
         """The HELLO of this client. Only HELLO has the request id 0."""
         client = f"kvstore-client/{__version__} pid={os.getpid()}"
         token = self._credentials.token if self._credentials is not None else b""
-        return wire.Hello(0, wire.PROTOCOL_VERSION, self._namespace, client, token, self.replicas, release_ring=True)
+        return wire.Hello(
+            0,
+            wire.OLDEST_PROTOCOL,
+            self._namespace,
+            client,
+            token,
+            self.replicas,
+            release_ring=True,
+            newest=wire.PROTOCOL_VERSION,
+        )
 
     def _new_link(self, name: str, host: str, port: int) -> Link:
         first = Link(name, host, port, self.hello, self._wake, self._shared_memory, self._nixl)

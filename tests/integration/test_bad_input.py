@@ -106,7 +106,12 @@ SET3 = pack(SET, 7, 1000, 3, 16)
         ([b"\x95\x01\x07\x01\xc4\x00\xa1\xff"], ErrorCode.PROTOCOL, 7, ["not a request"]),
         ([pack(PING, -1, 5)], ErrorCode.PROTOCOL, 0, ["-1", "2**63"]),
         ([bytes(64 * KiB + 1)], ErrorCode.LIMIT, 0, [64 * KiB + 1, 64 * KiB]),
-        ([pack(HELLO, 7, 1)], ErrorCode.VERSION, 7, ["version 1", "speaks 3"]),
+        (
+            [pack(HELLO, 7, 1)],
+            ErrorCode.VERSION,
+            7,
+            ["version 1 ", "speaks versions 3 to 4", "upgrade the client"],
+        ),
         ([pack(PING, 7, 5), b"more"], ErrorCode.PROTOCOL, 7, ["PING", "one frame"]),
         ([SET3], ErrorCode.PROTOCOL, 7, ["SET", "keys frame"]),
         ([pack(GET, 7, 1000, 1, 16)], ErrorCode.PROTOCOL, 7, ["GET", "keys frame"]),

@@ -186,7 +186,9 @@ LINK_NAMESPACE = b'{"block_bytes":64,"model":"link","version":1}'
 
 def link_to(router: zmq.Socket[bytes]) -> Link:
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    return Link("fake", "127.0.0.1", port, lambda: wire.Hello(0, PROTOCOL, LINK_NAMESPACE, "link"), lambda: None)
+    return Link(
+        "fake", "127.0.0.1", port, lambda: wire.Hello(0, PROTOCOL, LINK_NAMESPACE, "link", newest=4), lambda: None
+    )
 
 
 def welcome(request_id: int, port: int = 1, block_bytes: int = 64, shard: int = 0) -> bytes:
@@ -198,7 +200,19 @@ def test_a_link_shakes_hands_with_a_pyzmq_router(router: zmq.Socket[bytes]) -> N
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(link.connect, 5.0)
         peer, header = router.recv_multipart()
-        assert msgspec.msgpack.decode(header) == [HELLO, 0, PROTOCOL, LINK_NAMESPACE, "link", b"", 1, "", False, False]
+        assert msgspec.msgpack.decode(header) == [
+            HELLO,
+            0,
+            PROTOCOL,
+            LINK_NAMESPACE,
+            "link",
+            b"",
+            1,
+            "",
+            False,
+            False,
+            4,
+        ]
         router.send_multipart([peer, welcome(0)])
         reply = connecting.result(5)
     assert (reply.version, reply.node, reply.block_bytes) == ("9.9", "fake", 64)

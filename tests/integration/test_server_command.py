@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 import kvstore
-from kvstore.node.config import ServerConfig
+from kvstore.node.config import ServerConfig, load
 from kvstore.node.settings import describe
 from tests.support import forked
 from tests.support.harness import StartServer, environment, wait_until
@@ -36,20 +37,74 @@ def test_the_help_tells_every_setting_with_its_default(flag: str) -> None:
 
 
 def test_settings_are_checked_without_a_start(tmp_path: Path) -> None:
-    assert run("--check-config", "--memory", "512Mi").stdout == "the settings are valid\n"
+    disk = tmp_path / "disk"
+    fine = ("--memory", "512Mi", "--port", "0", "--disk", str(disk), "--disk-size", "64MiB")
+    assert run("--check-config", *fine).stdout == "the settings are valid\n"
+    assert not disk.exists()
     file = tmp_path / "server.toml"
     file.write_text("port = 70000\n")
     wrong = run("--check-config", status=2, KVSTORE_SERVER_CONFIG=str(file))
     assert wrong.stdout == ""
-    assert wrong.stderr == f"error: {file}: port = 70000: expected a whole number from 0 to 65535\n"
+    assert f"error: {file}: port = 70000: expected a whole number from 0 to 65535\n" in wrong.stderr
+
+
+def test_a_check_tells_everything_that_the_machine_lacks(tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "thesis.txt").write_text("mine")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = {
+            "port": port,
+            "http": "192.0.2.1:0",
+            "auth": tmp_path / "auth.toml",
+            "unix-users": "nobody9",
+            "unix-socket": tmp_path / "none" / "kv.sock",
+            "memory": "512TiB",
+            "disk": others,
+        }
+        given = [f"--{name}={value}" for name, value in flags.items()]
+        wrong = run("--check-config", "--insecure", *given, status=2)
+    lines = wrong.stderr.splitlines()
+    assert wrong.stdout == "" and len(lines) == 7
+    for line, said in zip(
+        lines,
+        (
+            f"error: --port {port}: port {port}, for shard 0: it is in use; `ss -ltnp` says",
+            "error: --http 192.0.2.1:0: cannot listen there: Cannot assign requested address",
+            f"error: --auth {tmp_path}/auth.toml: ",
+            "error: --unix-users nobody9: there is no user 'nobody9' on this host",
+            f"error: --unix-socket {tmp_path}/none/kv.sock: {tmp_path}/none is not a folder: make it, or choose",
+            "error: --memory 512TiB: with 256.0 MiB for each of 1 shard(s) the server takes up to",
+            f"error: --disk {others}: {others} is not a disk tier of kvstore: it has no readable file FORMAT, but",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(said), line
+    assert [each.name for each in others.iterdir()] == ["thesis.txt"]
+
+
+def test_a_check_knows_the_disk_tier_that_is_there(start_server: StartServer, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    server = start_server("--disk", str(disk), "--disk-size", "64MiB")
+    beside = ("--check-config", "--port", "0", "--memory", "64MiB", "--segment", "4MiB", "--disk", str(disk))
+    assert run(*beside, "--disk-size", "64MiB").stdout == "the settings are valid\n"
+    wrong = run(*beside, "--disk-size", "900TiB", status=2)
+    assert "error: --disk-size 900TiB: the file system of" in wrong.stderr
+    wrong = run(*beside, "--shards", "2", status=2)
+    assert "holds the blocks of 1 shards, and this server has 2" in wrong.stderr
+    wrong = run("--check-config", "--port", str(server.port), status=2)
+    assert f"port {server.port}, for shard 0: it is in use" in wrong.stderr
 
 
 def test_printed_settings_can_be_given_as_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "server.toml"
+    file, again = tmp_path / "server.toml", tmp_path / "again.toml"
     file.write_text(run("--print-config", "--shards", "3", KVSTORE_SERVER_MEMORY="2Gi").stdout)
-    again = run("--print-config", "--config", str(file)).stdout
-    assert again == file.read_text()
-    assert "\nshards = 3\n" in again and '\nmemory = "2GiB"\n' in again
+    assert "\nshards = 3  # source: --shards\n" in file.read_text()
+    assert '\nmemory = "2GiB"  # source: KVSTORE_SERVER_MEMORY\n' in file.read_text()
+    again.write_text(run("--print-config", "--config", str(file)).stdout)
+    assert load(again, {}, {}) == load(file, {}, {})
+    assert f"\nshards = 3  # source: {file}\n" in again.read_text()
 
 
 def test_a_signal_that_the_kernel_gives_to_another_thread_stops_the_server(start_server: StartServer) -> None:

@@ -83,11 +83,13 @@ class Cluster:
 
     # ---- nodes ---------------------------------------------------------------------------------------------------
 
-    def start(self, node: str, environment: Mapping[str, str] | None = None, **flags: object) -> Server:
+    def start(
+        self, node: str, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = (), **flags: object
+    ) -> Server:
         """Start a node that registers itself. It has printed its ready line; it may not have registered yet.
 
-        `environment`: more variables of its environment."""
-        return self._start(node, {"cluster": self.url, "node_id": node, **self._flags, **flags}, environment)
+        `environment`: more variables of its environment. `prefix`: as that of `Server`."""
+        return self._start(node, {"cluster": self.url, "node_id": node, **self._flags, **flags}, environment, prefix)
 
     def start_listed(self, *nodes: str, state: State = "serving", **flags: object) -> None:
         """Start servers that know of no cluster, and write their records by hand, so that each state lasts as long as a
@@ -96,8 +98,13 @@ class Cluster:
             self._start(node, {**self._flags, **flags})
             self.register(node, state)
 
-    def _start(self, node: str, flags: dict[str, object], environment: Mapping[str, str] | None = None) -> Server:
-        prefix: Sequence[str] = ()
+    def _start(
+        self,
+        node: str,
+        flags: dict[str, object],
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> Server:
         port = 0
         if self._network is not None:
             address = self._network.address(node)

@@ -8,14 +8,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 
 from kvstore.cluster.url import EtcdURL
 from kvstore.node.cli import HEADING
-from kvstore.node.config import NamespaceRule, ServerConfig, load
-from kvstore.node.settings import ConfigError, HostPort, Size, changed, describe, to_toml
+from kvstore.node.config import NamespaceRule, ServerConfig, load, read
+from kvstore.node.settings import ConfigError, HostPort, Setting, Size, Sources, changed, describe, listed
+from kvstore.node.settings_file import effective, sample
 from kvstore.sizes import parse_size
 from tests.support.harness import ROOT
 
@@ -28,6 +30,11 @@ def refused(
     with pytest.raises(ConfigError) as caught:
         load(file, environment or {}, flags or {})
     return str(caught.value)
+
+
+def as_file(config: ServerConfig) -> str:
+    """The settings as --print-config prints them, when all came from one file."""
+    return effective(config, HEADING, lambda name: "a.toml")
 
 
 @pytest.fixture
@@ -51,13 +58,14 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.policy, config.ttl_seconds, config.namespaces, config.warm_start) == ("default", 0, [], True)
 
 
-def test_the_table_in_the_operators_manual_is_made_from_the_settings() -> None:
+def test_the_table_in_the_manual_and_the_sample_file_are_made_from_the_settings() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "settings_table.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     for each in describe(ServerConfig):
         assert (f"`[[{each.name}]]`" if each.setting.file_only else f"`{each.flag}") in manual, each.name
+    assert load(ROOT / "packaging" / "server.toml", {}, {}) == ServerConfig()
 
 
 def test_a_flag_beats_the_environment_and_that_the_file(write: Any) -> None:
@@ -111,11 +119,12 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
     expected = {**settings, "memory": 128 << 20, "segment": 2 << 20, "disk_size": 1 << 30}
     assert {name: getattr(from_file, name) for name in settings} == expected
     assert load(None, {}, texts) == from_file  # flags are text, as variables are
-    assert load(write(to_toml(from_file, HEADING)), {}, {}) == from_file
+    assert load(write(as_file(from_file)), {}, {}) == from_file
 
 
 def test_the_settings_are_printed_as_a_file_that_gives_them_again(write: Any) -> None:
-    defaults = to_toml(ServerConfig(), HEADING)
+    assert load(write(as_file(ServerConfig())), {}, {}) == ServerConfig()
+    defaults = sample(ServerConfig, HEADING)
     assert load(write(defaults), {}, {}) == ServerConfig()
     # What is commented out can be used: no example is anything but an example.
     keys = re.sub(r"^# (\w+ = |\[\[)", r"\1", defaults, flags=re.MULTILINE)
@@ -123,9 +132,48 @@ def test_the_settings_are_printed_as_a_file_that_gives_them_again(write: Any) ->
     config = load(write(keys), {}, {})
     assert (config.http, config.disk, config.node_id) == ("[::1]:0", "FOLDER", "ID")
     assert config.namespaces == [NamespaceRule("Qwen/*", 3600, 1)]
-    assert load(write(to_toml(config, HEADING)), {}, {}) == config
+    assert load(write(as_file(config)), {}, {}) == config
     for each in describe(ServerConfig):
         assert each.name in defaults and each.setting.help.split()[0] in defaults
+
+
+def test_the_source_of_each_setting_is_printed(write: Any) -> None:
+    file = write('port = 1\nshards = 2\n[[namespaces]]\nmatch = "*"\n')
+    config, sources = read(file, {"KVSTORE_SERVER_SHARDS": "3"}, {"memory": "1GiB", "warm_start": False})
+    lines = effective(config, HEADING, sources.source).splitlines()
+    for line in (
+        'host = "127.0.0.1"  # source: default',
+        f"port = 1  # source: {file}",
+        "shards = 3  # source: KVSTORE_SERVER_SHARDS",
+        'memory = "1GiB"  # source: --memory',
+        "warm_start = false  # source: --no-warm-start",
+        '# disk = "FOLDER"  # source: default',
+    ):
+        assert line in lines
+    assert lines[lines.index("[[namespaces]]") - 1] == f"# source: {file}"
+
+
+class _WithSecret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    token: Annotated[str | None, Setting("Server", "A token.", "TOKEN", secret=True)] = None
+    size: Annotated[Size, Setting("Server", "A size.", secret=True)] = Size(0)
+
+
+def test_a_secret_is_shown_nowhere(write: Any) -> None:
+    sources = Sources(_WithSecret, "X_")
+    sources.read_file(write('token = "hidden1"\n'))
+    sources.read_environment({"X_SIZE": "hidden2"}, ())
+    sources.read_flags({"token": "hidden3"})
+    config = sources.config()
+    assert config.token == "hidden3"
+    shown = [
+        effective(config, "", sources.source),
+        *sources.problems,
+        *listed(config).values(),
+        *changed(config).values(),
+    ]
+    assert sources.problems == ["X_SIZE=(secret): expected a size such as 512MiB, 4GiB or 512Mi, or a number of bytes"]
+    assert "token: a secret, which is not printed  # source: --token" in shown[0]
+    assert not [text for text in shown if "hidden" in text]
 
 
 def test_what_is_not_as_by_default_is_told() -> None:
@@ -200,7 +248,7 @@ def test_a_disk_of_any_size_is_cut_into_some_dozens_to_some_hundreds_of_segments
     segment, limit = config.disk_segment_bytes, config.shard_disk_bytes
     assert segment >= 1 << 20 and segment & (segment - 1) == 0
     if limit >= 8 << 20:
-        config.check()
+        assert not list(config.misfits())
         assert 8 <= limit // segment <= 1024
     if limit >= 16 << 20:
         assert limit // segment >= 16
@@ -213,6 +261,24 @@ def test_no_more_segments_than_needed_while_they_may_be_larger() -> None:
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_wrong_is_told_at_once(write: Any) -> None:
+    file = write('memroy = 1\nport = "x"\nlog_level = "loud"\n')
+    with pytest.raises(ConfigError) as caught:
+        load(file, {"KVSTORE_SERVER_HOSTS": "a"}, {"memory": "16MiB", "drain_seconds": "5", "segment": "much"})
+    problems = caught.value.problems
+    assert str(caught.value).splitlines() == list(problems) and len(problems) == 7
+    starts = (
+        f"{file}: unknown setting 'memroy'",
+        "environment: unknown setting 'KVSTORE_SERVER_HOSTS'",
+        f'{file}: port = "x": expected a whole number',
+        f'{file}: log_level = "loud": expected one of',
+        "--segment much: expected a size",
+        "--drain-seconds 5: only a member of a cluster",
+        "--memory 16MiB: this gives each of 1 shard(s)",
+    )
+    assert all(problem.startswith(start) for problem, start in zip(problems, starts, strict=True)), problems
 
 
 def test_an_unknown_key_of_the_file_is_named(write: Any) -> None:
@@ -245,6 +311,8 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
     ("flags", "message"),
     [
         ({"port": "70000"}, "--port 70000: expected a whole number from 0 to 65535"),
+        ({"port": "65530", "shards": "8"}, "--port 65530: 8 shards need the ports up to 65537: 65535 is the last"),
+        ({"http": "127.0.0.1:7073", "shards": "4"}, "--http 127.0.0.1:7073: shard 3 listens on this port"),
         ({"port": "-1"}, "--port -1: expected a whole number from 0 to 65535"),
         ({"port": "7070.5"}, "--port 7070.5: expected a whole number from 0 to 65535"),
         ({"shards": "0"}, "--shards 0: expected a whole number from 1 to 256"),

@@ -6,6 +6,9 @@ import configparser
 import fnmatch
 import itertools
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from tests.support.deployment import (
 from tests.support.harness import OVERHEAD_BYTES, ROOT
 
 USER_ID = 10001
+UNIT = ROOT / "packaging" / "kvstore-server.service"
 
 
 def nodes() -> list[Node]:
@@ -405,15 +409,47 @@ def test_kustomize_names_the_manifests() -> None:
 # ---- systemd ---------------------------------------------------------------------------------------------------------
 
 
+def unit() -> configparser.SectionProxy:
+    """The section [Service]. Of a key that is there several times, the last value."""
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT.read_text(encoding="utf-8"))
+    return parser["Service"]
+
+
 def test_the_unit_of_systemd_stops_the_server_as_it_wants_to_be_stopped() -> None:
-    unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read_string((ROOT / "packaging" / "kvstore-server.service").read_text(encoding="utf-8"))
-    service = unit["Service"]
+    service = unit()
+    assert service["Type"] == "notify" and float(service["WatchdogSec"]) >= 30
+    assert int(service["TimeoutStartSec"]) >= 2 * server.START_S
     assert service["ExecStart"].endswith("/kvstore-server")
     assert service["KillMode"] == "mixed"  # shards are told by their supervisor
     assert int(service["TimeoutStopSec"]) >= 120 + server.DRAIN_S + server.DISK_STOP_S + 15
     assert service["RestartPreventExitStatus"] == str(BAD_USAGE)
-    variable, _, file = service["Environment"].partition("=")
-    assert (variable, file) == (CONFIG_VARIABLE, "/etc/kvstore/server.toml")
+    variables = dict(variable.split("=") for variable in service["Environment"].split())
+    file = variables[CONFIG_VARIABLE]
+    assert file == "/etc/kvstore/server.toml"
     assert file in (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    # Where the server looks for a place for its Unix socket; other processes see nothing of its /tmp.
+    assert service["PrivateTmp"] == "yes"
+    assert f"{variables['XDG_RUNTIME_DIR']}/{service['RuntimeDirectory']}" == "/run/kvstore"
+
+
+def test_systemd_understands_the_unit_and_rates_it_as_hardened(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed: scripts/programs.sh installs it")
+    rated = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", str(UNIT)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert rated.returncode == 0, rated.stdout + rated.stderr  # 2.0 at most; 10: a unit without options
+    there = tmp_path / UNIT.name  # a program that is not installed would be the only complaint
+    there.write_text(UNIT.read_text(encoding="utf-8").replace("/opt/kvstore/bin/kvstore-server", sys.executable))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(there)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0 and UNIT.name not in checked.stderr, checked.stderr

@@ -121,7 +121,9 @@ SHARD_INFO = wire.ShardInfo(
 )
 
 REQUESTS: dict[str, wire.Request] = {
-    "hello": wire.Hello(1, 3, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True, True),
+    "hello": wire.Hello(
+        1, 3, CANONICAL, "kvstore-client/0.1.0 pid=7", b"\x00\xffsecret", 3, "5eedc00c1e", True, True, 4
+    ),
     "hello_empty": wire.Hello(0, 3),
     "set": wire.Set(
         2, 10_000, 40, 16, True, 3, True, 3600.0, True, bytes(range(16)), bytes(range(16, 32)), 1280, b"", 4242
@@ -286,6 +288,44 @@ def test_optional_fields_may_be_left_out() -> None:
         5, 100, 1, 8, True, 3, False
     )
     assert wire.decode_request(msgspec.msgpack.encode([3, 5, 100, 1, 8])) == wire.Get(5, 100, 1, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "spoken"),
+    [
+        (3, 0, 3),  # a client of the release before, which knows no ranges
+        (3, 4, 4),
+        (4, 0, 4),
+        (4, 4, 4),
+        (4, 9, 4),  # one of a later release, that still speaks this version
+        (1, 3, 3),
+    ],
+)
+def test_a_connection_has_the_highest_version_that_both_sides_speak(oldest: int, newest: int, spoken: int) -> None:
+    assert (wire.OLDEST_PROTOCOL, wire.PROTOCOL_VERSION) == (3, 4)
+    assert wire.agreed_protocol(wire.Hello(1, oldest, newest=newest)) == spoken
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "said"),
+    [
+        (2, 0, "the client speaks version 2 of the protocol: this server speaks versions 3 to 4; upgrade the client"),
+        (
+            1,
+            2,
+            "the client speaks versions 1 to 2 of the protocol: this server speaks versions 3 to 4; upgrade the client",
+        ),
+        (
+            5,
+            7,
+            "the client speaks versions 5 to 7 of the protocol: this server speaks versions 3 to 4; upgrade the server",
+        ),
+    ],
+)
+def test_who_speaks_no_common_version_is_told_both_ranges(oldest: int, newest: int, said: str) -> None:
+    with pytest.raises(WireError, match=said) as caught:
+        wire.agreed_protocol(wire.Hello(8, oldest, newest=newest))
+    assert (caught.value.code, caught.value.request_id) == (ErrorCode.VERSION, 8)
 
 
 @pytest.mark.parametrize(

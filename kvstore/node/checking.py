@@ -1,0 +1,173 @@
+"""What `--check-config` finds out about this machine without serving: whether the ports, folders, users, packages and
+space are there that the settings need. Nothing is made or changed; ports are bound for a moment. Whether etcd answers
+is not checked: a server starts without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from kvstore.auth.audit import STDERR, SYSLOG
+from kvstore.disk.format import DiskFormatError, check_layout, existing_above
+from kvstore.extras import nixl_package
+from kvstore.node.access import member_secret
+from kvstore.node.children import StartError, listen
+from kvstore.node.config import MAX_PORT, OFF, ServerConfig
+from kvstore.node.settings import Misfit
+from kvstore.node.unix_sockets import MAX_PATH_BYTES, users_of
+from kvstore.sizes import format_size
+
+SHARD_OVERHEAD_BYTES: Final = 256 << 20  # what a shard may take beyond its share of --memory
+_BESIDE: Final = (
+    "`ss -ltnp` says which program has it; to check settings beside the server that runs with them, add --port 0 (and "
+    "--http 127.0.0.1:0)"
+)
+
+
+def misfits(config: ServerConfig) -> Iterator[Misfit]:
+    """Yield what this machine lacks. Blocks on the network (names) and the disk."""
+    for check in _CHECKS:
+        yield from check(config)
+
+
+def _addresses(config: ServerConfig) -> Iterator[Misfit]:
+    with contextlib.ExitStack() as bound:
+        for shard in range(config.shards if config.port else 1):
+            port = config.port + shard if config.port else 0
+            if port > MAX_PORT:  # the settings do not fit each other, which is told elsewhere
+                break
+            problem = _bound(config.host, port, bound)
+            if problem is not None and problem.errno in (errno.EADDRINUSE, errno.EACCES):
+                yield Misfit("port", f"port {port}, for shard {shard}: {_reason(problem)}")
+            elif problem is not None:
+                yield Misfit("host", f"cannot listen there: {_reason(problem)}; expected an address of this machine")
+                break
+        if config.http is not None:
+            problem = _bound(config.http.host, config.http.port, bound)
+            if problem is not None:
+                yield Misfit("http", f"cannot listen there: {_reason(problem)}")
+
+
+def _bound(host: str, port: int, bound: contextlib.ExitStack) -> OSError | None:
+    """Listen at an address until `bound` is left. -> why that is not possible; None: it is."""
+    try:
+        bound.enter_context(listen(host, port))
+    except OSError as error:
+        return error
+    return None
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"it is in use; {_BESIDE}"
+    return error.strerror or str(error)
+
+
+def _unix_socket(config: ServerConfig) -> Iterator[Misfit]:
+    try:
+        users_of(config)
+    except StartError as error:
+        yield Misfit("unix_users", str(error).partition(": ")[2])
+    if config.unix_socket in ("", OFF):  # a default place that cannot be used is no error: clients use TCP
+        return
+    path = Path(config.unix_socket).absolute()
+    longest = f"{path}.{config.shards - 1}" if config.shards > 1 else str(path)
+    if len(os.fsencode(longest)) > MAX_PATH_BYTES:
+        yield Misfit(
+            "unix_socket", f"{longest} has {len(os.fsencode(longest))} bytes: expected at most {MAX_PATH_BYTES}"
+        )
+    folder = path.parent
+    if not folder.is_dir():
+        yield Misfit("unix_socket", f"{folder} is not a folder: make it, or choose another path")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield Misfit("unix_socket", f"user {_me()} cannot write to {folder}")
+    elif path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        yield Misfit("unix_socket", f"{path} exists and is no socket")
+
+
+def _access(config: ServerConfig) -> Iterator[Misfit]:
+    if config.auth:
+        try:
+            member_secret(config)
+        except StartError as error:
+            yield Misfit("auth", str(error).removeprefix("--auth: "))
+    if config.audit in (None, "", STDERR, SYSLOG):
+        return
+    file = Path(config.audit or "").absolute()
+    there = file if file.exists() else file.parent
+    if not (os.access(there, os.W_OK) and (there.is_dir() or file.is_file()) and not file.is_dir()):
+        yield Misfit("audit", f"user {_me()} cannot write to {file}")
+
+
+def _packages(config: ServerConfig) -> Iterator[Misfit]:
+    if config.nixl and not nixl_package():
+        yield Misfit("nixl", "NIXL is not installed; expected pip install llm-kvstore[nixl]")
+    if config.cluster and importlib.util.find_spec("requests") is None:
+        yield Misfit("cluster", "the package requests is not installed; expected pip install llm-kvstore[cluster]")
+
+
+def _memory(config: ServerConfig) -> Iterator[Misfit]:
+    limit, what = _memory_limit()
+    needed = config.memory + config.shards * SHARD_OVERHEAD_BYTES
+    if needed > limit:
+        yield Misfit(
+            "memory",
+            f"with {format_size(SHARD_OVERHEAD_BYTES)} for each of {config.shards} shard(s) the server takes up to "
+            f"{format_size(needed)}: {what} {format_size(limit)}",
+        )
+
+
+def _memory_limit() -> tuple[int, str]:
+    """-> the memory that processes here may take, and what bounds it."""
+    limit, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine has"
+    with contextlib.suppress(OSError, ValueError):  # no cgroups of version 2, or no limit ("max")
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+        allowed = int(Path(f"/sys/fs/cgroup{group}/memory.max").read_text())
+        if allowed < limit:
+            limit, what = allowed, "its cgroup is allowed"
+    return limit, what
+
+
+def _disk(config: ServerConfig) -> Iterator[Misfit]:
+    if not config.disk:
+        return
+    path = Path(config.disk).absolute()
+    try:
+        check_layout(path, config.shards)
+    except DiskFormatError as error:
+        yield Misfit("disk", str(error))
+        return
+    taken = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file()) if path.exists() else 0
+    space = os.statvfs(existing_above(path))
+    free = space.f_bavail * space.f_frsize
+    if config.disk_size > free + taken:
+        yield Misfit(
+            "disk_size",
+            f"the file system of {path} has {format_size(free)} free, and the disk tier takes {format_size(taken)} "
+            f"now: expected at most {format_size(free + taken)}, and some room for what else is written there",
+        )
+
+
+def _me() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+_CHECKS: Final[tuple[Callable[[ServerConfig], Iterator[Misfit]], ...]] = (
+    _addresses,
+    _access,
+    _unix_socket,
+    _packages,
+    _memory,
+    _disk,
+)
