@@ -103,7 +103,7 @@ def open_layout(path: Path, shards: int, segment_bytes: int, key: FolderKey | No
     return layout
 
 
-def check_layout(path: Path, shards: int) -> None:
+def check_layout(path: Path, shards: int, key: FolderKey | None = None) -> None:
     """Raise `DiskFormatError` if `open_layout` could not use `path`. Changes nothing."""
     try:
         above = existing_above(path)
@@ -115,6 +115,7 @@ def check_layout(path: Path, shards: int) -> None:
     except OSError as error:
         raise DiskFormatError(_explain(path, error)) from error
     if layout is not None:
+        check_key(layout, key)
         _check_shards(layout, shards)
 
 

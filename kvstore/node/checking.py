@@ -21,6 +21,7 @@ from kvstore.extras import nixl_package
 from kvstore.node.access import member_secret
 from kvstore.node.children import StartError, listen
 from kvstore.node.config import MAX_PORT, OFF, ServerConfig
+from kvstore.node.disk_folder import key_of
 from kvstore.node.settings import Misfit
 from kvstore.node.unix_sockets import MAX_PATH_BYTES, users_of
 from kvstore.sizes import format_size
@@ -141,8 +142,8 @@ def _disk(config: ServerConfig) -> Iterator[Misfit]:
         return
     path = Path(config.disk).absolute()
     try:
-        check_layout(path, config.shards)
-    except DiskFormatError as error:
+        check_layout(path, config.shards, key_of(config))
+    except (DiskFormatError, ValueError) as error:
         yield Misfit("disk", str(error))
         return
     taken = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file()) if path.exists() else 0

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from kvstore.disk.encryption import DiskKey
 
 
+def key_of(config: ServerConfig) -> DiskKey | None:
+    """-> the key of the disk tier; None: it is not encrypted. Raises `ValueError` when it cannot be had."""
+    if config.disk_key_file is None and config.disk_key_command is None:
+        return None
+    from kvstore.disk.encryption import read_key  # only where there is a key: it takes megabytes
+
+    return read_key(config.disk_key_file, config.disk_key_command)
+
+
 class DiskFolder:
     """A folder that is open for this node. `open` makes it."""
 
@@ -29,12 +38,8 @@ class DiskFolder:
         cannot be had or does not fit."""
         if config.disk is None:
             return None
-        key = None
         try:
-            if config.disk_key_file is not None or config.disk_key_command is not None:
-                from kvstore.disk.encryption import read_key  # only where there is a key: it takes megabytes
-
-                key = read_key(config.disk_key_file, config.disk_key_command)
+            key = key_of(config)
             layout = open_layout(Path(config.disk).absolute(), config.shards, config.disk_segment_bytes, key)
             for shard in range(config.shards):
                 os.close(lock_shard(layout.shard_directory(shard)))  # a check only: the shard locks it again
