@@ -52,6 +52,9 @@ class AsyncKVStoreClient:
         connections: int = DEFAULT_CONNECTIONS,
         nixl: bool = False,
         token: str | os.PathLike[str] | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -68,6 +71,9 @@ class AsyncKVStoreClient:
             connections=connections,
             nixl=nixl,
             token=token,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
         )
         self._timeout_s = timeout_s
         self._client: KVStoreClient | None = None

@@ -146,6 +146,16 @@ def logins(results: Results) -> str:
     return markdown(("", "", "x plain socket, x alone"), rows)
 
 
+def tls(results: Results) -> str:
+    """Transfers with TLS beside those without it, and beside OpenSSL."""
+    case = results["test_tls"].cases[0]
+    rows = []
+    for name in sorted(case.limits):
+        rates = (f"{case.rate(which).median:.2f}" for which in (name, case.limits[name]))
+        rows.append((name, *rates, spread_text(case.to_limit(name))))
+    return markdown(("one client", "GB/s", "limit, GB/s", "x limit"), rows)
+
+
 def beside_python(results: Results) -> str:
     """Transfers beside a thread that counts."""
     case = results["test_beside_python"].cases[0]
@@ -276,6 +286,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "connections": ("test_connections", connections),
     "logins": ("test_logins", logins),
     "nixl": ("test_nixl", nixl),
+    "tls": ("test_tls", tls),
     "beside_python": ("test_beside_python", beside_python),
     "lookup": ("test_lookup", lookup),
     "waiters": ("test_waiters", waiters),

@@ -112,6 +112,7 @@ def connect(
     connections: int = DEFAULT_CONNECTIONS,
     nixl: bool = False,
     token: str | None = None,
+    tls_ca: str | None = None,
 ) -> KVStoreClient:
     """A client over TCP, or over shared memory, with the library's other defaults, except for a longer deadline, which
     a slow machine meets."""
@@ -123,6 +124,7 @@ def connect(
         connections=connections,
         nixl=nixl,
         token=token,
+        tls_ca=tls_ca,
     )
 
 

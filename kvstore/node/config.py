@@ -9,10 +9,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvstore.cluster.url import ETCD_SCHEME, EtcdURL, parse_cluster_url
+from kvstore.cluster.url import ETCD_SCHEME, ETCDS_SCHEME, EtcdURL, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
-from kvstore.node.fitting import check_access, check_cluster
+from kvstore.node.fitting import check_access, check_cluster, check_tls
 from kvstore.node.settings import HostPort, Misfit, Portion, Setting, Size, Sources
 from kvstore.sizes import spell_size
 from kvstore.store.rules import MAX_TTL_SECONDS, POLICIES, NamespaceRule
@@ -88,6 +88,36 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             unset="nobody else",
         ),
     ] = ""
+
+    tls_cert: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "Speak TLS 1.3 only, also for HTTP, with the certificate in this PEM file, before those up to its CA.",
+            "FILE",
+            unset="no TLS",
+            more="security.md#tls",
+        ),
+    ] = None
+    tls_key: Annotated[str | None, Setting(SERVER, "PEM file of the private key of --tls-cert.", "FILE")] = None
+    tls_client_ca: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "Clients must have a certificate that a CA in this PEM file signed. HTTP asks for none.",
+            "FILE",
+            unset="clients need no certificate",
+        ),
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "PEM file of the CA that signed the certificates of the cluster's other nodes.",
+            "FILE",
+            unset="the value of --tls-client-ca, else the CAs that the system trusts",
+        ),
+    ] = None
 
     nixl: Annotated[
         bool,
@@ -193,7 +223,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             CLUSTER,
-            "Cluster to be a member of: etcd://HOST:PORT[,HOST:PORT...]/NAME.",
+            "Cluster to be a member of: etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds:// with TLS.",
             "URL",
             unset="no cluster",
             more="cluster.md",
@@ -264,11 +294,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The cluster in which the node registers; None: no cluster. Raises `Misfit` for a bad URL."""
         if self.cluster is None:
             return None
-        if not self.cluster.startswith(ETCD_SCHEME):
+        if not self.cluster.startswith((ETCD_SCHEME, ETCDS_SCHEME)):
             raise Misfit(
                 "cluster",
-                f"expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME. Nodes behind a DNS name do not register: leave "
-                "--cluster out; only clients are given dns://",
+                f"expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME, or {ETCDS_SCHEME}. Nodes behind a DNS name do "
+                "not register: leave --cluster out; only clients are given dns://",
             )
         try:
             url = parse_cluster_url(self.cluster)
@@ -324,6 +354,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         check_cluster(self)
         check_access(self)
+        check_tls(self)
         if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:
             raise Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
         if self.shard_memory_bytes < self.segment:

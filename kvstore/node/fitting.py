@@ -112,6 +112,14 @@ def check_cluster(config: Cluster) -> None:
         raise Misfit(name, "expected a host name or an address, without a port")
 
 
+def check_tls(config: object) -> None:
+    """Raise `Misfit` when one of the files of TLS was given without another that it needs."""
+    needed = {"tls_cert": "tls_key", "tls_key": "tls_cert", "tls_client_ca": "tls_cert", "tls_ca": "tls_cert"}
+    for name, needs in needed.items():
+        if getattr(config, name) is not None and getattr(config, needs) is None:
+            raise Misfit(name, f"TLS needs a certificate and its key: give --{needs.replace('_', '-')} too")
+
+
 def metrics_address(config: NodeSettings, port: int) -> str:
     """-> HOST:PORT at which other members reach the metrics, which are served on `port`; empty: they cannot."""
     if config.http is None or not port:

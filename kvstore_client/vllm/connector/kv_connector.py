@@ -441,6 +441,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             connections=self._options.connections,
             nixl=self._options.nixl,
             token=self._options.credentials,
+            tls=self._options.tls,
             local=self._options.local,
             parts=parts,
             logger=logger,

@@ -179,6 +179,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 connections=given.connections,
                 nixl=given.nixl,
                 token=given.credentials,
+                tls=given.tls,
                 local=given.local,
                 logger=logger,
             )
