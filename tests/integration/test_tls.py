@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -12,17 +13,25 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
+import zmq
 from cryptography import x509
 
+from kvstore.tls import TLSOptions
+from kvstore.tls.outgoing import dial
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, KVStoreError, Namespace, ProtocolError
 from tests.support.certificates import Authority, Issued
 from tests.support.harness import (
     GET,
+    HELLO,
+    PROTOCOL,
+    WELCOME,
     MakeNamespace,
     RawClient,
     Server,
@@ -121,6 +130,63 @@ def test_asyncio_through_tls(server: Server, authority: Authority, namespace: Na
             return list((await client.get(keys)).blocks)
 
     assert asyncio.run(store_and_read()) == blocks
+
+
+def test_nodes_behind_a_dns_name_are_verified_under_it(
+    start_server: StartServer, authority: Authority, namespace: Namespace
+) -> None:
+    server = start_server(*tls_flags(authority.issue("service", hosts=("localhost",))))  # and not for 127.0.0.1
+    with KVStoreClient(f"dns://localhost:{server.port}", namespace, tls_ca=authority.file) as client:
+        stores_and_reads(client)
+        assert client.stats.path == "tls"
+
+
+def test_a_client_on_the_servers_host_goes_from_tls_to_shared_memory(
+    start_server: StartServer, authority: Authority, namespace: Namespace, tmp_path: Path
+) -> None:
+    server = start_server(*tls_flags(authority.issue("local")), "--unix-socket", str(tmp_path / "kv.sock"))
+    with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
+        stores_and_reads(client)
+        assert client.stats.path == "shared memory"
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:  # libzmq, too, needs no TLS there
+        dealer.linger = 0
+        dealer.connect(f"ipc://{tmp_path}/kv.sock")
+        assert ask_hello(dealer) == WELCOME
+
+
+def ask_hello(dealer: zmq.Socket[bytes]) -> int:
+    """-> the type of the reply to HELLO."""
+    dealer.send(pack(HELLO, 0, PROTOCOL, b"", "libzmq"))
+    assert dealer.poll(10_000), "no answer"
+    kind: int = msgspec.msgpack.decode(dealer.recv())[0]
+    return kind
+
+
+def test_libzmq_speaks_through_a_tunnel(server: Server, authority: Authority) -> None:
+    """A tunnel is a program that makes the TLS connection; here it is a client's own TLS process."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
+        dealer.linger = 0
+        dealer.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        plain, _ = listener.accept()
+        joined = dial(TLSOptions(authority.file), (server.host, server.port), 5)
+        with plain, joined, ThreadPoolExecutor(2) as threads:
+            threads.submit(pump, plain, joined)
+            threads.submit(pump, joined, plain)
+            try:
+                assert ask_hello(dealer) == WELCOME
+            finally:
+                for sock in (plain, joined):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
 
 
 def test_a_child_process_makes_connections_of_its_own(

@@ -16,20 +16,17 @@ from kvstore_client import ConnectionLost, KVStoreClient
 from tests.support.certificates import Authority, Issued
 from tests.support.cluster import Cluster, share_of
 from tests.support.etcd import Etcd
-from tests.support.harness import MakeNamespace, blocks_of, make_keys, wait_until
+from tests.support.harness import ROOT, MakeNamespace, blocks_of, make_keys, wait_until
 
 NAME = "prod"
 PASSWORDS = {"root": "root's", "kvstore-node": "the node's", "kvstore-client": "the client's"}
 BLOCK = 4096
-# As docs/cluster.md has them.
-ROLES = (
-    f"role add {NAME}-node",
-    f"role grant-permission {NAME}-node readwrite --prefix /kvstore/{NAME}/",
-    f"role add {NAME}-client",
-    f"role grant-permission {NAME}-client read --prefix /kvstore/{NAME}/",
-    f"user grant-role kvstore-node {NAME}-node",
-    f"user grant-role kvstore-client {NAME}-client",
-)
+# As docs/security.md has them; users are added with passwords.
+ROLES = [
+    line.removeprefix("etcdctl ").replace("NAME", NAME)
+    for line in (ROOT / "docs" / "security.md").read_text().splitlines()
+    if line.startswith(("etcdctl role ", "etcdctl user grant-role "))
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +46,7 @@ def secure_etcd(authority: Authority, issued: Issued, tmp_path_factory: pytest.T
         for user, password in PASSWORDS.items():
             etcd.control("user", "add", f"{user}:{password}")
         etcd.control("user", "grant-role", "root", "root")
+        assert len(ROLES) == 6
         for command in ROLES:
             etcd.control(*command.split())
         etcd.control("auth", "enable")
