@@ -55,7 +55,7 @@ class Registration:
 
     `member`: the node's record; its state is ignored. `secret`: for `with_cookies`. `shards`: the same shards, at
     addresses that this process can reach. `drained` is called, on a thread of its own, when a drain that `drain` began
-    has ended and the node has left the cluster. `dial`: of `Asking`. Raises `DirectoryError` when the package requests is missing.
+    has ended and the node has left the cluster. Raises `DirectoryError` when the package requests is missing.
     """
 
     def __init__(
