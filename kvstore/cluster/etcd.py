@@ -327,7 +327,7 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if found := re.search(r"certificate verify failed: ([^(\"']+)", text):
         return f"its certificate cannot be verified ({found[1].strip()}): give the CA that signed it (?ca=FILE)"
-    if "certificate required" in text.lower() or "EOF occurred in violation" in text:
+    if re.search(r"certificate required|alert bad certificate|EOF occurred in violation", text, re.IGNORECASE):
         return "it ends the TLS handshake: it may ask for a certificate (?cert=FILE&key=FILE)"
     for known in ("Connection refused", "timed out", "No route to host", "Name or service not known"):
         if known.lower() in text.lower():

@@ -2,7 +2,8 @@
 
 `etcds://` takes files and the user from the URL, else from variables. A password comes from a file or a variable only,
 so that no list of processes shows it, and it is sent over TLS only. A token lasts for some minutes; when etcd does not
-know it any more, the request is made again with a new one. Thread-safe.
+know it any more, the request is made again with a new one. A process has one token for a user of a cluster: etcd takes
+a tenth of a second to check a password, on purpose. Thread-safe.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ VARIABLE_PREFIX: Final = "KVSTORE_ETCD_"
 PASSWORD_VARIABLE: Final = f"{VARIABLE_PREFIX}PASSWORD"
 _API: Final = "/v3"  # of etcd 3.4 and later
 _UNAUTHORIZED: Final = 401
+_AUTHENTICATE_S: Final = 2.0  # for etcd to check a password, at least
 _OLD_TOKEN: Final = ("invalid auth token", "revision of auth store is old")
 
 
@@ -45,8 +47,6 @@ class EtcdAccess:
         self._options = _completed(url, os.environ)
         self._scheme = "http" if self._options is None else "https"
         self._user = self._options.user if self._options is not None else ""
-        self._token = ""
-        self._lock = threading.Lock()  # held to change the token
 
     def session(self) -> requests.Session:
         """-> a new session, for one endpoint."""
@@ -62,14 +62,11 @@ class EtcdAccess:
     def post(self, address: str, session: requests.Session, path: str, body: Any, **options: Any) -> requests.Response:
         """-> the answer of one endpoint, HOST:PORT. `options`: of `Session.post`. Raises as that does, and
         `ValueError` if etcd refuses user or password."""
-        token = self._token or self._authenticate(address, session, **options)
+        token = self._authenticate(address, session) if self._user else ""
         response = self._send(address, session, path, body, token, **options)
         if token and not response.ok and _is_old(response):
             response.close()
-            with self._lock:
-                if self._token == token:
-                    self._token = ""
-            token = self._token or self._authenticate(address, session, **options)
+            token = self._authenticate(address, session, old=token)
             response = self._send(address, session, path, body, token, **options)
         return response
 
@@ -85,21 +82,22 @@ class EtcdAccess:
         headers = {"Authorization": token} if token else None
         return session.post(f"{self._scheme}://{address}{_API}{path}", json=body, headers=headers, **options)
 
-    def _authenticate(self, address: str, session: requests.Session, **options: Any) -> str:
-        """-> a new token; empty: there is no user."""
-        if not self._user:
-            return ""
-        options.pop("stream", None)
+    def _authenticate(self, address: str, session: requests.Session, old: str = "") -> str:
+        """-> the user's token, another one than `old`."""
+        with _lock:
+            token = _tokens.get(self._url, "")
+            if token == old:
+                token = _tokens[self._url] = self._new_token(address, session)
+            return token
+
+    def _new_token(self, address: str, session: requests.Session) -> str:
         body = {"name": self._user, "password": self._password()}
-        response = self._send(address, session, "/auth/authenticate", body, "", **options)
+        response = self._send(address, session, "/auth/authenticate", body, "", timeout=_AUTHENTICATE_S)
         if not response.ok:
             if "CommonName" in response.text:  # its HTTP gateway wants one name only, and that is the user's
                 raise ValueError(f"issue the certificate without a Common Name: etcd says {response.text.strip()}")
             raise ValueError(f"etcd refuses the user {self._user!r}: {response.text.strip()}")
-        token = str(response.json()["token"])
-        with self._lock:
-            self._token = token
-        return token
+        return str(response.json()["token"])
 
     def _password(self) -> str:
         """-> the password, read anew, because it may have been changed."""
@@ -111,6 +109,17 @@ class EtcdAccess:
             return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the password file {file} cannot be read: {error}") from None
+
+
+def _after_fork_in_child() -> None:
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+
+
+_lock = threading.Lock()  # held to make a token
+_tokens: dict[EtcdURL, str] = {}
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _is_old(response: requests.Response) -> bool:

@@ -78,7 +78,7 @@ class Follower:
         name: str = "follower",
         tls: TLSOptions | None = None,
     ) -> None:
-        self.url = url
+        self.url = url.partition("?")[0]  # for messages
         self._directory = directory_of(url, tls)
         self._on_change = on_change
         self._name = name

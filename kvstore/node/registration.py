@@ -355,11 +355,10 @@ class Registration:
 
     def _begin_drain(self, asked: Drain) -> Draining:
         self._filling.stop()
-        draining = self._draining = Draining(
-            self.node, self._shards, asked, self._announce_drain, self._members_now, self._leave_drained, self._dial
-        )
-        draining.start()
-        return draining
+        said = self._announce_drain, self._members_now, self._leave_drained
+        self._draining = Draining(self.node, self._shards, asked, *said, self._dial)
+        self._draining.start()
+        return self._draining
 
     def _announce_drain(self) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ from kvstore.cluster.members import DirectoryError
 from kvstore.cluster.url import EtcdOptions, EtcdURL
 from kvstore_client import ConnectionLost, KVStoreClient
 from tests.support.certificates import Authority, Issued
-from tests.support.cluster import Cluster, share_of
+from tests.support.cluster import Cluster, nodes_of, share_of
 from tests.support.etcd import Etcd
 from tests.support.harness import ROOT, MakeNamespace, blocks_of, make_keys, wait_until
 
@@ -76,9 +76,9 @@ def test_nodes_and_clients_of_a_cluster_with_tls_everywhere(
     namespace = new_namespace(BLOCK)
     keys = make_keys(400)
     blocks = blocks_of(keys, BLOCK)
-    with Cluster(str(url), tmp_path, grace_seconds=2, **flags) as cluster:
+    with Cluster(str(url), tmp_path, grace_seconds=60, **flags) as cluster:
         cluster.start("a")
-        cluster.wait_for(a="serving")
+        cluster.wait_for(a="serving")  # at once, as the only one
         with KVStoreClient(client_url, namespace, **tls) as client:  # type: ignore[arg-type]
             assert client.set(keys, blocks, deferred=False).error == 0
             cluster.start("b", drain_seconds=20)
@@ -89,10 +89,13 @@ def test_nodes_and_clients_of_a_cluster_with_tls_everywhere(
             assert at_b.startswith("tls://")
             with KVStoreClient(at_b, namespace, **tls) as alone:  # type: ignore[arg-type]
                 wait_until(lambda: alone.contains(moved).all(), 20, "node a fills node b")
-            cluster.wait_for(a="serving", b="serving")
             assert client.stats.path == "tls"
-            assert cluster.nodes["b"].stop() == 0
+            wait_until(lambda: nodes_of(client) == {"a", "b"}, what="the client sees both")
+            later = make_keys(100, first=1000)
+            assert client.set(later, blocks_of(later, BLOCK), deferred=False).error == 0
+            assert cluster.nodes["b"].stop() == 0  # which moves what only it has to node a
             cluster.wait_for_members("a")
+            keys, blocks = [*keys, *later], [*blocks, *blocks_of(later, BLOCK)]
             out = np.zeros((len(keys), BLOCK), dtype=np.uint8)
             assert client.get_into(keys, out).all()
             assert [bytes(row) for row in out] == blocks

@@ -101,7 +101,7 @@ class Etcd:
         ]
         if self._certificate:
             command += [f"--cert-file={self._certificate.cert}", f"--key-file={self._certificate.key}"]
-            command += ["--client-cert-auth", f"--trusted-ca-file={self._ca}"]
+            command += ["--client-cert-auth", f"--trusted-ca-file={self._ca}", "--bcrypt-cost=4"]
         with (self.folder / "etcd.log").open("ab") as log:
             # In a session of its own, so that a signal also reaches a prefix such as `ip netns exec`.
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
