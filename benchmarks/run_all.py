@@ -59,6 +59,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_nixl", 1),
     Entry(f"{REMOTE}.test_logins", 3),
     Entry(f"{REMOTE}.test_block_macs", 2),
+    Entry(f"{REMOTE}.test_tls", 2),
     Entry(f"{REMOTE}.test_beside_python", 2),
     Entry(f"{REMOTE}.test_lookup", 1),
     Entry(f"{REMOTE}.test_waiters", 1),

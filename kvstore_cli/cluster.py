@@ -123,10 +123,10 @@ def drain(
     from kvstore.cluster.url import EtcdURL, parse_cluster_url
 
     urls = endpoints_of(endpoint)
-    if len(urls) != 1 or not urls[0].startswith("etcd://"):
+    if len(urls) != 1 or not urls[0].startswith(("etcd://", "etcds://")):
         fail(
             "usage",
-            f"--endpoint {' '.join(urls)}: expected one etcd://HOST:PORT/NAME, the node's cluster",
+            f"--endpoint {' '.join(urls)}: expected one etcd://HOST:PORT/NAME or etcds://, the node's cluster",
         )
     (url,) = urls
     try:

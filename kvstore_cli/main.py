@@ -21,6 +21,7 @@ from kvstore_cli.output import CommandFailed, example, fail, print_json, show
 from kvstore_cli.plan import plan_app
 from kvstore_cli.proxy import proxy
 from kvstore_cli.purge import purge
+from kvstore_cli.tls import add_tls_options
 from kvstore_cli.top import top
 from kvstore_cli.trace import trace
 from kvstore_cli.verify import verify
@@ -184,7 +185,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command. -> its exit status. Prints the error, for people and with --json also for programs."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
-        status = typer.main.get_command(app).main(list(arguments), prog_name="kvstore", standalone_mode=False)
+        command = typer.main.get_command(app)
+        add_tls_options(command)
+        status = command.main(list(arguments), prog_name="kvstore", standalone_mode=False)
         return int(status or 0)
     except CommandFailed as error:
         failure = error

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore_client import KVStoreClient, Namespace
 
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"
-DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:7070"
+DEFAULT_ENDPOINT: Final = "127.0.0.1:7070"
 _LOOK_S: Final = 0.02
 
 EndpointOption = Annotated[
@@ -27,7 +27,8 @@ EndpointOption = Annotated[
         "--endpoint",
         "-e",
         metavar="ADDRESS",
-        help="HOST:PORT, repeated for several nodes, etcd://HOST:PORT/NAME or dns://SERVICE:PORT. "
+        help="HOST:PORT (tls://HOST:PORT with TLS), repeated for several nodes, etcd[s]://HOST:PORT/NAME or "
+        "dns://SERVICE:PORT. "
         f"[env var: {ENDPOINT_VARIABLE}; default: {DEFAULT_ENDPOINT}]",
     ),
 ]

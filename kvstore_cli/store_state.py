@@ -58,7 +58,7 @@ def store_state(client: KVStoreClient) -> StoreState:
     return StoreState(
         [shard.info for shard in shards if shard.info is not None],
         [
-            SilentShard(shard.node, shard.endpoint.removeprefix("tcp://"), shard.error)
+            SilentShard(shard.node, shard.endpoint.partition("://")[2], shard.error)
             for shard in shards
             if shard.info is None
         ],

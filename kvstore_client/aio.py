@@ -53,6 +53,9 @@ class AsyncKVStoreClient:
         nixl: bool = False,
         token: str | os.PathLike[str] | None = None,
         block_secret: bytes | str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         concurrency = _arguments.whole_number("concurrency", concurrency, 1)
@@ -70,6 +73,9 @@ class AsyncKVStoreClient:
             nixl=nixl,
             token=token,
             block_secret=block_secret,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
         )
         self._timeout_s = timeout_s
         self._client: KVStoreClient | None = None

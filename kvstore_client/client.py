@@ -40,7 +40,7 @@ from kvstore_client._links.core import Core
 from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
 from kvstore_client._links.link import SharedMemory
-from kvstore_client.endpoints import parse_endpoints
+from kvstore_client.endpoints import parse_endpoints, with_tls
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
 from kvstore_client.promises import Promise
@@ -87,6 +87,10 @@ class KVStoreClient:
     check, so a server, a disk or a neighbour that returns other bytes is a miss; at least 16 bytes, by default the
     environment's ``KVSTORE_BLOCK_SECRET`` or what is in the file ``KVSTORE_BLOCK_SECRET_FILE``. Such blocks are in a
     namespace of their own: `namespace` then says so.
+    `tls_ca`: PEM file of the CA that signed the servers' certificates, "system" for those that the system trusts;
+    `tls_cert`, `tls_key`: this client's own, if servers ask for one. None: as ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT``
+    and ``KVSTORE_TLS_KEY`` say. With any of them, or with ``tls://HOST:PORT``, all connections to servers are TLS 1.3,
+    and none falls back to plain TCP. ``etcds://`` is etcd with TLS.
     """
 
     def __init__(
@@ -104,10 +108,13 @@ class KVStoreClient:
         nixl: bool = False,
         token: str | os.PathLike[str] | None = None,
         block_secret: bytes | str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
     ) -> None:
         if not isinstance(namespace, Namespace):
             raise TypeError(f"namespace={namespace!r}: a {type(namespace).__name__}: expected a Namespace")
-        endpoints = parse_endpoints(endpoint)
+        endpoints = with_tls(parse_endpoints(endpoint), tls_ca, tls_cert, tls_key)
         timeout_s = _arguments.seconds("timeout_s", timeout_s, MAX_TIMEOUT_S)
         replicas = _arguments.whole_number("replicas", replicas, 1, wire.MAX_REPLICAS)
         min_copies = _arguments.whole_number("min_copies", min_copies, 1, replicas)
@@ -128,6 +135,8 @@ class KVStoreClient:
         connections = _arguments.whole_number("connections", connections, 1, MAX_CONNECTIONS)
         if not isinstance(nixl, bool):
             raise TypeError(f"nixl={nixl!r}: expected True or False")
+        if nixl and endpoints.tls is not None:
+            raise ValueError("nixl=True: expected False with TLS, which NIXL's reads would go around")
         self._core = Core(
             endpoints,
             namespace.canonical(),

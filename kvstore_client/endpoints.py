@@ -6,30 +6,75 @@ This is the only place that parses endpoints. No state; usable in any thread.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvstore.cluster.url import is_cluster_url, parse_address, parse_cluster_url
+from kvstore.cluster.url import DnsURL, is_cluster_url, parse_address, parse_cluster_url
+from kvstore.tls import SYSTEM, TLSOptions
 
 ENDPOINT_VARIABLE: Final = "KVSTORE_ENDPOINT"  # the environment variable that is used when no endpoint is given
-_SCHEME: Final = "tcp://"
-_EXPECTED: Final = "expected tcp://HOST:PORT or HOST:PORT, a list of those, etcd://HOST:PORT/NAME or dns://HOST:PORT"
+TLS_VARIABLES: Final = {"tls_ca": "KVSTORE_TLS_CA", "tls_cert": "KVSTORE_TLS_CERT", "tls_key": "KVSTORE_TLS_KEY"}
+_SCHEME: Final = re.compile(r"(?:(tcp|tls)://)?(.*?)/?", re.DOTALL)
+_EXPECTED: Final = (
+    "expected tcp://HOST:PORT, tls://HOST:PORT or HOST:PORT, a list of those, etcd://HOST:PORT/NAME, "
+    "etcds://HOST:PORT/NAME or dns://HOST:PORT"
+)
 
 
 class Endpoints(NamedTuple):
-    """Either `nodes`, the host and port of each node, or `cluster`, the URL of the directory that lists the nodes."""
+    """Either `nodes`, the host and port of each node, or `cluster`, the URL of the directory that lists the nodes.
+
+    scheme: "tls" or "tcp", if the nodes were given with it; else empty. tls: how to connect to nodes with TLS; None:
+    without it, or not known yet (`with_tls`).
+    """
 
     nodes: Sequence[tuple[str, int]]
     cluster: str = ""
+    scheme: str = ""
+    tls: TLSOptions | None = None
+
+
+def with_tls(endpoints: Endpoints, tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> Endpoints:
+    """-> the endpoints, with how to connect to their nodes.
+
+    That is with TLS, if they were given as ``tls://`` or if a file is given here or in the environment; never without
+    it, if one is. Raises `TypeError` and `ValueError`.
+    """
+    given = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
+    files = {}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name}={value!r}: a {type(value).__name__}: expected the path of a PEM file")
+        file = os.environ.get(TLS_VARIABLES[name], "") if value is None else value
+        origin = TLS_VARIABLES[name] if value is None else name
+        if file and not (name == "tls_ca" and file == SYSTEM):
+            if endpoints.scheme == "tcp":
+                raise ValueError(f"{origin}={file!r}, but tcp:// asks for a plain connection: expected tls://HOST:PORT")
+            try:
+                with open(file, "rb"):
+                    pass
+            except OSError as error:
+                raise ValueError(f"{origin}={file!r}: {error.strerror}: expected a PEM file") from None
+        files[name] = file
+    if bool(files["tls_cert"]) != bool(files["tls_key"]):
+        raise ValueError(f"tls_cert={files['tls_cert']!r} and tls_key={files['tls_key']!r}: expected both, or none")
+    if endpoints.scheme != "tls" and not any(files.values()):
+        return endpoints
+    name = ""  # every node has the certificate of the service, under whose name it is found
+    if is_cluster_url(endpoints.cluster):
+        url = parse_cluster_url(endpoints.cluster)
+        name = url.host if isinstance(url, DnsURL) else ""
+    return endpoints._replace(tls=TLSOptions(files["tls_ca"], files["tls_cert"], files["tls_key"], name))
 
 
 def parse_endpoints(endpoint: str | Sequence[str] | None) -> Endpoints:
     """The nodes or the cluster that `endpoint` names. None: use the environment's `KVSTORE_ENDPOINT`.
 
-    A node is ``HOST:PORT`` or ``tcp://HOST:PORT``, with an IPv6 address in brackets. Several nodes are a list, or one
-    string with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT...]/NAME`` or ``dns://SERVICE:PORT``. A ``/`` at the
-    end is ignored. Raises `TypeError` for a value that is not a string, `ValueError` for an invalid endpoint, a node
-    that is named twice, or no endpoint at all.
+    A node is ``HOST:PORT``, ``tcp://HOST:PORT`` or ``tls://HOST:PORT``, with an IPv6 address in brackets. Several nodes
+    are a list, or one string with commas. A cluster is ``etcd://HOST:PORT[,HOST:PORT...]/NAME``, ``etcds://`` or
+    ``dns://SERVICE:PORT``. A ``/`` at the end is ignored. Raises `TypeError` for a value that is not a string,
+    `ValueError` for an invalid endpoint, a node that is named twice, or no endpoint at all.
     """
     given: object = endpoint
     if given is None:
@@ -40,7 +85,7 @@ def parse_endpoints(endpoint: str | Sequence[str] | None) -> Endpoints:
         given = given.strip()
         if is_cluster_url(given):
             return Endpoints((), str(parse_cluster_url(given)))
-        return Endpoints(_parse_nodes(given.split(",")))
+        return _parse_nodes(given.split(","))
     if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
         raise TypeError(f"endpoint={given!r}: a {type(given).__name__}: {_EXPECTED}")
     for each in given:
@@ -48,23 +93,29 @@ def parse_endpoints(endpoint: str | Sequence[str] | None) -> Endpoints:
             raise TypeError(f"endpoint: {each!r} in the list: a {type(each).__name__}: {_EXPECTED}")
     if len(given) == 1:
         return parse_endpoints(given[0])
-    return Endpoints(_parse_nodes(given))
+    return _parse_nodes(given)
 
 
-def _parse_nodes(texts: Sequence[str]) -> Sequence[tuple[str, int]]:
+def _parse_nodes(texts: Sequence[str]) -> Endpoints:
     if not texts:
         raise ValueError(f"endpoint: an empty list: {_EXPECTED}")
     nodes: list[tuple[str, int]] = []
     known: set[tuple[str, int]] = set()
+    schemes: set[str] = set()
     for text in texts:
         if is_cluster_url(text):
             raise ValueError(f"endpoint {text!r} in a list of {len(texts)}: a cluster's URL stands alone; {_EXPECTED}")
+        parts = _SCHEME.fullmatch(text.strip())
+        assert parts is not None
+        schemes.add(parts[1] or "")
         try:
-            host, port = parse_address(text, text.strip().removeprefix(_SCHEME).removesuffix("/"))
+            host, port = parse_address(text, parts[2])
         except ValueError:
             raise ValueError(f"endpoint {text!r}: {_EXPECTED}") from None
         if (host.lower(), port) in known:
             raise ValueError(f"endpoint {text!r} is named twice: expected each node once")
         known.add((host.lower(), port))
         nodes.append((host, port))
-    return nodes
+    if len(schemes) > 1:
+        raise ValueError(f"endpoint {', '.join(texts)}: expected the same for all, tls:// or tcp:// or neither")
+    return Endpoints(nodes, scheme=schemes.pop())

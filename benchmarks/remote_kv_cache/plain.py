@@ -2,14 +2,15 @@
 
 It is the physical limit of one TCP connection, and every transfer here is compared with it. The peer keeps rows of its
 own, so that bytes sent there can be fetched back; it makes no copies beyond those of the kernels. A request is `_HEAD`:
-a command and two counts.
+a command and two counts. With a certificate the same conversation goes through OpenSSL, which is the limit of TLS.
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Final
@@ -35,9 +36,13 @@ def receive(sock: socket.socket, view: memoryview) -> None:
 class PlainSocket:
     """The asking side. Not thread-safe: one conversation."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, ca: str = "") -> None:
         self._sock = socket.create_connection(("127.0.0.1", port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if ca:
+            context = ssl.create_default_context(cafile=ca)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            self._sock = context.wrap_socket(self._sock, server_hostname="127.0.0.1")
 
     def close(self) -> None:
         """End the peer's service of this connection."""
@@ -62,13 +67,17 @@ class PlainSocket:
         receive(self._sock, memoryview(bytearray(answer_bytes)))
 
 
-def _serve(pipe: Connection, count: int, row_bytes: int) -> None:
+def _serve(pipe: Connection, count: int, row_bytes: int, certificate: Sequence[str] = ()) -> None:
     rows = np.zeros((count, row_bytes), dtype=np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname()[1])
         while True:
             sock, _ = server.accept()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if certificate:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(*certificate)
+                sock = context.wrap_socket(sock, server_side=True)
             with sock:
                 try:
                     _converse(sock, rows)
@@ -94,9 +103,10 @@ def _converse(sock: socket.socket, rows: Rows) -> None:
 
 
 @contextmanager
-def plain_peer(count: int, row_bytes: int) -> Iterator[int]:
-    """A process that holds `count` rows and serves one `PlainSocket` after the other. -> its port."""
-    with serving_process(_serve, count, row_bytes, what="the plain socket's peer") as port:
+def plain_peer(count: int, row_bytes: int, certificate: Sequence[str] = ()) -> Iterator[int]:
+    """A process that holds `count` rows and serves one `PlainSocket` after the other. -> its port. `certificate`: files
+    of a certificate and its key, with which it speaks TLS."""
+    with serving_process(_serve, count, row_bytes, certificate, what="the plain socket's peer") as port:
         yield port
 
 

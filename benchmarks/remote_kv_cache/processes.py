@@ -77,7 +77,7 @@ def kvstore_server(
         late.start()
         try:
             assert process.stdout is not None
-            ready = re.match(r"kvstore-server ready (tcp://\S+)", process.stdout.readline())
+            ready = re.match(r"kvstore-server ready ((?:tcp|tls)://\S+)", process.stdout.readline())
             late.cancel()
             if ready is None:
                 log.seek(0)

@@ -169,6 +169,16 @@ def block_macs_alone(results: Results) -> str:
     return markdown(("one core", "GB/s"), rows)
 
 
+def tls(results: Results) -> str:
+    """Transfers with TLS beside those without it, and beside OpenSSL."""
+    case = results["test_tls"].cases[0]
+    rows = []
+    for name in sorted(case.limits):
+        rates = (f"{case.rate(which).median:.2f}" for which in (name, case.limits[name]))
+        rows.append((name, *rates, spread_text(case.to_limit(name))))
+    return markdown(("one client", "GB/s", "limit, GB/s", "x limit"), rows)
+
+
 def beside_python(results: Results) -> str:
     """Transfers beside a thread that counts."""
     case = results["test_beside_python"].cases[0]
@@ -301,6 +311,7 @@ REMOTE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "nixl": ("test_nixl", nixl),
     "block_macs": ("test_block_macs", block_macs),
     "block_macs_alone": ("test_block_macs", block_macs_alone),
+    "tls": ("test_tls", tls),
     "beside_python": ("test_beside_python", beside_python),
     "lookup": ("test_lookup", lookup),
     "waiters": ("test_waiters", waiters),

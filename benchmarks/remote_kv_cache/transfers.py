@@ -113,6 +113,7 @@ def connect(
     nixl: bool = False,
     token: str | None = None,
     secret: bytes | None = None,
+    tls_ca: str | None = None,
 ) -> KVStoreClient:
     """A client over TCP, or over shared memory, with the library's other defaults, except for a longer deadline, which
     a slow machine meets."""
@@ -125,6 +126,7 @@ def connect(
         nixl=nixl,
         token=token,
         block_secret=secret,
+        tls_ca=tls_ca,
     )
 
 

@@ -10,6 +10,7 @@ Used by one thread, except for `close`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import socket
@@ -24,8 +25,9 @@ import msgspec
 
 from kvstore.cluster.members import DirectoryError, Member, MemberError, Membership, State, check_member
 from kvstore.cluster.url import DnsURL
+from kvstore.tls import TLSOptions
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import AskError, Asking
+from kvstore.wire.asking import AskError, Asking, Dial, dial_tcp
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,14 @@ class DnsDirectory:
     """The nodes at one name. Its methods raise `DirectoryError` and no other error; each blocks for some seconds at
     most."""
 
-    def __init__(self, url: DnsURL) -> None:
+    def __init__(self, url: DnsURL, tls: TLSOptions | None = None) -> None:
+        """`tls`: how to ask the nodes."""
         self.url = url
+        self._dial: Dial = dial_tcp
+        if tls is not None:
+            from kvstore.tls.outgoing import dial
+
+            self._dial = functools.partial(dial, tls)
         self._closed = threading.Event()
         self._nodes: dict[str, _Node] = {}
         self._members: Sequence[Member] = ()
@@ -98,7 +106,7 @@ class DnsDirectory:
 
     def _ask(self, address: str) -> Member | AskError | MemberError:
         try:
-            with Asking((address, self.url.port), ASK_TIMEOUT_S) as asking:
+            with Asking((address, self.url.port), ASK_TIMEOUT_S, dial=self._dial) as asking:
                 welcome = asking.welcome
             shards = [
                 ShardAddress(shard.name, shard.host or address, shard.port, shard.weight) for shard in welcome.shards

@@ -19,6 +19,7 @@ import base64
 import logging
 import os
 import random
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 MAX_MEMBERS: Final = 4096
 MAX_DRAIN_S: Final = 86_400
-_API: Final = "/v3"  # of etcd 3.4 and later
 _ROOT: Final = "/kvstore"
 _T = TypeVar("_T")
 
@@ -68,9 +68,6 @@ class _Endpoint(NamedTuple):
     address: str  # HOST:PORT
     session: Any  # a `requests.Session`; requests is imported only when a directory is made
 
-    def url(self, path: str) -> str:
-        return f"http://{self.address}{_API}{path}"
-
 
 class EtcdDirectory:
     """The records of one cluster. Its methods raise `DirectoryError` and no other error.
@@ -82,6 +79,8 @@ class EtcdDirectory:
         """`folder`: where the records are; another one than ``nodes`` has records that are not members."""
         try:
             import requests
+
+            from kvstore.cluster.etcd_access import EtcdAccess
         except ImportError as error:
             raise DirectoryError(
                 f"{url} needs the package requests ({error}); install it with: pip install 'llm-kvstore[cluster]'"
@@ -89,11 +88,11 @@ class EtcdDirectory:
         self.url = url
         self.timeout_s = timeout_s
         self._failures = (requests.RequestException, OSError, ValueError, KeyError, TypeError)
-        self._endpoints = []
-        for host, port in url.endpoints:
-            session = requests.Session()
-            session.trust_env = False  # no proxy: it could delay the renewal of a lease
-            self._endpoints.append(_Endpoint(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", session))
+        self._access = EtcdAccess(url)
+        self._endpoints = [
+            _Endpoint(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._access.session())
+            for host, port in url.endpoints
+        ]
         self._at = random.randrange(len(self._endpoints))  # so that not all clients use the first endpoint
         self._nodes = f"{_ROOT}/{url.name}/{folder}/"
         self._drains = f"{_ROOT}/{url.name}/drains/"
@@ -123,7 +122,7 @@ class EtcdDirectory:
         endpoint = self._endpoints[at]
         timeouts = self.timeout_s, max(timeout_s, 0.01)
         try:
-            with endpoint.session.post(endpoint.url("/watch"), json=body, stream=True, timeout=timeouts) as answer:
+            with self._access.post(*endpoint, "/watch", body, stream=True, timeout=timeouts) as answer:
                 answer.raise_for_status()
                 with self._lock:
                     self._watching = answer
@@ -247,7 +246,7 @@ class EtcdDirectory:
             at = self._at
             endpoint = self._endpoints[at]
             try:
-                response = endpoint.session.post(endpoint.url(path), json=body, timeout=self.timeout_s)
+                response = self._access.post(*endpoint, path, body, timeout=self.timeout_s)
                 if not response.ok:
                     raise ValueError(f"etcd answered with HTTP status {response.status_code}: {response.text}")
                 answer = response.json()
@@ -326,6 +325,10 @@ def _interrupt(answer: Any) -> None:
 def _reason(error: Exception) -> str:
     """-> the innermost cause in one line, without the layers of text that requests and urllib3 add."""
     text = str(error)
+    if found := re.search(r"certificate verify failed: ([^(\"']+)", text):
+        return f"its certificate cannot be verified ({found[1].strip()}): give the CA that signed it (?ca=FILE)"
+    if re.search(r"certificate required|alert bad certificate|EOF occurred in violation", text, re.IGNORECASE):
+        return "it ends the TLS handshake: it may ask for a certificate (?cert=FILE&key=FILE)"
     for known in ("Connection refused", "timed out", "No route to host", "Name or service not known"):
         if known.lower() in text.lower():
             return known.lower()

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 from kvstore.cluster.etcd import EtcdDirectory
 from kvstore.cluster.members import DirectoryError, Member, Membership
 from kvstore.cluster.url import EtcdURL, parse_cluster_url
+from kvstore.tls import TLSOptions
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ class Directory(Protocol):
         """Close the directory, and wake a thread in `wait_for_change`."""
 
 
-def directory_of(url: str) -> Directory:
-    """-> the directory at a cluster's URL.
+def directory_of(url: str, tls: TLSOptions | None = None) -> Directory:
+    """-> the directory at a cluster's URL. `tls`: how to ask nodes, where that tells who is there.
 
     Raises `ValueError` when `url` is not a cluster's URL, `DirectoryError` when the package requests is missing.
     """
@@ -57,7 +58,7 @@ def directory_of(url: str) -> Directory:
         return EtcdDirectory(parsed, REQUEST_TIMEOUT_S)
     from kvstore.cluster.dns import DnsDirectory
 
-    return DnsDirectory(parsed)
+    return DnsDirectory(parsed, tls)
 
 
 class Follower:
@@ -69,9 +70,16 @@ class Follower:
     Raises like `directory_of`. The thread does not survive a fork: a child needs its own follower.
     """
 
-    def __init__(self, url: str, on_change: Callable[[Membership], None], *, name: str = "follower") -> None:
-        self.url = url
-        self._directory = directory_of(url)
+    def __init__(
+        self,
+        url: str,
+        on_change: Callable[[Membership], None],
+        *,
+        name: str = "follower",
+        tls: TLSOptions | None = None,
+    ) -> None:
+        self.url = url.partition("?")[0]  # for messages
+        self._directory = directory_of(url, tls)
         self._on_change = on_change
         self._name = name
         self._closed = threading.Event()

@@ -1,5 +1,7 @@
 """The URL of a cluster's list of members: `etcd://HOST:2379[,HOST:2379...]/NAME` or `dns://SERVICE:PORT`.
 
+`etcds://` is etcd with TLS, and may have options: `?ca=FILE&cert=FILE&key=FILE&user=NAME&password_file=FILE`.
+
 Pure; any thread.
 """
 
@@ -9,10 +11,21 @@ import re
 from typing import Final, NamedTuple, TypeAlias
 
 ETCD_SCHEME: Final = "etcd://"
+ETCDS_SCHEME: Final = "etcds://"
 DNS_SCHEME: Final = "dns://"
 MAX_NAME: Final = 64  # characters of a cluster's name or a node's id
 _NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_NAME}}}")
 _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s\[\]:/,@?#]+)):([0-9]{1,5})")
+
+
+class EtcdOptions(NamedTuple):
+    """How to reach etcd with TLS. Files are PEM; what is empty is taken from a variable, see `etcd_access`."""
+
+    ca: str = ""  # of etcd's certificate
+    cert: str = ""  # this side's own, and its key
+    key: str = ""
+    user: str = ""
+    password_file: str = ""
 
 
 class EtcdURL(NamedTuple):
@@ -20,9 +33,16 @@ class EtcdURL(NamedTuple):
 
     endpoints: tuple[tuple[str, int], ...]  # all of the same etcd cluster
     name: str
+    options: EtcdOptions | None = None  # None: without TLS
 
     def __str__(self) -> str:
-        return f"{ETCD_SCHEME}{','.join(_address(*endpoint) for endpoint in self.endpoints)}/{self.name}"
+        where = f"{','.join(_address(*endpoint) for endpoint in self.endpoints)}/{self.name}"
+        if self.options is None:
+            return f"{ETCD_SCHEME}{where}"
+        from urllib.parse import quote  # for those who need it
+
+        given = "&".join(f"{name}={quote(value)}" for name, value in self.options._asdict().items() if value)
+        return f"{ETCDS_SCHEME}{where}{'?' if given else ''}{given}"
 
 
 class DnsURL(NamedTuple):
@@ -40,23 +60,50 @@ ClusterURL: TypeAlias = EtcdURL | DnsURL
 
 def is_cluster_url(endpoint: str) -> bool:
     """Whether `endpoint` is a cluster's URL and not a node's address."""
-    return endpoint.startswith((ETCD_SCHEME, DNS_SCHEME))
+    return endpoint.startswith((ETCD_SCHEME, ETCDS_SCHEME, DNS_SCHEME))
 
 
 def parse_cluster_url(url: str) -> ClusterURL:
     """Parse a cluster's URL. Raises `ValueError`, which says what was given and what is expected."""
-    if url.startswith(ETCD_SCHEME):
-        addresses, _, name = url[len(ETCD_SCHEME) :].removesuffix("/").partition("/")
+    if url.startswith((ETCD_SCHEME, ETCDS_SCHEME)):
+        scheme = ETCD_SCHEME if url.startswith(ETCD_SCHEME) else ETCDS_SCHEME
+        where, question, query = url[len(scheme) :].partition("?")
+        addresses, _, name = where.removesuffix("/").partition("/")
         if not is_name(name):
             raise ValueError(
-                f"{url!r}: the cluster's name {name!r}: expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME, "
+                f"{url!r}: the cluster's name {name!r}: expected {scheme}HOST:PORT[,HOST:PORT...]/NAME, "
                 f"NAME of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
             )
         endpoints = tuple(parse_address(url, text) for text in addresses.split(","))
-        return EtcdURL(tuple(dict.fromkeys(endpoints)), name)
+        if question and scheme == ETCD_SCHEME:
+            raise ValueError(f"{url!r}: has options: expected {ETCDS_SCHEME}, because they are for TLS")
+        options = None if scheme == ETCD_SCHEME else _parse_options(url, query)
+        return EtcdURL(tuple(dict.fromkeys(endpoints)), name, options)
     if url.startswith(DNS_SCHEME):
         return DnsURL(*parse_address(url, url[len(DNS_SCHEME) :].removesuffix("/")))
     raise ValueError(f"{url!r}: expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME or {DNS_SCHEME}SERVICE:PORT")
+
+
+def _parse_options(url: str, query: str) -> EtcdOptions:
+    from urllib.parse import parse_qsl
+
+    known = ", ".join(EtcdOptions._fields)
+    try:
+        given = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError:
+        raise ValueError(f"{url!r}: the options {query!r}: expected NAME=VALUE&NAME=VALUE, of {known}") from None
+    options = dict(given)
+    if "password" in options:
+        raise ValueError(
+            "etcds://…: a password in the URL can be read by everybody on this host: expected it in the variable "
+            "KVSTORE_ETCD_PASSWORD, or in a file (password_file=FILE)"
+        )
+    unknown = [name for name in options if name not in EtcdOptions._fields]
+    if unknown or len(options) < len(given):
+        raise ValueError(
+            f"{url!r}: unknown or repeated options {', '.join(unknown) or query}: expected some of {known}"
+        )
+    return EtcdOptions(**options)
 
 
 def is_name(text: str) -> bool:

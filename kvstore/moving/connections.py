@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstore.moving.progress import Progress
 from kvstore.wire import ShardAddress
-from kvstore.wire.asking import AskError, Asking
+from kvstore.wire.asking import AskError, Asking, Dial
 
 CONNECT_S: Final = 3.0  # a shard that takes longer fails; `interrupt` does not end connecting earlier
 
@@ -17,12 +17,13 @@ CONNECT_S: Final = 3.0  # a shard that takes longer fails; `interrupt` does not 
 class Connections:
     """Opens connections to shards, and interrupts the open ones. Any thread.
 
-    cookies: of the shards' nodes, by the name of the shard.
+    cookies: of the shards' nodes, by the name of the shard. dial: of `Asking`.
     """
 
-    def __init__(self, progress: Progress, cookies: Mapping[str, str]) -> None:
+    def __init__(self, progress: Progress, cookies: Mapping[str, str], dial: Dial) -> None:
         self._progress = progress
         self._cookies = cookies
+        self._dial = dial
         self._lock = threading.Lock()
         self._open: set[Asking] = set()
 
@@ -34,6 +35,7 @@ class Connections:
             (shard.host or "127.0.0.1", shard.port),
             min(CONNECT_S, self._progress.call_s),
             cookie=self._cookies.get(shard.name, ""),
+            dial=self._dial,
         )
         asking.timeout_s = self._progress.call_s
         with self._lock:

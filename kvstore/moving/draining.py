@@ -22,6 +22,7 @@ from kvstore.moving.planning import plan_leaving
 from kvstore.moving.progress import MoveReport
 from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
+from kvstore.wire.asking import Dial, dial_tcp
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -34,7 +35,7 @@ class Draining(threading.Thread):
     """One drain, from the request until the node has left. Any thread may call `stop` and read `progress`.
 
     The drain's thread calls `announce`, which writes the state `draining` into the node's record, `members` before each
-    pass, and `leave` at the end, whether all blocks have moved or not.
+    pass, and `leave` at the end, whether all blocks have moved or not. `dial`: of `Asking`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Draining(threading.Thread):
         announce: Callable[[], None],
         members: Callable[[], Sequence[Member]],
         leave: Callable[[], None],
+        dial: Dial = dial_tcp,
     ) -> None:
         super().__init__(name="kvstore-draining", daemon=True)
         self.progress = asked  # replaced as a whole, never changed in place
@@ -53,6 +55,7 @@ class Draining(threading.Thread):
         self._announce = announce
         self._members = members
         self._leave = leave
+        self._dial = dial
         self._deadline = time.monotonic() + asked.seconds
         self._stopped = threading.Event()
         self._mover: Mover | None = None
@@ -106,7 +109,7 @@ class Draining(threading.Thread):
         self._before = MoveReport(so_far.total, so_far.moved, so_far.present, so_far.failed)
         plan = plan_leaving(self._node, self._members())
         with self._lock:
-            mover = self._mover = Mover(self._shards, self._node, plan, self._count, self._settled)
+            mover = self._mover = Mover(self._shards, self._node, plan, self._count, self._settled, self._dial)
             if self._stopped.is_set():
                 mover.stop()
         report = mover.run(self._deadline)

@@ -29,6 +29,7 @@ from kvstore.moving.planning import plan_joining
 from kvstore.moving.progress import MoveReport
 from kvstore.moving.settled import Settled
 from kvstore.wire import ShardAddress
+from kvstore.wire.asking import Dial, dial_tcp
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -55,16 +56,17 @@ class Filling(threading.Thread):
     """Fills nodes that join, one fill at a time, until `stop`. Any thread may call it; nothing blocks or raises.
 
     `member`: this node's record; its state is ignored. `shards`: this node's shards, at addresses that this process can
-    reach.
+    reach. `dial`: of `Asking`.
     """
 
-    def __init__(self, member: Member, shards: Sequence[ShardAddress], grace_s: float) -> None:
+    def __init__(self, member: Member, shards: Sequence[ShardAddress], grace_s: float, dial: Dial = dial_tcp) -> None:
         super().__init__(name="kvstore-filling", daemon=True)
         self.progress: MoveReport | None = None  # of the present or the last fill; replaced as a whole
         self._node = member.node
         self._mine = {_who(member)}  # under which it is or was a member
         self._shards = shards
         self._grace_s = grace_s
+        self._dial = dial
         self._seen: dict[_Who, float] = {}  # nodes that join in the last view, and when they were first seen
         self._changed = threading.Condition()  # guards the fields below
         self._task: _Task | None = None
@@ -161,7 +163,7 @@ class Filling(threading.Thread):
                 if self._task is not task:
                     return report
                 count = functools.partial(self._count, report)
-                mover = self._mover = Mover(self._shards, node, plan, count, settled)
+                mover = self._mover = Mover(self._shards, node, plan, count, settled, self._dial)
             report = mover.run(task.deadline).after(report)
             if mover.progress.over or not (report.failed or mover.gave_up):
                 return report

@@ -27,7 +27,7 @@ from kvstore.moving.progress import MoveReport, Progress
 from kvstore.moving.receivers import Receivers
 from kvstore.moving.settled import Settled
 from kvstore.wire import MAX_HOTTEST_BYTES, MAX_KEYS, MIN_KEY_BYTES, NamespaceInfo, ShardAddress
-from kvstore.wire.asking import AskError, Asking, KeyArray
+from kvstore.wire.asking import AskError, Asking, Dial, KeyArray, dial_tcp
 
 log = logging.getLogger("kvstore.moving")
 
@@ -43,7 +43,7 @@ class Mover:
 
     `shards`: the addresses of the node's shards, at least one. `told` is called with each new report, from any of the
     mover's threads, one call at a time. `settled`: copies that earlier movers made or found; they are skipped and not
-    in the report. The mover adds the copies that it makes or finds.
+    in the report. The mover adds the copies that it makes or finds. `dial`: of `Asking`.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Mover:
         plan: Plan,
         told: Callable[[MoveReport], None],
         settled: Settled | None = None,
+        dial: Dial = dial_tcp,
     ) -> None:
         threads = len(plan.senders) * len(shards)
         self._shards = shards
@@ -60,7 +61,7 @@ class Mover:
         self._gains = Gains(node, plan) if plan.after else None  # None: no node is left that could take blocks
         self.gave_up = False  # on a shard of the node, which failed: its blocks are not in the report
         self.progress = Progress(told, REST_RATIO * max(1.0, threads / GENTLE_THREADS) if plan.gentle else 0.0)
-        self._connections = Connections(self.progress, plan.cookies)
+        self._connections = Connections(self.progress, plan.cookies, dial)
         self._receivers = Receivers(plan, self.progress, settled)
 
     def run(self, deadline: float) -> MoveReport:

@@ -28,7 +28,8 @@ class Announcer:
         listen = [str(HostPort.of(*address)) for address in addresses]
         http = ""
         if http_port is not None and self._config.http is not None:
-            http = f"http://{HostPort.of(self._config.http.host, http_port)}/"
+            scheme = "http" if self._config.tls_cert is None else "https"
+            http = f"{scheme}://{HostPort.of(self._config.http.host, http_port)}/"
         settings = changed(self._config)
         log.info(
             "kvstore-server %s starts: listening on %s, %s; settings: %s",
@@ -46,7 +47,8 @@ class Announcer:
         """Every shard accepts requests."""
         config = self._config
         where = HostPort.of(config.host, port)
-        print(f"kvstore-server ready tcp://{where} shards={config.shards} memory={int(config.memory)}", flush=True)
+        scheme = "tcp" if config.tls_cert is None else "tls"
+        print(f"kvstore-server ready {scheme}://{where} shards={config.shards} memory={int(config.memory)}", flush=True)
         self._systemd.tell(f"serving at {where} with {config.shards} shard(s) of {config.memory} together", "READY=1")
 
     def stopping(self, number: signal.Signals, request_s: float, drain_s: int) -> None:

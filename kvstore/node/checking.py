@@ -25,6 +25,8 @@ from kvstore.node.disk_folder import key_of
 from kvstore.node.settings import Misfit
 from kvstore.node.unix_sockets import MAX_PATH_BYTES, users_of
 from kvstore.sizes import format_size
+from kvstore.tls import TLSError, TLSOptions
+from kvstore.tls.contexts import client_context, server_context
 
 SHARD_OVERHEAD_BYTES: Final = 256 << 20  # what a shard may take beyond its share of --memory
 _BESIDE: Final = (
@@ -108,6 +110,17 @@ def _access(config: ServerConfig) -> Iterator[Misfit]:
         yield Misfit("audit", f"user {_me()} cannot write to {file}")
 
 
+def _tls(config: ServerConfig) -> Iterator[Misfit]:
+    if config.tls_cert is None or config.tls_key is None:
+        return
+    try:
+        server_context(config.tls_cert, config.tls_key, config.tls_client_ca or "")
+        if config.tls_ca:
+            client_context(TLSOptions(config.tls_ca))
+    except TLSError as error:
+        yield Misfit("tls_cert", str(error))
+
+
 def _packages(config: ServerConfig) -> Iterator[Misfit]:
     if config.nixl and not nixl_package():
         yield Misfit("nixl", "NIXL is not installed; expected pip install llm-kvstore[nixl]")
@@ -167,6 +180,7 @@ def _me() -> str:
 _CHECKS: Final[tuple[Callable[[ServerConfig], Iterator[Misfit]], ...]] = (
     _addresses,
     _access,
+    _tls,
     _unix_socket,
     _packages,
     _memory,

@@ -1,4 +1,4 @@
-"""The supervisor's shards: each is a listening socket, and the process that serves it now.
+"""The supervisor's processes. A shard is a listening socket, and the process that serves it now.
 
 The supervisor owns the socket. So when a shard's process dies, its port and the connections that wait in its backlog
 stay, and the process that replaces it serves them.
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,11 +32,9 @@ FIRST_RESTART_DELAY_S: Final = 0.1
 STABLE_S: Final = 10.0  # a shard that ran for so long is restarted without delay
 BIND_RETRY_S: Final = 1.0
 _BACKLOG: Final = 512
-# A shard runs the supervisor's own code, whatever the working directory holds (`python -m` would look there first).
+# They run the supervisor's own code, whatever the working directory holds (`python -m` would look there first).
 _CODE: Final = str(Path(kvstore.__file__).resolve().parent.parent)
-_RUN_SHARD: Final = (
-    "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; from kvstore.shard.process import main; main()"
-)
+_RUN: Final = "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; from {} import main; main()"
 
 
 class StartError(Exception):
@@ -86,24 +84,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Child:
-    """One shard. Used by the supervisor's main thread; any thread may read `not_serving`.
+    """One process that the supervisor starts and watches. Used by its main thread; any thread may read `not_serving`.
 
     Its `pid_fd` and, until it is ready, its `ready_fd` are registered with `selector`, with this object as data.
     """
 
-    def __init__(
-        self,
-        number: int,
-        listener: socket.socket,
-        selector: selectors.BaseSelector,
-        unix: socket.socket | None,
-        path: str,
-    ) -> None:
-        """unix, path: the Unix socket for clients on this host and where it is."""
+    kind = "process"  # in the log
+    loss = ""  # what its death costs
+    module = ""  # whose `main` it runs
+
+    def __init__(self, number: int, selector: selectors.BaseSelector) -> None:
         self.number = number
-        self.listener = listener
-        self.unix = unix
-        self.unix_path = path
         self.process: subprocess.Popen[bytes] | None = None
         self.pid_fd = -1
         self.ready_fd = -1  # the pipe on which the process reports that it is ready; -1: it has
@@ -113,14 +104,12 @@ class Child:
         self._started = 0.0
         self._delay_s = 0.0
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """The host and port on which it listens."""
-        host, port = self.listener.getsockname()[:2]
-        return host, port
+    def config(self, ready_fd: int) -> tuple[msgspec.Struct, Sequence[int]]:
+        """-> its configuration, and the descriptors in it."""
+        raise NotImplementedError
 
-    def start(self, make_config: Callable[[Child, int], ShardConfig]) -> None:
-        """Start the shard's process, configured by `make_config(child, ready_fd)`.
+    def start(self) -> None:
+        """Start the process.
 
         Raises `OSError`; then no process and no descriptor is left.
         """
@@ -128,7 +117,7 @@ class Child:
             ready_r, ready_w = os.pipe()
             undo.callback(os.close, ready_r)
             try:
-                process = self._spawn(make_config(self, ready_w), ready_w)
+                process = self._spawn(*self.config(ready_w))
             finally:
                 os.close(ready_w)
             undo.callback(process.wait)
@@ -142,13 +131,11 @@ class Child:
         self.process, self.pid_fd, self.ready_fd = process, pid_fd, ready_r
         self._started = time.monotonic()
 
-    def _spawn(self, config: ShardConfig, ready_fd: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, config: msgspec.Struct, fds: Sequence[int]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-c", _RUN_SHARD, _CODE],
+            [sys.executable, "-c", _RUN.format(self.module), _CODE],
             stdin=subprocess.PIPE,
-            pass_fds=[
-                fd for fd in (config.listen_fd, config.unix_fd, ready_fd, config.heard_fd, *config.told_fds) if fd >= 0
-            ],
+            pass_fds=[fd for fd in fds if fd >= 0],
             env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy else starts a thread for every core
         )
         assert process.stdin is not None
@@ -156,7 +143,7 @@ class Child:
             process.stdin.write(msgspec.json.encode(config))
             process.stdin.close()
         except BrokenPipeError:
-            log.error("shard %d died before it read its configuration", self.number)
+            log.error("%s %d died before it read its configuration", self.kind, self.number)
         return process
 
     def take_ready(self) -> bool:
@@ -187,10 +174,12 @@ class Child:
         self._delay_s = 0.0 if stable else min(MAX_RESTART_DELAY_S, self._delay_s * 2 or FIRST_RESTART_DELAY_S)
         self.restart_at = now + self._delay_s
         log.error(
-            "shard %d (pid %d) died: %s; its blocks in memory are gone and count as misses; restarting in %.1f s",
+            "%s %d (pid %d) died: %s; %s; restarting in %.1f s",
+            self.kind,
             self.number,
             process.pid,
             cause,
+            self.loss,
             self._delay_s,
             extra=fields(shard=self.number, pid=process.pid, status=status, restart_s=self._delay_s),
         )
@@ -200,9 +189,45 @@ class Child:
         self.restart_at = time.monotonic() + MAX_RESTART_DELAY_S
         self.not_serving = f"its process cannot be started: {error}"
         log.error(
-            "shard %d cannot be started: %s; trying again in %.1f s",
+            "%s %d cannot be started: %s; trying again in %.1f s",
+            self.kind,
             self.number,
             error,
             MAX_RESTART_DELAY_S,
             extra=fields(shard=self.number, restart_s=MAX_RESTART_DELAY_S),
         )
+
+
+class ShardChild(Child):
+    """One shard, and its sockets."""
+
+    kind = "shard"
+    loss = "its blocks in memory are gone and count as misses"
+    module = "kvstore.shard.process"
+
+    def __init__(
+        self,
+        number: int,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        make_config: Callable[[ShardChild, int], ShardConfig],
+        unix: socket.socket | None,
+        path: str,
+    ) -> None:
+        """make_config: of this shard, and the descriptor of the pipe on which it reports that it is ready. unix, path:
+        the Unix socket for clients on this host and where it is."""
+        super().__init__(number, selector)
+        self.listener = listener
+        self.unix = unix
+        self.unix_path = path
+        self._make_config = make_config
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and port on which it listens."""
+        host, port = self.listener.getsockname()[:2]
+        return host, port
+
+    def config(self, ready_fd: int) -> tuple[ShardConfig, Sequence[int]]:
+        config = self._make_config(self, ready_fd)
+        return config, (config.listen_fd, config.unix_fd, ready_fd, config.heard_fd, *config.told_fds)

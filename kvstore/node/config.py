@@ -1,4 +1,7 @@
-"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual are generated."""
+"""All settings of `kvstore-server`: one struct, from which flags, variables, the file and the manual are generated.
+
+Over 400 lines because every setting and its description are in one place.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvstore.cluster.url import ETCD_SCHEME, EtcdURL, parse_cluster_url
+from kvstore.cluster.url import ETCD_SCHEME, ETCDS_SCHEME, EtcdURL, parse_cluster_url
 from kvstore.disk.config import DISK_WRITES
 from kvstore.logs import FORMATS, LEVELS
-from kvstore.node.fitting import WILDCARDS, access_misfits, cluster_misfits
+from kvstore.node.fitting import WILDCARDS, access_misfits, cluster_misfits, tls_misfits
 from kvstore.node.settings import ConfigError, HostPort, Misfit, Portion, Setting, Size, Sources
 from kvstore.sizes import spell_size
 from kvstore.store.rules import MAX_TTL_SECONDS, POLICIES, NamespaceRule
@@ -89,6 +92,36 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             unset="nobody else",
         ),
     ] = ""
+
+    tls_cert: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "Speak TLS 1.3 only, also for HTTP, with the certificate in this PEM file, before those up to its CA.",
+            "FILE",
+            unset="no TLS",
+            more="security.md#tls",
+        ),
+    ] = None
+    tls_key: Annotated[str | None, Setting(SERVER, "PEM file of the private key of --tls-cert.", "FILE")] = None
+    tls_client_ca: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "Clients must have a certificate that a CA in this PEM file signed. HTTP asks for none.",
+            "FILE",
+            unset="clients need no certificate",
+        ),
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "PEM file of the CA that signed the certificates of the cluster's other nodes.",
+            "FILE",
+            unset="the value of --tls-client-ca, else the CAs that the system trusts",
+        ),
+    ] = None
 
     nixl: Annotated[
         bool,
@@ -214,7 +247,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Setting(
             CLUSTER,
-            "Cluster to be a member of: etcd://HOST:PORT[,HOST:PORT...]/NAME.",
+            "Cluster to be a member of: etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds:// with TLS.",
             "URL",
             unset="no cluster",
             more="cluster.md",
@@ -285,11 +318,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The cluster in which the node registers; None: no cluster. Raises `Misfit` for a bad URL."""
         if self.cluster is None:
             return None
-        if not self.cluster.startswith(ETCD_SCHEME):
+        if not self.cluster.startswith((ETCD_SCHEME, ETCDS_SCHEME)):
             raise Misfit(
                 "cluster",
-                f"expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME. Nodes behind a DNS name do not register: leave "
-                "--cluster out; only clients are given dns://",
+                f"expected {ETCD_SCHEME}HOST:PORT[,HOST:PORT...]/NAME, or {ETCDS_SCHEME}. Nodes behind a DNS name do "
+                "not register: leave --cluster out; only clients are given dns://",
             )
         try:
             url = parse_cluster_url(self.cluster)
@@ -348,6 +381,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Misfit(name, "a key without a disk tier: expected --disk as well")
         yield from cluster_misfits(self)
         yield from access_misfits(self)
+        yield from tls_misfits(self)
         if self.segment < MIN_SEGMENT_BYTES or self.segment % 4096:
             yield Misfit("segment", f"expected at least {spell_size(MIN_SEGMENT_BYTES)}, and a multiple of 4KiB")
         if self.shard_memory_bytes < self.segment:

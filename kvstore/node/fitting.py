@@ -118,6 +118,14 @@ def cluster_misfits(config: Cluster) -> Iterator[Misfit]:
         yield Misfit(name, "expected a host name or an address, without a port")
 
 
+def tls_misfits(config: object) -> Iterator[Misfit]:
+    """Yield which file of TLS was given without another that it needs."""
+    needed = {"tls_cert": "tls_key", "tls_key": "tls_cert", "tls_client_ca": "tls_cert", "tls_ca": "tls_cert"}
+    for name, needs in needed.items():
+        if getattr(config, name) is not None and getattr(config, needs) is None:
+            yield Misfit(name, f"TLS needs a certificate and its key: give --{needs.replace('_', '-')} too")
+
+
 def metrics_address(config: NodeSettings, port: int) -> str:
     """-> HOST:PORT at which other members reach the metrics, which are served on `port`; empty: they cannot."""
     if config.http is None or not port:

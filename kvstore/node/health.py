@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvstore.wire import ShardInfo
-from kvstore.wire.asking import AskError, Asking
+from kvstore.wire.asking import AskError, Asking, Dial, dial_tcp
 
 if TYPE_CHECKING:
     from kvstore.node.registration_status import RegistrationStatus
@@ -39,6 +39,7 @@ class NodeView:
     restarts: Callable[[], int]  # of shards, so far
     cluster: Callable[[], RegistrationStatus] | None  # the node's membership; None: not in a cluster
     cookie: str  # with which a shard always has a place for a check
+    dial: Dial = dial_tcp
 
 
 class ShardState(msgspec.Struct, frozen=True):
@@ -136,7 +137,8 @@ class Health:
             reason = self.node.not_serving(shard)
             if reason:
                 raise AskError(reason)
-            with Asking(self.node.addresses[shard], ASK_TIMEOUT_S, cookie=self.node.cookie) as asking:
+            node = self.node
+            with Asking(node.addresses[shard], ASK_TIMEOUT_S, cookie=node.cookie, dial=node.dial) as asking:
                 info = asking.info()
         except AskError as error:
             if not self._silent[shard] and not self.node.stopping():

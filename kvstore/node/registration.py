@@ -37,6 +37,7 @@ from kvstore.moving.filling import Filling
 from kvstore.node.access import with_cookies
 from kvstore.node.registration_status import RegistrationStatus
 from kvstore.wire import ShardAddress
+from kvstore.wire.asking import Dial, dial_tcp
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -67,6 +68,7 @@ class Registration:
         grace_s: float,
         drained: Callable[[], None],
         secret: str = "",
+        dial: Dial = dial_tcp,
     ) -> None:
         self.url = url
         self._secret = secret
@@ -76,6 +78,7 @@ class Registration:
         self._lease_s = lease_s
         self._grace_s = grace_s
         self._drained = drained
+        self._dial = dial
         self._directory = EtcdDirectory(url, REQUEST_TIMEOUT_S)
         # The timeout is short enough to try another endpoint within the lease when one does not answer.
         self._keeper = EtcdDirectory(url, max(0.5, lease_s / 4))
@@ -93,7 +96,7 @@ class Registration:
         self._conflict_said_at: float | None = None
         self._errors = 0
         self._lost = ""
-        self._filling = Filling(member, shards, grace_s)
+        self._filling = Filling(member, shards, grace_s, dial)
         self._draining: Draining | None = None
         self._drain_asked = False  # an operator requested the drain: write its progress to etcd
         self._drain_said: Drain | None = None
@@ -352,12 +355,10 @@ class Registration:
 
     def _begin_drain(self, asked: Drain) -> Draining:
         self._filling.stop()
-        draining = Draining(
-            self.node, self._shards, asked, self._announce_drain, self._members_now, self._leave_drained
-        )
-        self._draining = draining
-        draining.start()
-        return draining
+        said = self._announce_drain, self._members_now, self._leave_drained
+        self._draining = Draining(self.node, self._shards, asked, *said, self._dial)
+        self._draining.start()
+        return self._draining
 
     def _announce_drain(self) -> None:
         with self._lock:

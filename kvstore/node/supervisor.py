@@ -4,6 +4,8 @@ It owns the listening sockets, so a shard that dies keeps its port and its clien
 replaces it has no blocks in memory, so its clients get misses. The supervisor holds no blocks and is idle while all
 shards run. If it dies itself, the kernel ends its shards (parent-death signal). In a cluster it registers the node, and
 withdraws it before the shards stop.
+
+Over 400 lines because starting, watching and stopping all that a node consists of must agree on its order.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from kvstore.extras import nixl_package
 from kvstore.node import unix_sockets
 from kvstore.node.access import check_access
 from kvstore.node.announcing import Announcer
-from kvstore.node.children import Child, StartError, bind
+from kvstore.node.children import Child, ShardChild, StartError, bind
 from kvstore.node.config import ServerConfig
 from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.fitting import is_loopback, metrics_address
@@ -43,7 +45,9 @@ from kvstore.wire import ShardAddress
 if TYPE_CHECKING:
     from kvstore.node.health import Health
     from kvstore.node.registration import Registration
+    from kvstore.node.tls import NodeTLS
     from kvstore.node.web import HTTPServer
+    from kvstore.wire.asking import Dial
 
 log = logging.getLogger("kvstore.server")
 
@@ -75,9 +79,17 @@ class Supervisor:
         self._unix_users = unix_sockets.users_of(config)
         self._unix = unix_sockets.listen(config, config.host, listeners[0].getsockname()[1])
         self._children = [
-            Child(number, listener, self._selector, *(self._unix[number] if self._unix else (None, "")))
+            ShardChild(
+                number,
+                listener,
+                self._selector,
+                self._shard_config,
+                *(self._unix[number] if self._unix else (None, "")),
+            )
             for number, listener in enumerate(listeners)
         ]
+        self._tls = self._make_tls()
+        self._processes: list[Child] = [*self._children, *(self._tls.children if self._tls is not None else ())]
         # Each shard reads from a pipe of its own, to which the others write. They outlive the processes.
         pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in listeners] if config.shards > 1 else []
         self._heard_fds, self._told_fds = [heard for heard, _ in pipes], [told for _, told in pipes]
@@ -118,8 +130,8 @@ class Supervisor:
 
     def _serve(self) -> int:
         self._serve_http()
-        for child in self._children:
-            child.start(self._shard_config)
+        for child in self._processes:
+            child.start()
         if not self._await_ready():
             self._stopping = True
             self._stop()
@@ -136,6 +148,26 @@ class Supervisor:
             self._registration.stop()
         self._stop()
         return 0
+
+    def _make_tls(self) -> NodeTLS | None:
+        if self.config.tls_cert is None:
+            return None
+        from kvstore.node.tls import NodeTLS
+
+        return NodeTLS(self.config, self._children, self._selector)
+
+    def _dial(self) -> Dial:
+        """-> how this process connects to shards."""
+        from kvstore.wire.asking import dial_tcp
+
+        return dial_tcp if self._tls is None else self._tls.dial
+
+    def _not_serving(self, shard: int) -> str:
+        """-> why clients are not served by a shard; empty: they are."""
+        reason = self._children[shard].not_serving
+        if self._tls is not None and not reason and self._tls.children[shard].not_serving:
+            reason = f"TLS: {self._tls.children[shard].not_serving}"
+        return reason
 
     def _make_registration(self) -> Registration | None:
         config = self.config
@@ -170,6 +202,7 @@ class Supervisor:
                 grace_s=config.grace_seconds,
                 drained=self._on_drained,
                 secret=self._member_secret,
+                dial=self._dial(),
             )
         except DirectoryError as error:
             raise StartError(f"cluster: {error}") from None
@@ -201,7 +234,7 @@ class Supervisor:
         from kvstore.node.web import HTTPServer
 
         try:
-            return HTTPServer(self.config.http)
+            return HTTPServer(self.config.http, self._tls.certificate if self._tls is not None else None)
         except OSError as error:
             raise StartError(f"cannot listen on {self.config.http} for HTTP: {error}; choose another --http") from None
 
@@ -216,11 +249,12 @@ class Supervisor:
         cluster = self._registration.status if self._registration is not None else None
         view = NodeView(
             addresses,
-            not_serving=lambda shard: self._children[shard].not_serving,
+            not_serving=self._not_serving,
             stopping=lambda: self._asked_to_stop,
             restarts=lambda: self._restarts,
             cluster=cluster,
             cookie=self._cookie,
+            dial=self._dial(),
         )
         self._health = Health(view)
         self._http.start(Pages(self._health, self.node, listed(self.config), http_logins(self.config, self.node)))
@@ -237,22 +271,25 @@ class Supervisor:
         self._signal = signal.Signals(number)
         if self._signals > 1:
             if self._stopping and self._signals > 1 + self._drains_first:
-                for child in self._children:
+                for child in self._processes:
                     if child.process is not None:
                         child.process.kill()
             self._stopping = True
 
     def _on_hangup(self, _number: int, _frame: object) -> None:
-        """Have the shards read the file of principals again. One that is starting reads it anyway."""
-        for child in self._children:
+        """Have files read again: of principals, and certificates. A process that is starting reads them anyway."""
+        if self._tls is not None:
+            self._tls.certificate.reload()
+        for child in self._processes:
             if child.process is not None and child.ready_fd < 0:
                 child.process.send_signal(signal.SIGHUP)
 
-    def _shard_config(self, child: Child, ready_fd: int) -> ShardConfig:
+    def _shard_config(self, child: ShardChild, ready_fd: int) -> ShardConfig:
         return ShardConfig(
             node=self.node,
             shard=child.number,
-            listen_fd=child.listener.fileno(),
+            listen_fd=child.listener.fileno() if self._tls is None else self._tls.take_fd(child.number),
+            handed=self._tls is not None,
             unix_fd=child.unix.fileno() if child.unix is not None else -1,
             unix_path=child.unix_path,
             unix_users=self._unix_users,
@@ -279,14 +316,14 @@ class Supervisor:
     def _await_ready(self) -> bool:
         """Wait until every shard accepts requests. -> False when the server was stopped or a shard failed before."""
         deadline = time.monotonic() + START_S
-        while any(child.ready_fd >= 0 for child in self._children):
+        while any(child.ready_fd >= 0 for child in self._processes):
             self._systemd.alive()
             for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, deadline - time.monotonic()))):
                 child = key.data
                 if child is None:
                     os.read(self._wake_r, 64)
                 elif key.fd == child.ready_fd and not child.take_ready():
-                    log.error("shard %d did not start; its own message is above", child.number)
+                    log.error("%s %d did not start; its own message is above", child.kind, child.number)
                     return False
             if self._asked_to_stop:
                 self._announcer.stopping(self._signal, DRAIN_S, 0)
@@ -299,7 +336,7 @@ class Supervisor:
     def _watch(self) -> None:
         """Wait for an event: a shard is ready or has died, a restart is due, or a signal came. Then handle it."""
         now = time.monotonic()
-        due = [child.restart_at for child in self._children if child.process is None]
+        due = [child.restart_at for child in self._processes if child.process is None]
         self._systemd.alive()
         for key, _ in self._selector.select(self._systemd.wait_s(max(0.0, min(due) - now) if due else None)):
             child = key.data
@@ -307,17 +344,17 @@ class Supervisor:
                 os.read(self._wake_r, 64)
             elif key.fd == child.ready_fd:
                 if child.take_ready():
-                    log.warning("shard %d is serving again, pid %d", child.number, child.process.pid)
-                    if self._registration is not None:
+                    log.warning("%s %d is serving again, pid %d", child.kind, child.number, child.process.pid)
+                    if self._registration is not None and isinstance(child, ShardChild):
                         self._registration.shard_restarted()
             elif key.fd == child.pid_fd:
                 child.bury()
         now = time.monotonic()
-        for child in self._children:
+        for child in self._processes:
             if child.process is None and child.restart_at <= now and not self._stopping:
                 try:
-                    child.start(self._shard_config)
-                    self._restarts += 1
+                    child.start()
+                    self._restarts += isinstance(child, ShardChild)
                 except OSError as error:
                     child.start_failed(error)
 
@@ -327,10 +364,12 @@ class Supervisor:
             self._http.close()
         if self._health is not None:
             self._health.close()
-        running = [child.process for child in self._children if child.process is not None]
+        running = [child.process for child in self._processes if child.process is not None]
         for child in self._children:
             child.listener.close()
         unix_sockets.remove(self._unix)
+        if self._tls is not None:
+            self._tls.stop()
         for process in running:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + DRAIN_S + 5.0 + (DISK_STOP_S if self._disk else 0.0)
@@ -340,6 +379,6 @@ class Supervisor:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(self._systemd.wait_s(max(0.0, deadline - time.monotonic())))
             if process.poll() is None:
-                log.error("shard process %d did not stop; killed", process.pid)
+                log.error("process %d did not stop; killed", process.pid)
                 process.kill()
                 process.wait()

@@ -11,13 +11,17 @@ import io
 import logging
 import socket
 import threading
+import time
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from kvstore.node.history import Looks
 from kvstore.node.pages import Pages
 from kvstore.node.settings import HostPort
+
+if TYPE_CHECKING:
+    from kvstore.tls.certificate import Certificate
 
 log = logging.getLogger("kvstore.server")
 
@@ -55,7 +59,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, address: HostPort) -> None:
+    def __init__(self, address: HostPort, certificate: Certificate | None) -> None:
+        self._certificate = certificate
         family, _, _, _, found = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -70,6 +75,15 @@ class _Server(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. With TLS, its handshake is left to its thread."""
+        request, client_address = super().get_request()
+        if self._certificate is not None:
+            self._certificate.look(time.monotonic())
+            request.settimeout(READ_S)
+            request = self._certificate.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        return request, client_address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection. Runs on the accepting thread."""
@@ -116,10 +130,13 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class HTTPServer:
-    """Listens once it is constructed, and answers requests after `start`. Raises `OSError` when it cannot listen."""
+    """Listens once it is constructed, and answers requests after `start`. Raises `OSError` when it cannot listen.
 
-    def __init__(self, address: HostPort) -> None:
-        self._server = _Server(address)
+    certificate: with which it speaks HTTPS; None: it speaks HTTP.
+    """
+
+    def __init__(self, address: HostPort, certificate: Certificate | None = None) -> None:
+        self._server = _Server(address, certificate)
         self.port: int = self._server.server_address[1]
         self._looks: Looks | None = None
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvstore-http", daemon=True)

@@ -39,6 +39,7 @@ from kvstore.shard.tenants import Tenants
 from kvstore.shard.turns import Line
 from kvstore.store.arena import Arena
 from kvstore.store.namespaces import Store
+from kvstore.tls.handing import Handed
 from kvstore.wire.nixl import Nixl
 from kvstore.wire.remote_memory import DESCRIPTORS, Sharing, Touched
 from kvstore.wire.shared import peer_credentials
@@ -64,7 +65,7 @@ class Shard:
     def __init__(
         self,
         config: ShardConfig,
-        listener: socket.socket,
+        listener: socket.socket | Handed,
         local: socket.socket | None = None,
         sharing: Sharing = DESCRIPTORS,
     ) -> None:
@@ -260,7 +261,7 @@ class Shard:
         for reader in list(self._readers.values()):
             reader.peer.close("the server is shutting down")
 
-    def _accept(self, listener: socket.socket, now: float) -> None:
+    def _accept(self, listener: socket.socket | Handed, now: float) -> None:
         for _ in range(ACCEPTS):
             try:
                 sock, address = listener.accept()
@@ -291,9 +292,10 @@ class Shard:
             self._to_flush.add(peer, peer.pace)
 
     def _remote_peer(self, sock: socket.socket, address: tuple[str, int]) -> Peer:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
+        if sock.family != socket.AF_UNIX:  # else it was handed over, and another process has the client's socket
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
         return Peer(self._state, sock, self._places.share(address[0]), address[1], self._to_flush, self._forget)
 
     def _local_peer(self, sock: socket.socket) -> Peer | None:

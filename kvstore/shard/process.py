@@ -21,6 +21,7 @@ from kvstore.auth.policy import AuthFileError
 from kvstore.logs import configure as configure_logs
 from kvstore.shard.loop import Shard
 from kvstore.shard.setup import ShardConfig
+from kvstore.tls.handing import Handed
 
 log = logging.getLogger("kvstore.server")
 
@@ -48,7 +49,7 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a descriptor for each connection, segment and segment file
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        shard = Shard(config, listener, local)
+        shard = Shard(config, Handed(listener) if config.handed else listener, local)
     except AuthFileError as error:
         log.error("%s", error)
         sys.exit(1)

@@ -25,6 +25,7 @@ class ShardConfig(msgspec.Struct, frozen=True):
     rules: list[NamespaceRule]
     disk: DiskConfig | None
     transient_bytes: int = 0  # the most that transient blocks may take
+    handed: bool = False  # `listen_fd` is where other processes of the node hand it connections (`kvstore.tls.handing`)
     heard_fd: int = -1  # the pipe on which other shards of the node tell this one something; -1: there are no others
     told_fds: list[int] = msgspec.field(default_factory=list)  # theirs
     zone: str = ""

@@ -38,6 +38,17 @@ Blocks = tuple[Positions, Sums, Attributes, memoryview]
 ReplyT = TypeVar("ReplyT", bound=wire.Reply)
 
 
+# From a host, a port and a timeout in seconds to a connected socket.
+Dial = Callable[[tuple[str, int], float], socket.socket]
+
+
+def dial_tcp(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """-> a TCP connection. Raises `OSError`, and `ValueError` for a host that cannot be one."""
+    sock = socket.create_connection(address, timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
 class AskError(Exception):
     """The shard did not answer, or its reply is invalid. The connection is closed."""
 
@@ -50,7 +61,8 @@ class Asking:
     """A connection to the shard at `address`. Every call blocks for `timeout_s` at most and may raise `AskError`.
 
     Block requests need a `namespace` (canonical JSON). `replicas`: the number of copies that are kept of its blocks.
-    `cookie`: the node's, which gives this connection a place when clients have taken all of theirs.
+    `cookie`: the node's, which gives this connection a place when clients have taken all of theirs. `dial`: connects,
+    raising `OSError` or, for a host that cannot be one, `ValueError`.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class Asking:
         replicas: int = 1,
         *,
         cookie: str = "",
+        dial: Dial = dial_tcp,
     ) -> None:
         self.timeout_s = timeout_s
         self._cookie = cookie
@@ -72,12 +85,11 @@ class Asking:
         self._dealer: Dealer | None = None
         self._sock: socket.socket | None = None
         try:
-            self._sock = socket.create_connection(address, timeout_s)
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sock = dial(address, timeout_s)
             self._sock.setblocking(False)
             self._dealer = Dealer(self._sock, lambda _answer, _began_at: None)
             self._dealer.greet(self._deadline)
-        except (OSError, ValueError, zmtp.ZMTPError) as error:  # ValueError: a host that cannot be one
+        except (OSError, ValueError, zmtp.ZMTPError) as error:
             raise self._broken(self._reason(error)) from None
         try:
             self.welcome = self.hello(namespace, replicas)

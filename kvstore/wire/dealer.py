@@ -197,7 +197,8 @@ class Dealer:
     """One connection of a DEALER, from the greeting on. Implements `zmtp.FrameSink`.
 
     `on_answer(answer, began_at)` is called when a message of an answer has begun, if the answer's `sent_at` is set.
-    Does not own the socket. `sharing`: how a shard on this host shares memory. `nixl`: how one elsewhere may.
+    Does not own the socket. `local`: it is connected to a shard's Unix socket. `sharing`: how a shard on this host
+    shares memory. `nixl`: how one elsewhere may.
     """
 
     def __init__(
@@ -206,10 +207,11 @@ class Dealer:
         on_answer: Callable[[Answer, float], None],
         sharing: Sharing = DESCRIPTORS,
         nixl: Sharing | None = None,
+        local: bool = False,
     ) -> None:
         self.files: SharedFiles | None = None  # of the shard's memory, on a Unix socket or with NIXL
         self.receiver = zmtp.Receiver(sock, self)
-        self.local = sock.family == socket.AF_UNIX
+        self.local = local
         if self.local:
             self.files = files = SharedFiles(sock, sharing)
             self.receiver = zmtp.Receiver(sock, self, files.memory.receive)

@@ -162,4 +162,5 @@ def _zone(place: Place) -> str:
 
 def _endpoint(place: Place) -> str:
     host, port = place.link.host, place.link.port
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    scheme = "tcp" if place.link.tls is None else "tls"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -65,6 +65,7 @@ class Core:
         nixl: Sharing | None = None,
         credentials: Credentials | None = None,
     ) -> None:
+        self.tls = endpoints.tls
         self.stats = ClientStats()
         self.timeout_s = timeout_s
         self.closed = False
@@ -105,7 +106,7 @@ class Core:
             link.broken = None
         self._new_process_state()
         if self._members is not None:
-            self._members = Watch(self._cluster, self._follow)
+            self._members = Watch(self._cluster, self._follow, self.tls)
 
     def _wake(self) -> None:
         self._leading.wake()
@@ -162,8 +163,9 @@ class Core:
         )
 
     def _new_link(self, name: str, host: str, port: int) -> Link:
-        first = Link(name, host, port, self.hello, self._wake, self._shared_memory, self._nixl)
-        lanes = [first, *(Link(name, host, port, self.hello, self._wake, False) for _ in range(1, self._lanes))]
+        first = Link(name, host, port, self.hello, self._wake, self._shared_memory, self._nixl, self.tls)
+        others = range(1, self._lanes)
+        lanes = [first, *(Link(name, host, port, self.hello, self._wake, False, tls=self.tls) for _ in others)]
         for lane in lanes:
             lane.lanes = lanes
         return first
@@ -196,9 +198,9 @@ class Core:
     @property
     def path(self) -> str:
         """How blocks come from the shards: "shared memory" if that is so for one that is on this host, else "nixl" if
-        that is so for one, else "tcp"."""
+        that is so for one, else "tls" or "tcp"."""
         paths = {link.path for link in self.links}
-        return next((path for path in ("shared memory", "nixl") if path in paths), "tcp")
+        return next((path for path in ("shared memory", "nixl") if path in paths), "tcp" if self.tls is None else "tls")
 
     # ---- connections -----------------------------------------------------------------------------------------
 
@@ -236,7 +238,7 @@ class Core:
     def _connect_cluster(self, fail_open: bool) -> None:
         deadline = time.monotonic() + self.timeout_s
         try:
-            self._members = Watch(self._cluster, self._follow)
+            self._members = Watch(self._cluster, self._follow, self.tls)
         except DirectoryError as error:  # the packages needed to follow a directory are not installed
             raise ValueError(str(error)) from None
         try:

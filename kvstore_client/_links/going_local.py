@@ -18,7 +18,7 @@ def go_local(
     dealer: Dealer,
     welcome: wire.Welcome,
     deadline: float,
-    shake_hands: Callable[[socket.socket, float], tuple[Dealer, wire.Welcome]],
+    shake_hands: Callable[[socket.socket, float, bool], tuple[Dealer, wire.Welcome]],
     must: str,
     problem: str = "",
 ) -> tuple[socket.socket, Dealer]:
@@ -37,7 +37,7 @@ def go_local(
         try:
             local.settimeout(max(0.001, deadline - time.monotonic()))
             local.connect(path)
-            its_dealer, its_welcome = shake_hands(local, deadline)
+            its_dealer, its_welcome = shake_hands(local, deadline, True)
             if its_welcome.instance == welcome.instance and welcome.instance:
                 sock.close()
                 sock = local

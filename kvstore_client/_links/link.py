@@ -26,6 +26,7 @@ from typing import Final, Literal
 
 from kvstore import wire
 from kvstore._cext import send_views
+from kvstore.tls import TLSOptions
 from kvstore.wire import zmtp
 from kvstore.wire.dealer import Answer, Dealer, GetAnswer, Refusal
 from kvstore.wire.remote_memory import DESCRIPTORS, Sharing
@@ -50,7 +51,8 @@ class Link:
 
     `hello()` makes the client's HELLO; `wake()` makes the caller that reads the links look again. `shared_memory`:
     connect to a shard on this host over its Unix socket, where it lends blocks in shared memory; "auto": if that is
-    possible. `nixl`: how to read the memory of a shard elsewhere that allows it; None: not at all.
+    possible. `nixl`: how to read the memory of a shard elsewhere that allows it; None: not at all. `tls`: how to
+    connect with TLS; None: without it.
     `lanes`: all links of the client to this shard, the first of which stands for the shard (see `lanes`).
     """
 
@@ -65,6 +67,7 @@ class Link:
         wake: Callable[[], None],
         shared_memory: SharedMemory = "auto",
         nixl: Sharing | None = None,
+        tls: TLSOptions | None = None,
     ) -> None:
         self.lanes: Sequence[Link] = (self,)
         self.name = name
@@ -85,6 +88,7 @@ class Link:
         self._wake = wake
         self.shared_memory = shared_memory
         self._nixl = nixl
+        self.tls = tls
         self._notices: deque[bytes] = deque()  # messages that were posted and not sent
         self._dealer: Dealer | None = None  # of the connection `sock`
         self.staging: Staging | None = None  # of the connection `sock`, if it is local
@@ -146,8 +150,10 @@ class Link:
 
     @property
     def path(self) -> str:
-        """How blocks come: "shared memory", "nixl" or "tcp"."""
-        return "shared memory" if self.local else "nixl" if self.by_reference else "tcp"
+        """How blocks come: "shared memory", "nixl", "tls" or "tcp"."""
+        if self.local:
+            return "shared memory"
+        return "nixl" if self.by_reference else "tcp" if self.tls is None else "tls"
 
     @property
     def _why_in_band(self) -> str:
@@ -161,12 +167,16 @@ class Link:
         deadline = time.monotonic() + timeout_s
         try:
             sock = connected(self.host, self.port, deadline, self._note_unconnected)
+            self.on_this_host = sock.getpeername()[0] == sock.getsockname()[0]
+            if self.tls is not None:
+                from kvstore.tls.outgoing import join  # imports `ssl`, for those who need it
+
+                sock = join(sock, self.host, self.tls, deadline, self._note_unconnected)
         except TimeoutError:
             raise Timeout(f"{self}: no connection within {timeout_s:.3g} s") from None
         except OSError as error:
             raise ConnectionLost(f"{self}: {error.strerror or error}") from None
         try:
-            self.on_this_host = sock.getpeername()[0] == sock.getsockname()[0]
             dealer, welcome = self.shake_hands(sock, deadline)
             name = welcome.shards[welcome.shard].name
             if self.fixed_name and name != self.name:
@@ -204,14 +214,15 @@ class Link:
     def _note_unconnected(self, sock: socket.socket) -> None:
         self._unconnected = sock
 
-    def shake_hands(self, sock: socket.socket, deadline: float) -> tuple[Dealer, wire.Welcome]:
-        """Greet and say HELLO on a connected socket. Raises `OSError`, `ZMTPError`, `WireError` and `Refusal`."""
+    def shake_hands(self, sock: socket.socket, deadline: float, local: bool = False) -> tuple[Dealer, wire.Welcome]:
+        """Greet and say HELLO on a connected socket. `local`: it is connected to the shard's Unix socket. Raises
+        `OSError`, `ZMTPError`, `WireError` and `Refusal`."""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         os.set_inheritable(sock.fileno(), False)
-        dealer = Dealer(sock, self._learn_delay, self.sharing, None if self._why_in_band else self._nixl)
+        dealer = Dealer(sock, self._learn_delay, self.sharing, None if self._why_in_band else self._nixl, local)
         dealer.greet(deadline)
         welcome = dealer.say_hello(self._hello(), deadline)
         self.last_received = self.last_moved = time.monotonic()

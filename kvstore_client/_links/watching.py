@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvstore.cluster.following import Follower
 from kvstore.cluster.members import Membership
+from kvstore.tls import TLSOptions
 
 log = logging.getLogger("kvstore_client")
 
@@ -22,17 +23,18 @@ OnChange = Callable[[Membership], None]
 
 class Watch:
     """One client's watch of a cluster. `on_change` is called with each view: with the current one at once, if there is
-    one, later on the follower's thread. It must be a method; its object is not kept alive. Raises as `Follower`
-    does."""
+    one, later on the follower's thread. It must be a method; its object is not kept alive. `tls`: how to ask nodes,
+    where that tells who is there. Raises as `Follower` does."""
 
-    def __init__(self, url: str, on_change: OnChange) -> None:
+    def __init__(self, url: str, on_change: OnChange, tls: TLSOptions | None = None) -> None:
         self.url = url
+        self._key = url, tls
         self._on_change = weakref.WeakMethod(on_change)  # a client that nobody closed must not live for ever
         self._closed = False
         with _lock:
-            shared = _shared.get(url)
+            shared = _shared.get(self._key)
             if shared is None:
-                shared = _shared[url] = _Shared(url)
+                shared = _shared[self._key] = _Shared(url, tls)
             shared.watches.add(self)
         self._shared = shared
         if shared.follower.current is not None:
@@ -61,9 +63,9 @@ class Watch:
         with _lock:
             self._closed = True
             self._shared.watches.discard(self)
-            last = not self._shared.watches and _shared.get(self.url) is self._shared
+            last = not self._shared.watches and _shared.get(self._key) is self._shared
             if last:
-                del _shared[self.url]
+                del _shared[self._key]
         if last:
             self._shared.follower.close()
 
@@ -71,10 +73,10 @@ class Watch:
 class _Shared:
     """A follower and its watches."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tls: TLSOptions | None) -> None:
         self.watches: set[Watch] = set()
         self.telling = threading.RLock()
-        self.follower = Follower(url, self._tell, name="kvstore_client")
+        self.follower = Follower(url, self._tell, name="kvstore_client", tls=tls)
         self.follower.start()
 
     def _tell(self, membership: Membership) -> None:
@@ -88,7 +90,7 @@ class _Shared:
 
 
 _lock = threading.Lock()
-_shared: dict[str, _Shared] = {}
+_shared: dict[tuple[str, TLSOptions | None], _Shared] = {}
 
 
 def _after_fork_in_child() -> None:

@@ -12,8 +12,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvstore_client._links.block_mac import mac_of
 from kvstore_client.client import DEFAULT_CONNECTIONS, KVStoreClient
@@ -28,6 +29,7 @@ Store: TypeAlias = KVStoreClient | LocalFirstStore | PartsStore
 LOG_INTERVAL_S: Final = 10.0
 # Pause before connecting again to a store that refused this client (another version, no rights).
 REFUSED_PAUSE_S: Final = 10.0
+_NO_TLS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 _forkable: weakref.WeakSet[Counters | StoreGuard] = weakref.WeakSet()
@@ -82,15 +84,16 @@ class StoreGuard:
         nixl: bool = False,
         token: str | os.PathLike[str] | None = None,
         block_secret: bytes | None = None,
+        tls: Mapping[str, Any] = _NO_TLS,
         local: str = "",
         parts: Sequence[range] = (),
         logger: logging.Logger | None = None,
     ) -> None:
         """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
         invalid endpoint or block secret. timeout_s: the deadline of each call that sets none of its own. block_secret:
-        as of `KVStoreClient`. local: the address of a server on this host, in front of the store; empty: there is none.
-        parts: those parts of blocks that calls are about, if the namespace has blocks in parts; and those of these
-        parts."""
+        as of `KVStoreClient`. tls: the client's `tls_ca`, `tls_cert` and `tls_key`. local: the address of a server on
+        this host, in front of the store; empty: there is none. parts: those parts of blocks that calls are about, if
+        the namespace has blocks in parts; and those of these parts."""
         mac = mac_of(namespace, block_secret)
         self.namespace = namespace if mac is None else mac.namespace
         self.timeout_s = timeout_s
@@ -100,6 +103,7 @@ class StoreGuard:
         self._nixl = nixl
         self._token = token
         self._block_secret = block_secret
+        self._tls = tls
         self._local = local
         self._parts = parts
         self._counters = counters
@@ -179,6 +183,7 @@ class StoreGuard:
             nixl=self._nixl,
             token=self._token,
             block_secret=self._block_secret,
+            **self._tls,
         )
 
     def failed(self, error: Exception) -> None:

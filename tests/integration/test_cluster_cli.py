@@ -401,7 +401,7 @@ def test_a_drain_that_has_no_time_says_what_was_not_moved(start_cluster: StartCl
         (("cluster", "where", KEY, "--namespace", '{"modle":"m"}'), "modle"),
         (("cluster", "where"), "key"),
         (("cluster", "frobnicate"), "frobnicate"),
-        (("drain", "n1"), "tcp://127.0.0.1:7070: expected one etcd://HOST:PORT/NAME"),
+        (("drain", "n1"), "127.0.0.1:7070: expected one etcd://HOST:PORT/NAME"),
         (("drain", "n1", "--endpoint", "tcp://127.0.0.1:1"), "tcp://127.0.0.1:1: expected one etcd://HOST:PORT/NAME"),
         (("drain", "n1", "--endpoint", "dns://kvstore:7070"), "expected one etcd://HOST:PORT/NAME"),
         (("drain", "n1", "--endpoint", "etcd://a:1/c", "--endpoint", "etcd://b:1/c"), "expected one etcd://"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.certificates import Issued
 from tests.support.harness import STOP_S, wait_until
 from tests.support.ports import free_ports
 
@@ -28,9 +30,17 @@ _MEMORY = Path("/dev/shm")
 
 class Etcd:
     """One etcd server. `prefix`: a command that runs it elsewhere, e.g. ``ip netns exec NS``; `host`: the address that
-    it listens on there."""
+    it listens on there. `certificate`, `ca`: it speaks TLS, and asks clients for certificates of the CA's."""
 
-    def __init__(self, folder: Path, *, prefix: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefix: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        certificate: Issued | None = None,
+        ca: str = "",
+    ) -> None:
         if shutil.which("etcd") is None:
             if os.environ.get("CI") == "true":
                 raise AssertionError("no etcd: scripts/programs.sh should have installed it")
@@ -44,6 +54,8 @@ class Etcd:
         self.host = host
         self.port, self._peer_port = free_ports(2)
         self._prefix = list(prefix)
+        self._certificate = certificate
+        self._ca = ca
         self.start()
 
     def __enter__(self) -> Etcd:
@@ -54,14 +66,32 @@ class Etcd:
 
     def url(self, name: str) -> str:
         """The URL of the cluster `name` in this etcd."""
-        return f"etcd://{self.host}:{self.port}/{name}"
+        return f"etcd{'s' if self._certificate else ''}://{self.host}:{self.port}/{name}"
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self._certificate else "http"
+
+    def control(self, *arguments: str, user: str = "", says: str = "") -> str:
+        """Run `etcdctl`, as `user` (NAME:PASSWORD), with `says` as its input. -> what it prints."""
+        command = ["etcdctl", f"--endpoints={self._scheme}://{self.host}:{self.port}"]
+        if self._certificate:
+            command += [f"--cacert={self._ca}", f"--cert={self._certificate.cert}", f"--key={self._certificate.key}"]
+        if user:
+            command.append(f"--user={user}")
+        variables = {**os.environ, "ETCDCTL_API": "3"}
+        done = subprocess.run(
+            [*command, *arguments], env=variables, input=says, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     @property
     def running(self) -> bool:
         return self.process.poll() is None
 
     def start(self) -> None:
-        client, peer = (f"http://{self.host}:{port}" for port in (self.port, self._peer_port))
+        client, peer = f"{self._scheme}://{self.host}:{self.port}", f"http://{self.host}:{self._peer_port}"
         command = [
             *self._prefix,
             *("etcd", "--name", "etcd", "--data-dir", str(self._data_folder), "--log-level", "warn"),
@@ -69,6 +99,9 @@ class Etcd:
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"etcd={peer}"),
         ]
+        if self._certificate:
+            command += [f"--cert-file={self._certificate.cert}", f"--key-file={self._certificate.key}"]
+            command += ["--client-cert-auth", f"--trusted-ca-file={self._ca}", "--bcrypt-cost=4"]
         with (self.folder / "etcd.log").open("ab") as log:
             # In a session of its own, so that a signal also reaches a prefix such as `ip netns exec`.
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -76,13 +109,17 @@ class Etcd:
 
     def _healthy(self) -> bool:
         assert self.running, (self.folder / "etcd.log").read_text()[-2000:]
-        health = f"http://{self.host}:{self.port}/health"
+        health = f"{self._scheme}://{self.host}:{self.port}/health"
         if self._prefix:
             ask = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=1).read())"
             command = [*self._prefix, sys.executable, "-c", ask, health]
             return '"true"' in subprocess.run(command, capture_output=True, text=True, check=False).stdout
         try:
-            with urllib.request.urlopen(health, timeout=1) as answer:
+            context = None
+            if self._certificate:
+                context = ssl.create_default_context(cafile=self._ca)
+                context.load_cert_chain(*self._certificate)
+            with urllib.request.urlopen(health, timeout=1, context=context) as answer:
                 return b'"true"' in answer.read()
         except OSError:
             return False

@@ -138,20 +138,20 @@ class Server:
         except queue.Empty:
             self.kill()
             raise AssertionError(f"the server was not ready within {START_S} s:\n{self.log_text()}") from None
-        ready = re.fullmatch(r"kvstore-server ready tcp://(\S+):(\d+) shards=\d+ memory=\d+\n", self.ready_line)
+        ready = re.fullmatch(r"kvstore-server ready (tcp|tls)://(\S+):(\d+) shards=\d+ memory=\d+\n", self.ready_line)
         if ready is None:
             self.kill()
             raise AssertionError(f"the server said {self.ready_line!r}:\n{self.log_text()}")
-        self.host, self.port = ready[1], int(ready[2])
+        self.scheme, self.host, self.port = ready[1], ready[2], int(ready[3])
 
     @property
     def endpoint(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}"
 
     @property
     def http_url(self) -> str:
         """The URL at which it serves HTTP, if started with --http: http://HOST:PORT."""
-        found = re.search(r" (http://\S+:\d+)/[;\s]", self.log_text())
+        found = re.search(r" (https?://\S+:\d+)/[;\s]", self.log_text())
         assert found, self.log_text()
         return found[1]
 

@@ -109,6 +109,10 @@ def test_every_setting_can_come_from_everywhere(write: Any) -> None:
         "auth": "/etc/kvstore/auth.toml",
         "insecure": True,
         "audit": "syslog",
+        "tls_cert": "/etc/kvstore/node.crt",
+        "tls_key": "/etc/kvstore/node.key",
+        "tls_client_ca": "/etc/kvstore/clients.pem",
+        "tls_ca": "/etc/kvstore/ca.pem",
     }
     assert set(settings) == set(ServerConfig.__struct_fields__) - {"namespaces"}
     toml = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())

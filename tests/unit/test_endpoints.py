@@ -22,13 +22,13 @@ NAMESPACE = Namespace(model="m", dtype="uint8", block_tokens=1, block_bytes=1)
         ("10.0.0.1:1", [("10.0.0.1", 1)]),
         ("[::1]:7070", [("::1", 7070)]),
         ("tcp://[fe80::1%eth0]:7070/", [("fe80::1%eth0", 7070)]),
-        (["a:1", "tcp://b:2/"], [("a", 1), ("b", 2)]),
+        (["tcp://a:1", "tcp://b:2/"], [("a", 1), ("b", 2)]),
         (("a:1",), [("a", 1)]),
-        ("a:1, tcp://b:2", [("a", 1), ("b", 2)]),
+        ("tls://a:1, tls://b:2", [("a", 1), ("b", 2)]),
     ],
 )
 def test_nodes_are_named_by_address(given: str | list[str], nodes: list[tuple[str, int]]) -> None:
-    assert parse_endpoints(given) == Endpoints(nodes)
+    assert (parse_endpoints(given).nodes, parse_endpoints(given).cluster) == (nodes, "")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_cluster_is_named_by_its_url(given: str | list[str], cluster: str) -> 
 
 def test_without_one_the_environment_names_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_ENDPOINT", "a:1,b:2")
-    assert parse_endpoints(None) == Endpoints([("a", 1), ("b", 2)])
+    assert parse_endpoints(None).nodes == [("a", 1), ("b", 2)]
     monkeypatch.setenv("KVSTORE_ENDPOINT", "nonsense")
     with pytest.raises(ValueError, match="endpoint 'nonsense'"):
         KVStoreClient(namespace=NAMESPACE)

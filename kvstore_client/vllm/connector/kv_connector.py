@@ -454,6 +454,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             nixl=self._options.nixl,
             token=self._options.credentials,
             block_secret=self._options.block_secret,
+            tls=self._options.tls,
             local=self._options.local,
             parts=parts,
             logger=logger,

@@ -20,7 +20,7 @@ from kvstore.wire import MAX_DEADLINE_MS, MAX_REPLICAS
 from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
 from kvstore_client.client import DEFAULT_CONNECTIONS
-from kvstore_client.endpoints import parse_endpoints
+from kvstore_client.endpoints import parse_endpoints, with_tls
 
 MAX_TIMEOUT_S = MAX_DEADLINE_MS // 1000
 MAX_TENANT = 256  # characters
@@ -54,6 +54,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     nixl: read blocks with NIXL from servers that allow it (``--nixl``).
     block_secret_file: a file with the secret that blocks' MACs are made and checked with (`KVStoreClient`'s
         ``block_secret``). Only engines with the same secret share blocks. Empty: as the environment says.
+    tls_ca, tls_cert, tls_key: PEM files for connections with TLS, as ``KVStoreClient`` takes them.
     local: the address of a server on the engine's host, which is asked before `endpoint` and holds copies of what is
         set and found there; empty: none.
     """
@@ -69,14 +70,17 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     token: str = ""
     token_file: str = ""
     block_secret_file: str = ""
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     local: str = ""
 
     def __post_init__(self) -> None:
-        parse_endpoints(self.endpoint)  # the client's own check
+        with_tls(parse_endpoints(self.endpoint), **self.tls)  # the client's own check
         _ = self.block_secret  # the engine stops at once when the file cannot be read
         if self.local:
             local, store = parse_endpoints(self.local), parse_endpoints(self.endpoint)
-            if len(local.nodes) != 1 or local == store:
+            if len(local.nodes) != 1 or local.nodes == store.nodes:
                 raise ValueError(
                     f"local is {self.local!r}; expected the address of one server on this host, other than endpoint. A "
                     "server on this host that is the only store is the endpoint itself"
@@ -105,6 +109,11 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     def block_secret(self) -> bytes | None:
         """The secret in `block_secret_file`; None: the environment decides. Raises ValueError."""
         return read_secret(self.block_secret_file, "block_secret_file") if self.block_secret_file else None
+
+    @property
+    def tls(self) -> dict[str, str | None]:
+        """The files for TLS, as the client takes them."""
+        return {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key}
 
     @property
     def store_on_host(self) -> bool:

@@ -180,6 +180,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 nixl=given.nixl,
                 token=given.credentials,
                 block_secret=given.block_secret,
+                tls=given.tls,
                 local=given.local,
                 logger=logger,
             )

@@ -1,0 +1,217 @@
+"""A shard's TLS process: accepts TLS connections on the shard's port, and hands the shard one end of a pair for each.
+
+The supervisor starts it, as it starts a shard: the configuration is JSON on standard input, and the process writes to a
+pipe when it is ready. It ends with the supervisor. At SIGTERM it accepts no more, and ends when its connections have.
+
+Before a client has finished its handshake it costs the shard nothing, and here at most one of `MOST_SHAKING` places,
+for `SHAKING_S`. When all are taken, the oldest handshake of the address that has the most of them gives way. A client
+that does not speak TLS is told so in ZMTP, so that it does not wait for an answer.
+
+The certificate is read again at SIGHUP, and when its files have changed (`certificate`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections import Counter
+from typing import Final
+
+import msgspec
+
+from kvstore.logs import configure as configure_logs
+from kvstore.tls import TLSError
+from kvstore.tls.certificate import Certificate
+from kvstore.tls.handing import hand_over
+from kvstore.tls.relay import IN, Joined, Lingering, Loop, Shaking, prepare_pair
+
+log = logging.getLogger("kvstore.tls")
+
+SHAKING_S: Final = 10.0
+MOST_SHAKING: Final = 256
+_ACCEPTS: Final = 16  # in a turn: each handshake takes about a millisecond, for which others wait
+_PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
+_DEAD_PEER_MS: Final = 30_000
+_HANDSHAKE_RECORD: Final = b"\x16"  # with which TLS begins
+_PR_SET_PDEATHSIG: Final = 1
+_NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class AcceptConfig(msgspec.Struct, frozen=True):
+    """The configuration of a TLS process; the descriptors are inherited."""
+
+    shard: int
+    listen_fd: int
+    give_fd: int  # of `handing`
+    ready_fd: int
+    cert: str
+    key: str
+    client_ca: str  # empty: clients need no certificate
+    refusal: bytes  # what a client that does not speak TLS is sent
+    log_level: str
+    log_format: str
+
+
+_read_config: Final = msgspec.json.Decoder(AcceptConfig).decode
+
+
+class _Client(Shaking):
+    """A client from `accept` to the end of its handshake. Its first byte tells whether it speaks TLS."""
+
+    def __init__(self, acceptor: Acceptor, sock: socket.socket, address: tuple[str, int]) -> None:
+        super().__init__(acceptor.loop, sock, SHAKING_S)
+        self.address = address
+        self._acceptor = acceptor
+        acceptor.shaking[self] = None
+        self.loop.watch(sock.fileno(), IN, self._look)
+
+    def _look(self, _events: int) -> None:
+        try:
+            first = self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            first = b""
+        if first == _HANDSHAKE_RECORD:
+            self.loop.forget(self.sock.fileno())
+            try:
+                tls = self._acceptor.certificate.context.wrap_socket(
+                    self.sock, server_side=True, do_handshake_on_connect=False
+                )
+            except OSError as error:  # the client has gone already
+                self.failed(error)
+            else:
+                self.shake(tls)
+            return
+        self.over()
+        if first:
+            log.warning("%s:%d does not speak TLS and was refused", *self.address)
+            with contextlib.suppress(OSError):
+                self.sock.send(self._acceptor.refusal)
+            Lingering(self.loop, self.sock)
+        else:
+            self.sock.close()
+
+    def done(self) -> None:
+        self.over()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            prepare_pair(ours)
+            prepare_pair(theirs)
+            try:
+                hand_over(self._acceptor.give, theirs, self.address)
+            except OSError as error:  # the shard takes no connections, and more wait for it than may
+                log.warning("%s:%d: the shard takes no connection: %s", *self.address, error)
+                ours.close()
+                self.sock.close()
+                return
+        Joined(self.loop, self.tls, ours)
+
+    def failed(self, error: OSError) -> None:
+        self.over()
+        log.warning("%s:%d: no TLS connection: %s", *self.address, getattr(error, "reason", None) or error)
+        self.sock.close()
+
+    def over(self) -> None:
+        super().over()
+        self._acceptor.shaking.pop(self, None)
+
+
+class Acceptor:
+    """Accepts clients on `listener`, until `stop`. `give`: of `handing`. `refusal`: of `AcceptConfig`."""
+
+    def __init__(
+        self, loop: Loop, listener: socket.socket, give: socket.socket, certificate: Certificate, refusal: bytes
+    ) -> None:
+        self.loop = loop
+        self.give = give
+        self.certificate = certificate
+        self.refusal = refusal
+        self.shaking: dict[_Client, None] = {}  # the oldest first
+        self._listener = listener
+        self._accepts_again = float("inf")
+        loop.watch(listener.fileno(), IN, self._accept)
+
+    def stop(self) -> None:
+        """Accept no more."""
+        self._accepts_again = float("inf")
+        self.loop.forget(self._listener.fileno())
+        self._listener.close()
+
+    def look(self) -> None:
+        """Go on after a pause."""
+        if self.loop.now >= self._accepts_again:
+            self._accepts_again = float("inf")
+            self.loop.watch(self._listener.fileno(), IN, self._accept)
+
+    def _accept(self, _events: int) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # the client left already, or no descriptor is free; other connections go on
+                log.warning("accept failed: %s", error)
+                if error.errno in _NOTHING_LEFT:  # poll would report the listener for ever
+                    self.loop.forget(self._listener.fileno())
+                    self._accepts_again = self.loop.now + _PAUSE_S
+                return
+            if len(self.shaking) >= MOST_SHAKING:
+                self._make_room()
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
+            _Client(self, sock, address[:2])
+
+    def _make_room(self) -> None:
+        waiting = Counter(client.address[0] for client in self.shaking)
+        most = max(waiting.values())
+        oldest = next(client for client in self.shaking if waiting[client.address[0]] == most)
+        oldest.failed(ConnectionAbortedError("too many handshakes at once, most of them from its address"))
+
+
+def main() -> None:
+    """Entry point of a TLS process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    config = _read_config(sys.stdin.buffer.read())
+    configure_logs(config.log_level, f"tls={config.shard}", config.log_format)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two descriptors for each connection
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        certificate = Certificate(config.cert, config.key, config.client_ca)
+    except TLSError as error:
+        log.error("%s", error)
+        sys.exit(1)
+    listener = socket.socket(fileno=config.listen_fd)
+    listener.setblocking(False)
+    loop = Loop()
+    acceptor = Acceptor(loop, listener, socket.socket(fileno=config.give_fd), certificate, config.refusal)
+    asked: set[int] = set()  # signals; Python handles them between two steps of the loop
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: asked.add(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when its processes end
+    stopping = False
+
+    def housekeeping() -> None:
+        nonlocal stopping
+        if signal.SIGTERM in asked and not stopping:
+            stopping = True
+            acceptor.stop()
+        if signal.SIGHUP in asked:
+            asked.discard(signal.SIGHUP)
+            certificate.reload()
+        certificate.look(loop.now)
+        if not stopping:
+            acceptor.look()
+
+    os.write(config.ready_fd, b"1")
+    os.close(config.ready_fd)
+    loop.run(lambda: stopping and loop.idle, housekeeping)
