@@ -1,4 +1,4 @@
-"""Logins: exactly what a principal's verbs allow, in the tenant of its token, over TCP and the Unix socket."""
+"""Logins: exactly what a principal's verbs allow, in the tenant of its token, over TCP, TLS and the Unix socket."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from kvstore.auth.editing import add, rotate
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, NotAuthorized
 from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support import harness
+from tests.support.certificates import Authority
 from tests.support.harness import (
     ERROR,
     HELLO,
@@ -46,6 +48,7 @@ from tests.support.harness import (
 NOT_AUTHORIZED = 7
 BLOCK_BYTES = 4096
 SCRUB, EXPIRE = 12, 19
+PATHS = ["tcp", "tls", "unix"]
 EVERYTHING = ["read", "write", "delete", "admin", "monitor"]
 
 
@@ -54,6 +57,8 @@ class Guarded:
     """A server with ``--auth``, and a token for each principal."""
 
     server: Server
+    encrypted: Server  # another one with the same file, which speaks TLS
+    ca: str
     file: Path
     socket: Path
     tokens: dict[str, str]
@@ -75,9 +80,16 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         *("--auth", str(file), "--audit", str(folder / "audit.jsonl"), "--memory", "64MiB"),
         *("--http", "127.0.0.1:0", "--unix-socket", str(path), "--disk", str(folder / "disk"), "--disk-size", "64MiB"),
     )
-    yield Guarded(server, file, path, tokens)
-    if server.running:
-        server.stop()
+    authority = Authority(folder)
+    issued = authority.issue("node")
+    encrypted = Server(
+        folder / "tls-log",
+        *("--auth", str(file), "--memory", "64MiB", "--tls-cert", issued.cert, "--tls-key", issued.key),
+    )
+    yield Guarded(server, encrypted, authority.file, file, path, tokens)
+    for each in (server, encrypted):
+        if each.running:
+            each.stop()
 
 
 class LocalRaw(RawClient):
@@ -91,7 +103,18 @@ class LocalRaw(RawClient):
         self._shake_hands()
 
 
+class EncryptedRaw(RawClient):
+    """A `RawClient` over TLS."""
+
+    def __init__(self, server: Server, ca: str) -> None:
+        super().__init__(server, handshake=False)
+        self.sock = ssl.create_default_context(cafile=ca).wrap_socket(self.sock, server_hostname="localhost")
+        self._shake_hands()
+
+
 def connect(guarded: Guarded, path: str) -> RawClient:
+    if path == "tls":
+        return EncryptedRaw(guarded.encrypted, guarded.ca)
     return RawClient(guarded.server) if path == "tcp" else LocalRaw(str(guarded.socket))
 
 
@@ -138,7 +161,7 @@ def requests() -> dict[str, tuple[set[str], list[bytes]]]:
     }
 
 
-@pytest.mark.parametrize("path", ["tcp", "unix"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("principal", ["none", *EVERYTHING, "all"])
 def test_exactly_the_requests_of_a_principals_verbs_pass(guarded: Guarded, path: str, principal: str) -> None:
     canonical = make_namespace(BLOCK_BYTES, "matrix").canonical()
@@ -158,7 +181,7 @@ def test_exactly_the_requests_of_a_principals_verbs_pass(guarded: Guarded, path:
                 assert reply[:3] == [ERROR, 7, NOT_AUTHORIZED], (name, reply)
 
 
-@pytest.mark.parametrize("path", ["tcp", "unix"])
+@pytest.mark.parametrize("path", PATHS)
 def test_a_wrong_token_is_refused_late_and_what_follows_it_too(guarded: Guarded, path: str) -> None:
     canonical = make_namespace(BLOCK_BYTES, "wrong").canonical()
     wrong = [guarded.tokens["wrong"], "kvs_nobody." + "A" * 43, "no token at all", "\xff" * 300]

@@ -30,6 +30,7 @@ def test_blocks_are_handed_over_among_members_that_log_in_and_to_no_others(etcd:
             client.set(keys, blocks_of(keys, BLOCK_BYTES))
         cluster.start("b", auth=str(file))
         cluster.wait_for(a="serving", b="serving")
+        wait_until(lambda: "joined=[b]" in first.log_text())  # before that, it would hand over to nobody
         first.stop()  # drains first
         cluster.wait_for(b="serving")
         with cluster.client(namespace, token=token) as client:
@@ -40,6 +41,7 @@ def test_blocks_are_handed_over_among_members_that_log_in_and_to_no_others(etcd:
         cluster.start("c", auth=str(foreign))
         cluster.wait_for(b="serving", c="serving")
         leaving = cluster.nodes["b"]
+        wait_until(lambda: "joined=[c]" in leaving.log_text())
         leaving.stop()
         assert wait_until(lambda: "this server wants a token" in leaving.log_text())
         with KVStoreClient(cluster.nodes["c"].endpoint, namespace, token=elsewhere) as client:

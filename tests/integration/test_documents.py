@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documents import DOCUMENTS, Block, Reader, blocks_of
+from tests.support.documents import DOCUMENTS, FIRST_CLUSTER, Block, Reader, blocks_of
 from tests.support.harness import ROOT, Server, environment
 
 MEMORY = "512MiB"
+RUN = [file for file in DOCUMENTS if file != FIRST_CLUSTER and any(block.runs for block in blocks_of(file))]
 
 
 def name_of(file: Path) -> str:
@@ -38,7 +39,7 @@ def test_every_block_of_commands_is_run_or_says_why_not(file: Path) -> None:
             pytest.fail(f"{block}: commands without a language: expected ```shell")
 
 
-@pytest.mark.parametrize("file", [file for file in DOCUMENTS if any(b.runs for b in blocks_of(file))], ids=name_of)
+@pytest.mark.parametrize("file", RUN, ids=name_of)
 def test_the_blocks_of_a_document_work_as_written(file: Path, store: Server, tmp_path: Path) -> None:
     reader = Reader(
         tmp_path,

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documents import Reader, blocks_of
+from tests.support.documents import FIRST_CLUSTER, Reader, blocks_of
 from tests.support.harness import ROOT
+from tests.support.network import need
 from tests.support.ports import free_ports
-from tests.support.programs import need
 
-PAGE = ROOT / "docs" / "first-cluster.md"
 PORTS = ("2379", "2380", "7070", "7080", "9101", "9102")
 
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
     for program in ("etcd", "openssl", "curl", "promtool"):
-        need(program)
+        if shutil.which(program) is None:
+            need(f"{program} is not installed")
     ports = {f":{given}": f":{here}" for given, here in zip(PORTS, map(str, free_ports(len(PORTS))), strict=True)}
     places = {**ports, **{f" {given}": f" {here[1:]}" for (given, here) in zip(PORTS, ports.values(), strict=True)}}
     shutil.copy(ROOT / "docker" / "prometheus" / "alerts.yml", tmp_path)
@@ -34,7 +34,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 
 
 def test_a_new_operator_gets_a_cluster_by_following_one_page(reader: Reader) -> None:
-    blocks = [block for block in blocks_of(PAGE) if block.runs]
+    blocks = [block for block in blocks_of(FIRST_CLUSTER) if block.runs]
     assert len(blocks) >= 8
     for block in blocks:
         reader.run(block)

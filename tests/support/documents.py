@@ -19,6 +19,7 @@ from typing import Final
 from tests.support.harness import ROOT, environment
 
 DOCUMENTS: Final = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIRST_CLUSTER: Final = ROOT / "docs" / "first-cluster.md"  # starts servers: a test of its own runs it
 LANGUAGES: Final = {"shell", "python"}
 _FENCE: Final = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _REASON: Final = re.compile(r"<!-- not run here: (.+?) -->\s*\Z", re.DOTALL)
