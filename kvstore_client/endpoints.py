@@ -116,6 +116,6 @@ def _parse_nodes(texts: Sequence[str]) -> Endpoints:
             raise ValueError(f"endpoint {text!r} is named twice: expected each node once")
         known.add((host.lower(), port))
         nodes.append((host, port))
-    if len(schemes) > 1:
-        raise ValueError(f"endpoint {', '.join(texts)}: expected the same for all, tls:// or tcp:// or neither")
-    return Endpoints(nodes, scheme=schemes.pop())
+    if "tls" in schemes and len(schemes) > 1:
+        raise ValueError(f"endpoint {', '.join(texts)}: expected tls:// before each of them, or before none")
+    return Endpoints(nodes, scheme=max(schemes))  # "tls", or else "tcp" if one of them says so

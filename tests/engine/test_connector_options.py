@@ -39,7 +39,7 @@ def test_a_size_is_a_number_or_text_with_a_unit(given: object, size: int) -> Non
             {"endpoint": ENDPOINT, "zzz": 1},
             "unknown option 'zzz'. Valid options: endpoint, timeout_s",
         ),
-        ({"endpoint": ""}, "endpoint '': expected tcp://HOST:PORT or HOST:PORT"),
+        ({"endpoint": ""}, "endpoint '': expected tcp://HOST:PORT, tls://HOST:PORT or HOST:PORT"),
         ({"endpoint": []}, "endpoint: an empty list: expected tcp://HOST:PORT"),
         ({"endpoint": ["a:7070", "a:7070"]}, "endpoint 'a:7070' is named twice"),
         ({"endpoint": "127.0.0.1"}, "endpoint '127.0.0.1': expected tcp://HOST:PORT"),
