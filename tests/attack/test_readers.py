@@ -47,8 +47,11 @@ def break_checksums(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(targets, "checksum_into", wrong)
     landed = targets.IntoTarget.landed
 
-    def all_wrong(self: targets.IntoTarget, positions: Any, right: Any, bad: Any) -> None:
-        landed(self, positions, right & False, right | bad)
+    def all_wrong(self: targets.IntoTarget, positions: Any, landing: Any) -> tuple[Any, Any]:
+        right, bad = landed(self, positions, landing)
+        self.present[positions] = False
+        self.bad.extend(positions[right].tolist())
+        return right & False, right | bad
 
     patch.setattr(targets.IntoTarget, "landed", all_wrong)
     copy = remote_memory.copy_blocks

@@ -90,7 +90,7 @@ class SecondRunnerEngine:
         options: dict[str, Any] | None = None,
     ) -> None:
         init_none_hash(sha256)
-        config = copy.deepcopy(scheduler_config(model, blocks, budget, True, True))
+        config = copy.deepcopy(scheduler_config(model, blocks, budget, True, True, False))
         assert config.kv_transfer_config is not None
         config.kv_transfer_config.kv_connector_extra_config = {
             "endpoint": endpoint,
