@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.auth.rights import EVERY_TENANT, VERBS, Rights, verbs_of
-from kvstore.auth.tokens import NAME, check_hash, matches, name_in
+from kvstore.auth.tokens import MAX_TOKEN_BYTES, NAME, check_hash, hash_token, make_token, matches, name_in
 from kvstore.sizes import parse_size
 
 if sys.version_info >= (3, 11):
@@ -84,6 +84,7 @@ class Limits:
 
 
 NO_LIMITS: Final = Limits()
+_NOBODYS: Final = hash_token(make_token("nobody"))
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,10 @@ class Policy:
 
     def login(self, token: bytes) -> tuple[Rights, str] | None:
         """-> the rights of who shows this token, and the hash that it matches; None: it is nobody's. Takes about 10 ms
-        for each token of the principal that it names; any thread."""
+        for each token of the principal that it names, and for a name that nobody has, too; any thread."""
         principal = self.principals.get(name_in(token))
         if principal is None:
+            matches(token[:MAX_TOKEN_BYTES], _NOBODYS)
             return None
         for kept in principal.tokens:
             if matches(token, kept):
@@ -123,9 +125,10 @@ class Policy:
         return self.tenants.get(tenant, NO_LIMITS)
 
 
-def member_cookie(secret: str, node: str) -> str:
-    """-> what members show to the node of this id. A node that is shown one cannot make that of another node of it."""
-    return hmac.new(secret.encode(), b"kvstore member " + node.encode(), "sha256").hexdigest()
+def member_cookie(secret: str, node: str, host: str, port: int) -> str:
+    """-> what members show to the node of this id at this address. Who is shown one cannot make another one of it, nor
+    use it at the real node of that id, which has another address."""
+    return hmac.new(secret.encode(), f"kvstore member {node} {host}:{port}".encode(), "sha256").hexdigest()
 
 
 def parse_policy(text: str, where: str) -> Policy:

@@ -68,8 +68,12 @@ class Rights:
         return [name for name, bit in VERBS.items() if bit & self.verbs]
 
     def owns(self, tenant: str) -> bool:
-        """Whether it may use the namespaces of this tenant."""
+        """Whether it may use namespaces of this tenant."""
         return self.tenant in (EVERY_TENANT, tenant)
+
+    def use(self, model: str) -> bool:
+        """Whether it may use namespaces of this model."""
+        return any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
 
 
 ALL: Final = Rights("", EVERY_TENANT, -1)
@@ -115,9 +119,12 @@ def own(canonical: bytes, rights: Rights) -> bytes:
     """
     if rights is ALL:
         return canonical
-    namespace = msgspec.json.decode(canonical)
-    model, tenant = namespace["model"], namespace.get("tenant", "")
-    if not any(fnmatch.fnmatchcase(model, pattern) for pattern in rights.models):
+    try:
+        namespace = msgspec.json.decode(canonical)
+    except (msgspec.DecodeError, RecursionError) as error:  # in a member that the check has passed over
+        raise WireError(ErrorCode.PROTOCOL, f"the namespace is not the JSON object expected: {error}") from None
+    tenant = namespace.get("tenant", "")
+    if not rights.use(namespace["model"]):
         raise WireError(
             ErrorCode.NOT_AUTHORIZED,
             f"principal {rights.principal!r} may not use the model of this namespace: its patterns are "

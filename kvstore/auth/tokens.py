@@ -67,8 +67,10 @@ def _parse(kept: str) -> tuple[int, int, int, bytes, bytes]:
     except (ValueError, binascii.Error):
         raise ValueError("expected scrypt:N:r:p:SALT:HASH, as `kvstore auth add` writes it") from None
     fits = all(1 <= given <= most for given, most in zip(cost, _MOST, strict=True))
-    if kind != "scrypt" or not fits or cost[0] & (cost[0] - 1) or not 16 <= len(parsed[1]) <= 64 or len(parsed[0]) < 8:
+    fits = fits and cost[0] > 1 and cost[0] & (cost[0] - 1) == 0 and 128 * cost[0] * cost[1] < _MEMORY
+    if kind != "scrypt" or not fits or len(parsed[0]) < 8 or not 16 <= len(parsed[1]) <= 64:
         raise ValueError(
-            f"expected scrypt with N, r and p of at most {_MOST}, N a power of two, 8 bytes of salt or more"
+            f"expected scrypt with N (a power of two), r and p of at most {_MOST}, in {_MEMORY >> 20} MiB, and 8 bytes "
+            "of salt"
         )
     return (*cost, *parsed)

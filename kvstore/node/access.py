@@ -62,4 +62,9 @@ def with_cookies(members: Sequence[Member], secret: str) -> Sequence[Member]:
     """-> members with what they are shown by others, which with a secret is not in their records."""
     if not secret:
         return members
-    return [msgspec.structs.replace(member, cookie=member_cookie(secret, member.node)) for member in members]
+    return [
+        msgspec.structs.replace(
+            member, cookie=member_cookie(secret, member.node, member.shards[0].host, member.shards[0].port)
+        )
+        for member in members
+    ]

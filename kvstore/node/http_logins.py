@@ -1,8 +1,8 @@
 """Logins of the HTTP port: the same tokens, as ``Authorization: Bearer TOKEN`` or as the password of Basic.
 
 The pages tell of all tenants, so they are for principals of all tenants with the verb `monitor` or `admin`. Probes need
-no login. A failed login is answered after a second; while `MOST_WAITING` of them wait, further tokens that were not
-seen before are turned away at once, so that guessing cannot take the threads of others. Thread-safe.
+no login. A failed login is answered after a second; while `MOST_WAITING` of them wait, further ones are turned away at
+once, so that guessing cannot take the threads of others. Thread-safe.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class HTTPLogins:
         self._audit = audit
         self._known = KnownTokens()
         self._lock = threading.Lock()
+        self._hashing = threading.Lock()
         self._look_at = 0.0
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
 
@@ -61,7 +62,10 @@ class HTTPLogins:
                 "401 Unauthorized", "this server wants a token, as a Bearer token or as the password of Basic"
             )
         self._look()
-        rights, _ = self._known.find(token) or self._log_in(token, environ.get("REMOTE_ADDR", ""))
+        found = self._known.find(token)
+        if found is None or self._file.policy.rights_of(found[0].principal, found[1]) != found[0]:
+            found = self._log_in(token, environ.get("REMOTE_ADDR", ""))
+        rights = found[0]
         if rights.tenant != EVERY_TENANT or not rights.verbs & (ADMIN | MONITOR):
             raise Refusal(
                 "403 Forbidden",
@@ -70,14 +74,15 @@ class HTTPLogins:
             )
 
     def _log_in(self, token: bytes, address: str) -> Found:
-        if not self._waiting.acquire(blocking=False):
-            raise Refusal("429 Too Many Requests", "too many logins at once; try again later")
-        try:
-            began = time.monotonic()
+        began = time.monotonic()
+        with self._hashing:  # one at a time: guesses take no more than a core
             policy = self._file.policy
             found = policy.login(token)
-            if found is not None and self._known.remember(token, found, self._file.policy):
-                return found
+        if found is not None and self._known.remember(token, found, self._file.policy):
+            return found
+        if not self._waiting.acquire(blocking=False):
+            raise Refusal("429 Too Many Requests", "too many failed logins at once; try again later")
+        try:
             time.sleep(max(0.0, began + FAILURE_S - time.monotonic()))
         finally:
             self._waiting.release()

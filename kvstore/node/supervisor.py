@@ -108,7 +108,9 @@ class Supervisor:
         ]
         # Who shows it to a shard is a member of the cluster.
         secret = self._member_secret
-        self._cookie = member_cookie(secret, self.node) if secret else secrets.token_hex(16)
+        self._cookie = (
+            member_cookie(secret, self.node, config.advertised_host, self.port) if secret else secrets.token_hex(16)
+        )
         self._registration = self._make_registration()
         self._draining = False
 

@@ -16,7 +16,7 @@ from kvstore.auth.audit import NO_AUDIT, Audit
 from kvstore.auth.policy import AuthFile
 from kvstore.auth.rights import ALL, EVERY_TENANT, NONE, READ, Rights, own, refuse
 from kvstore.disk.tier import DiskTier
-from kvstore.shard.account import MAX_HELD_BYTES, REMOVAL_BYTES
+from kvstore.shard.account import MAX_HELD_BYTES, REMOVAL_BYTES, LimitReached
 from kvstore.shard.background import Background
 from kvstore.shard.leases import Leases, Lending
 from kvstore.shard.logins import Logins
@@ -26,7 +26,7 @@ from kvstore.shard.sets import Sets
 from kvstore.shard.setup import ShardConfig
 from kvstore.shard.state import ShardState
 from kvstore.shard.stream import Stream
-from kvstore.shard.tenant import PINNED, Tenant
+from kvstore.shard.tenant import Tenant
 from kvstore.shard.tenants import Tenants
 from kvstore.store.expected import PROMISE_BYTES, split
 from kvstore.store.namespace import NamespaceStore
@@ -156,7 +156,7 @@ class Answers:
         self.places.show_cookie(peer, request.cookie)
         if self.logins is not None:
             if self.places.is_cookie(request.cookie):
-                peer.rights = ALL
+                peer.rights, peer.namespace = ALL, b""
             elif not self.logins.begin(peer, request, self._state.now):
                 return
         self._welcome(peer, request)
@@ -167,6 +167,8 @@ class Answers:
             self._welcome(peer, request)
         except WireError as error:
             peer.refuse(error.request_id, error)
+        except Exception:  # a bug must end one client's connection, not the whole cache
+            peer.close_after_defect()
 
     def _welcome(self, peer: Peer, request: wire.Hello) -> None:
         block_bytes, namespace = 0, request.namespace
@@ -178,7 +180,12 @@ class Answers:
                 error.request_id = request.id
                 raise
         if self.tenants is not None:
-            self.tenants.enter(peer, self._state.now)
+            try:
+                self.tenants.enter(peer, self._state.now)
+            except LimitReached as error:  # so that it is closed like others that have not logged in
+                peer.rights, peer.login = NONE, None
+                error.request_id = request.id
+                raise
         peer.namespace = namespace
         peer.replicas = request.replicas
         self.sets.note_replicas(peer, self._store.get(peer.namespace))
@@ -322,23 +329,13 @@ class Answers:
         room = slots * MAX_PINNED_SHARE - count
         age_s = now - namespace.pins_counted_at
         if age_s > COUNT_PINS_S or (namespace.pins > room and age_s > COUNT_PINS_AT_LIMIT_S):
-            namespace.pins, namespace.pins_counted_at = index.pinned(now), now
+            namespace.count_pins(now)
         if namespace.pins > room:
             return False
-        tenant = peer.tenant
-        if tenant is not None and tenant.limits.pinned is not None and self.tenants is not None:
-            pinned = sum(self._pinned_bytes(each, now) for each in self._store if each.tenant == tenant.name)
-            if pinned + count * namespace.block_bytes > tenant.limits.pinned:
-                self.tenants.refusal(tenant, PINNED, peer)  # it is told by the blocks that go
-                return False
+        if self.tenants is not None and not self.tenants.may_pin(peer, namespace, count, self._store, now):
+            return False
         namespace.pins += count
         return True
-
-    @staticmethod
-    def _pinned_bytes(namespace: NamespaceStore, now: float) -> int:
-        if now - namespace.pins_counted_at > COUNT_PINS_S:
-            namespace.pins, namespace.pins_counted_at = namespace.memory.index.pinned(now), now
-        return namespace.pins * namespace.block_bytes
 
     def info(self, rights: Rights) -> wire.ShardInfo:
         """The state and the counters of this shard, with the namespaces that somebody with these rights may use."""
@@ -366,7 +363,11 @@ class Answers:
             bytes_in=state.bytes_in,
             bytes_out=state.bytes_out + self.lending.total_bytes,
             errors=state.errors,
-            namespaces=[namespace.info(state.now) for namespace in self._store if rights.owns(namespace.tenant)],
+            namespaces=[
+                namespace.info(state.now)
+                for namespace in self._store
+                if rights.owns(namespace.tenant) and rights.use(namespace.model)
+            ],
             policy=config.policy,
             index_bytes=self._store.index_bytes,
             disk=self._disk.info() if self._disk is not None else None,

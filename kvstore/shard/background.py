@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore import wire
 from kvstore._cext import BlockIndex, checksum
+from kvstore.auth.rights import Rights
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import JOBS, LISTS, REMOVALS, Account, LimitReached
 from kvstore.shard.peer import Peer
@@ -67,7 +68,7 @@ class Background:
 
     def purge(self, peer: Peer, request: wire.Purge) -> None:
         """Queue a purge. Raises `LimitReached` when too many jobs are queued."""
-        self._add(peer, request.id, self._purge(peer, request))
+        self._add(peer, request.id, self._purge(peer, request, peer.rights, peer.namespace))
 
     def hottest(self, peer: Peer, request: wire.Hottest, namespace: NamespaceStore) -> None:
         """Queue a list of the hottest blocks. Raises `LimitReached` when too many jobs are queued."""
@@ -126,11 +127,12 @@ class Background:
 
     # ---- PURGE -----------------------------------------------------------------------------------------------
 
-    def _purge(self, peer: Peer, request: wire.Purge) -> Steps:
+    def _purge(self, peer: Peer, request: wire.Purge, rights: Rights, canonical: bytes) -> Steps:
+        """rights, canonical: when it was asked for; the connection may be somebody else's when it begins."""
         while self._disk is not None and self._disk.volume.recovering:
             yield False
         purged = 0
-        for namespace in self._chosen(peer, request):
+        for namespace in self._chosen(request, rights, canonical):
             for index in (namespace.memory.index, namespace.disk.index if namespace.disk is not None else None):
                 if index is None:
                     continue
@@ -142,10 +144,10 @@ class Background:
                     yield True
         self._answer(peer, wire.PurgeReply(request.id, purged))
 
-    def _chosen(self, peer: Peer, request: wire.Purge) -> list[NamespaceStore]:
+    def _chosen(self, request: wire.Purge, rights: Rights, canonical: bytes) -> list[NamespaceStore]:
         if request.all:
-            return [namespace for namespace in self._store if peer.rights.owns(namespace.tenant)]
-        namespace = self._store.get(peer.namespace)
+            return [each for each in self._store if rights.owns(each.tenant) and rights.use(each.model)]
+        namespace = self._store.get(canonical)
         return [namespace] if namespace is not None else []
 
     # ---- DELETE of damaged blocks ----------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
 from kvstore.auth.policy import AuthFile, Policy
 from kvstore.auth.rights import NONE
 from kvstore.auth.tokens import name_in
-from kvstore.shard.account import LOGINS, LimitReached
+from kvstore.shard.account import LOGINS, LimitReached, Share
 from kvstore.shard.peer import Peer
 from kvstore.wire import ErrorCode, WireError
 
@@ -61,7 +60,8 @@ class Logins:
         self._done = done
         self._known = KnownTokens()
         self._waiting = 0
-        self._to_check: queue.SimpleQueue[_Login] = queue.SimpleQueue()
+        self._to_check: dict[Share, deque[_Login]] = {}  # by address, the one whose turn it is first
+        self._changed = threading.Condition()  # guards it
         self._checked: deque[tuple[_Login, Found | None]] = deque()
         self._failed: deque[_Login] = deque()  # to be told so, the first one first
         self._thread: threading.Thread | None = None
@@ -99,14 +99,27 @@ class Logins:
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name="kvstore-logins", daemon=True)
             self._thread.start()
-        self._to_check.put(_Login(peer, request, self._file.policy, now))
+        with self._changed:
+            self._to_check.setdefault(share, deque()).append(_Login(peer, request, self._file.policy, now))
+            self._changed.notify()
         return False
 
     def _check(self) -> None:
-        """Check tokens, one after the other. The thread's whole life."""
+        """Check tokens, one after the other, of one address after the other. The thread's whole life."""
         while True:
-            login = self._to_check.get()
-            found = None if login.peer.closed else login.policy.login(login.request.credentials)
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._to_check))
+                share = next(iter(self._to_check))
+                waiting = self._to_check.pop(share)
+                login = waiting.popleft()
+                if waiting:
+                    self._to_check[share] = waiting
+            found: Found | None = None
+            if not login.peer.closed:
+                try:
+                    found = login.policy.login(login.request.credentials)
+                except Exception:  # it must not end the logins of all others
+                    log.exception("client %s: its token could not be checked", login.peer.address)
             self._checked.append((login, found))
             os.eventfd_write(self.fd, 1)
 
@@ -148,12 +161,13 @@ class Logins:
     def _fail(self, login: _Login) -> None:
         peer = login.peer
         self._end(login)
+        if peer.closed:  # it did not wait to be told
+            return
         self.failed += 1
         name = name_in(login.request.credentials)
         log.warning("client %s: a login failed, as principal %r", peer.address, name)
         self._audit.record("login_failed", address=peer.address, principal=name, client=peer.client)
-        if not peer.closed:
-            peer.refuse(login.request.id, WireError(ErrorCode.NOT_AUTHORIZED, REFUSAL))
+        peer.refuse(login.request.id, WireError(ErrorCode.NOT_AUTHORIZED, REFUSAL))
 
     @property
     def policy(self) -> Policy:
@@ -166,4 +180,6 @@ class Logins:
 
 
 def _log_in(peer: Peer, found: Found) -> None:
+    """The connection is a principal's from now on, and has no namespace until its HELLO has been taken in."""
+    peer.namespace = b""
     peer.rights, peer.login = found[0], (found[0].principal, found[1])

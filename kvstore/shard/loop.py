@@ -48,6 +48,7 @@ log = logging.getLogger("kvstore.shard")
 
 IDLE_S: Final = 30.0  # a connection that was not used for so long gives way to a new one when all places are taken
 BACKED_UP_S: Final = 0.5  # for a client that does not take its replies to take them, and be read further
+STRANGER_S: Final = 2.0  # a connection that has not logged in gives way after so long
 ACCEPTS: Final = 64  # connections accepted in a turn
 NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ACCEPT_PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
@@ -333,7 +334,16 @@ class Shard:
 
     def _close_idle(self, share: Share | None) -> bool:
         """Close the connection in a place of a client, at one address or any, that was idle for longest, if that is
-        long. -> whether there was one."""
+        long; before those, one that has not logged in. -> whether there was one."""
+        strangers = (
+            reader
+            for reader in self._readers.values()
+            if reader.peer.rights is NONE and reader.peer.place is Place.CLIENT and share in (None, reader.peer.share)
+        )
+        stranger = min(strangers, key=lambda reader: reader.began, default=None)
+        if stranger is not None and self._state.now - stranger.began >= STRANGER_S:
+            stranger.peer.close("it has not logged in, and its place is needed")
+            return True
         idle = min(
             (
                 reader
@@ -421,7 +431,8 @@ class Shard:
             if peer.stalled(now):
                 peer.close("the client takes nothing of its replies")
                 continue
-            if peer.rights is NONE and now > reader.began + LOGIN_S and not peer.logging_in:
+            # Who is logging in has twice as long: one bad token after the other must not keep a place.
+            if peer.rights is NONE and now > reader.began + LOGIN_S * (2 if peer.logging_in else 1):
                 peer.close("it has not logged in")
                 continue
             # The socket's low-water mark relies on the bytes that the client has still to send. If it sends fewer,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore._cext import BlockIndex, Payload, outcomes_of
+from kvstore.auth.rights import WRITE
 from kvstore.disk.tier import DiskTier
 from kvstore.shard.account import REMOVALS
 from kvstore.shard.leases import Lending
@@ -75,7 +76,7 @@ class Sets:
 
     def note_replicas(self, peer: Peer, namespace: NamespaceStore | None) -> None:
         """Note the largest number of copies that a client keeps: nodes that move blocks make as many copies."""
-        if namespace is not None and namespace.replicas < peer.replicas:
+        if namespace is not None and namespace.replicas < peer.replicas and peer.rights.verbs & WRITE:
             namespace.replicas = peer.replicas
             if self._disk is not None and namespace.disk is not None:
                 self._disk.volume.keep_replicas(namespace.disk, peer.replicas)

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 from kvstore.auth.audit import Audit
 from kvstore.auth.policy import Policy
 from kvstore.auth.rights import EVERY_TENANT, Rights
 from kvstore.shard.account import TENANT, LimitReached
 from kvstore.shard.peer import Peer
-from kvstore.shard.tenant import CONNECTIONS, Tenant
+from kvstore.shard.tenant import CONNECTIONS, PINNED, Tenant
 from kvstore.store.namespace import NamespaceStore
 from kvstore.store.quotas import Quota
 from kvstore.wire import ErrorCode, TenantInfo
+
+COUNT_PINS_S: Final = 0.1  # pins of a namespace are counted so often at most
 
 
 class Tenants:
@@ -86,6 +89,24 @@ class Tenants:
             "later",
             code=code,
         )
+
+    def may_pin(
+        self, peer: Peer, namespace: NamespaceStore, count: int, namespaces: Iterable[NamespaceStore], now: float
+    ) -> bool:
+        """Whether a connection's tenant may pin so many blocks more; what it may not is counted."""
+        tenant = peer.tenant
+        if tenant is None or tenant.limits.pinned is None:
+            return True
+        pinned = 0
+        for each in namespaces:
+            if each.tenant == tenant.name:
+                if now - each.pins_counted_at > COUNT_PINS_S:
+                    each.count_pins(now)
+                pinned += each.pins * each.block_bytes
+        if pinned + count * namespace.block_bytes <= tenant.limits.pinned:
+            return True
+        self.refusal(tenant, PINNED, peer)  # the client is told by blocks that go
+        return False
 
     def memory_quota(self, name: str) -> Quota:
         """-> a tenant's quota of this shard's memory."""

@@ -50,6 +50,7 @@ class NamespaceStore:
     disk: DiskBlocks | None
     frame_blocks: int
     tenant: str = ""
+    model: str = ""
     ttl_s: int = 0  # 0: blocks do not expire
     priority: int = 0  # the lowest priority that a block gets
     listed: bool = False  # for a mover: other nodes may have copies of its blocks
@@ -72,6 +73,10 @@ class NamespaceStore:
         """It has no block, and no client is reading, writing or promising one."""
         expected = self.waiters or self.promises
         return self.memory.empty and not expected and (self.disk is None or self.disk.empty)
+
+    def count_pins(self, now: float) -> None:
+        """Count the pinned blocks in memory."""
+        self.pins, self.pins_counted_at = self.memory.index.pinned(now), now
 
     def tell(self, keys: bytes) -> None:
         """A write of these blocks has ended, or was given up: wake who waits for one of them."""

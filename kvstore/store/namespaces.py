@@ -27,6 +27,7 @@ from kvstore.wire import ErrorCode, WireError, decode_namespace, frame_blocks, n
 from kvstore.wire.status import segment_slots
 
 MAX_NAMESPACES: Final = 1024
+FREE_TIMES: Final = 3  # as in `kvstore.shard.account`
 INDEX_OVERHEAD_BYTES: Final = 96 << 20  # index memory beyond this counts against the shard's limit
 EXPIRE_STEP: Final = 16384  # slots looked at a time
 EMPTY_S: Final = 5.0  # a namespace that has been empty for so long is forgotten
@@ -149,8 +150,9 @@ class Store:
         block_bytes = self.check_namespace(canonical)
         if len(self._namespaces) >= MAX_NAMESPACES:
             self._forget_an_empty_one()
-        index = BlockIndex(key_bytes, segment_slots(self.arena.segment_bytes, block_bytes), self.policy)
         header = decode_namespace(canonical)
+        self._check_room_of(header.tenant)
+        index = BlockIndex(key_bytes, segment_slots(self.arena.segment_bytes, block_bytes), self.policy)
         rule = next((rule for rule in self._rules if fnmatchcase(header.model, rule.match)), None)
         namespace = NamespaceStore(
             canonical=canonical,
@@ -162,6 +164,7 @@ class Store:
             disk=self.disk.open(canonical, key_bytes, block_bytes) if self.disk else None,
             frame_blocks=frame_blocks(block_bytes),
             tenant=header.tenant,
+            model=header.model,
             ttl_s=rule.ttl_seconds if rule else 0,
             priority=rule.priority if rule else 0,
             opaque_sums=header.opaque_sums,
@@ -180,6 +183,18 @@ class Store:
         self._hits_forgotten += namespace.hits
         self._misses_forgotten += namespace.misses
         self._created_forgotten += namespace.created
+
+    def _check_room_of(self, tenant: str) -> None:
+        """Raise `WireError` when a tenant has its share of namespaces: where there are tenants, one has at most
+        `FREE_TIMES` as many as are left for the others."""
+        free = MAX_NAMESPACES - len(self._namespaces)
+        if self.memory.quotas is None or sum(each.tenant == tenant for each in self) < FREE_TIMES * free:
+            return
+        raise WireError(
+            ErrorCode.LIMIT,
+            f"tenant {tenant!r} has {FREE_TIMES} times as many namespaces here as the {free} that are left for all: "
+            "delete all blocks of some first",
+        )
 
     def _forget_an_empty_one(self) -> None:
         for namespace in self:

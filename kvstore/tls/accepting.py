@@ -101,7 +101,12 @@ class _Client(Shaking):
 
     def done(self) -> None:
         self.over()
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # no descriptor is left
+            log.warning("%s:%d: no TLS connection: %s", *self.address, error)
+            self.sock.close()
+            return
         with theirs:
             prepare_pair(ours)
             prepare_pair(theirs)

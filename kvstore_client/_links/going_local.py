@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvstore import wire
 from kvstore.wire import zmtp
 from kvstore.wire.dealer import Dealer, Refusal
+from kvstore.wire.shared import peer_credentials
 from kvstore_client.errors import ConnectionLost, KVStoreError
 
 
@@ -21,11 +22,13 @@ def go_local(
     shake_hands: Callable[[socket.socket, float, bool], tuple[Dealer, wire.Welcome]],
     must: str,
     problem: str = "",
+    same_address: bool = False,
 ) -> tuple[socket.socket, Dealer]:
     """-> a connection to the same shard over its Unix socket, if it is on this host, instead of `sock`.
 
     must: the shard's name in errors, if it must be on this host; else empty. Then raises `ConnectionLost` if it cannot
-    be reached there. problem: why this is not to be tried, if it is not.
+    be reached there. problem: why this is not to be tried, if it is not. same_address: `sock` ends where it begins, so
+    the shard is on this host; else somebody here might have made the path to be shown a token.
     """
     path = welcome.unix_socket
     if not path:
@@ -37,6 +40,9 @@ def go_local(
         try:
             local.settimeout(max(0.001, deadline - time.monotonic()))
             local.connect(path)
+            _, user = peer_credentials(local)
+            if not same_address and user not in (0, os.getuid()):
+                raise OSError(f"user {user} of this host listens there, who may not be the server")
             its_dealer, its_welcome = shake_hands(local, deadline, True)
             if its_welcome.instance == welcome.instance and welcome.instance:
                 sock.close()

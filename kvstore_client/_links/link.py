@@ -183,7 +183,9 @@ class Link:
                 raise ConnectionLost(f"{self}: expected shard {self.name} there, but shard {name} answered")
             if self.shared_memory is not False:
                 must = str(self) if self.shared_memory is True else ""
-                sock, dealer = go_local(sock, dealer, welcome, deadline, self.shake_hands, must, self._why_in_band)
+                sock, dealer = go_local(
+                    sock, dealer, welcome, deadline, self.shake_hands, must, self._why_in_band, self.on_this_host
+                )
             self._dealer = dealer
             self.staging = Staging(welcome.block_bytes) if dealer.local and welcome.block_bytes else None
             self.sock = sock

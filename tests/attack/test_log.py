@@ -55,7 +55,10 @@ SENT: dict[str, tuple[bytes, str]] = {
         GREETING + ready_command() + zmtp_frame(pack(CONTAINS, 1, 1000, 1, 16), 1) + zmtp_frame(KEY, 0),
         "refused: no namespace yet",
     ),
-    "another version": (GREETING + ready_command() + zmtp_frame(pack(HELLO, 1, 99), 0), "refused: the client speaks version 99 of the protocol"),
+    "another version": (
+        GREETING + ready_command() + zmtp_frame(pack(HELLO, 1, 99), 0),
+        "refused: the client speaks version 99 of the protocol",
+    ),
     "an overlong frame": (
         GREETING + ready_command() + struct.pack(">BQ", 2, 1 << 40),
         "refused: a frame of 1099511627776 bytes",

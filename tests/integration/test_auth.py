@@ -443,3 +443,72 @@ def test_the_http_port_asks_for_a_token_of_who_may_see_all_tenants(guarded: Guar
     assert codes <= {401, 429} and 401 in codes
     text = requests_package.get(url + "/metrics", headers={"Authorization": bearer}, timeout=10).text
     assert 'kvstore_tenant_connections{shard="0",tenant="a"}' in text and "kvstore_failed_logins_total" in text
+
+
+def test_a_namespace_that_only_half_decodes_costs_its_sender_an_error(guarded: Guarded) -> None:
+    """Members that the server does not use are passed over by its check, but not when the tenant is put in."""
+    strange = (b'"x":1e999', b'"x":' + b"9" * 5000, b'"x":"\\ud800"')
+    token = guarded.tokens["write"] = rotate(guarded.file, "write")  # one that the shard has not checked yet
+    with guarded.server.unharmed():
+        for member in strange:
+            canonical = b'{"block_bytes":4096,"model":"m","version":1,' + member + b"}"
+
+            def answered(canonical: bytes = canonical) -> bool:
+                with RawClient(guarded.server) as raw:
+                    reply = log_in(raw, canonical, token)
+                    return reply[0] == ERROR and reply[2] == 1  # PROTOCOL, and not NOT_AUTHORIZED
+
+            wait_until(answered, 15.0)
+
+
+def test_a_hello_that_fails_leaves_no_rights_in_the_namespace_before_it(guarded: Guarded) -> None:
+    namespace = make_namespace(BLOCK_BYTES, "kept")
+    with KVStoreClient(guarded.server.endpoint, namespace, token=guarded.tokens["all"]) as client:
+        client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
+        with RawClient(guarded.server) as raw:
+            assert log_in(raw, namespace.canonical(), guarded.tokens["read"])[0] == harness.WELCOME
+            foreign = msgspec.structs.replace(namespace, tenant="a").canonical()
+            assert log_in(raw, foreign, guarded.tokens["other"])[2] == NOT_AUTHORIZED
+            reply = raw.ask(pack(harness.DELETE, 7, *KEYED), b"".join(KEYS))
+            assert reply[0] == ERROR
+        assert client.contains(KEYS).all()
+
+
+def test_a_purge_empties_what_it_was_asked_to_although_a_hello_follows(guarded: Guarded) -> None:
+    first, second = make_namespace(BLOCK_BYTES, "purged first"), make_namespace(BLOCK_BYTES, "kept second")
+    token = guarded.tokens["all"]
+    with (
+        KVStoreClient(guarded.server.endpoint, first, token=token) as one,
+        KVStoreClient(guarded.server.endpoint, second, token=token) as two,
+        RawClient(guarded.server) as raw,
+    ):
+        for client in (one, two):
+            client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
+        assert log_in(raw, first.canonical(), token)[0] == harness.WELCOME
+        raw.send(pack(harness.PURGE, 5, 10_000))
+        raw.send(pack(HELLO, 6, PROTOCOL, second.canonical(), "raw", token.encode()))
+        assert {raw.reply()[0][0] for _ in range(2)} == {harness.WELCOME, 76}
+        assert not one.contains(KEYS).any() and two.contains(KEYS).all()
+
+
+def test_patterns_of_models_hold_for_lists_and_purges_of_all(guarded: Guarded) -> None:
+    token = add(guarded.file, "qwen", "a", ["admin"], ["Qwen/*"])
+    namespaces = [make_namespace(BLOCK_BYTES, "Qwen/q"), make_namespace(BLOCK_BYTES, "meta/l")]
+    endpoint = guarded.server.endpoint
+    for namespace in namespaces:
+        with KVStoreClient(endpoint, namespace, token=guarded.tokens["all"]) as client:
+            client.set(KEYS, blocks_of(KEYS, BLOCK_BYTES))
+    guarded.tokens["qwen"] = token
+
+    def connected() -> KVStoreClient | None:
+        try:
+            return KVStoreClient(endpoint, namespaces[0], token=token, timeout_s=5.0)
+        except NotAuthorized:
+            return None
+
+    with wait_until(connected, 15.0) as admin:
+        models = {json.loads(each.namespace)["model"] for each in admin.info().shards[0].namespaces}
+        assert models == {"Qwen/q"}
+        assert admin.purge(all_namespaces=True) == 2
+    with KVStoreClient(endpoint, namespaces[1], token=guarded.tokens["all"]) as client:
+        assert client.contains(KEYS).all()

@@ -181,11 +181,15 @@ def test_a_node_whose_shards_are_all_frozen_is_not_alive(start_server: StartServ
 def test_a_killed_shard_is_named_until_another_serves_in_its_place(start_server: StartServer) -> None:
     server = start_server("--shards", "2", *HTTP)
     shard_process(server, 1).kill()
-    wait_until(lambda: "shard 1 (pid" in server.log_text(), what="its death is noticed")
-    answer = ask(server, "/readyz")  # a process takes longer to start
+
+    def named() -> Answer | None:
+        answer = ask(server, "/readyz")
+        reason = answer.document["shards"][1]["reason"]
+        return answer if reason == "its process died (signal 9); another one is starting" else None
+
+    answer = wait_until(named, what="its death is told")  # a process takes longer to start
     assert answer.status == 503 and answer.seconds < SLACK_S
     assert [shard["ready"] for shard in answer.document["shards"]] == [True, False]
-    assert answer.document["shards"][1]["reason"] == "its process died (signal 9); another one is starting"
     wait_until(lambda: ask(server, "/readyz").status == 200, what="another serves in its place")
 
 

@@ -24,7 +24,7 @@ GOOD = """
 name = "one"
 tenant = "a"
 verbs = ["read"]
-tokens = ["scrypt:2:1:1:MTIzNDU2Nzg=:MTIzNDU2NzgxMjM0NTY3OA=="]
+tokens = ["scrypt:4:1:1:MTIzNDU2Nzg=:MTIzNDU2NzgxMjM0NTY3OA=="]
 """
 
 
@@ -37,10 +37,10 @@ tokens = ["scrypt:2:1:1:MTIzNDU2Nzg=:MTIzNDU2NzgxMjM0NTY3OA=="]
         (('verbs = ["read"]', "verbs = []"), "no verbs"),
         (('name = "one"', 'name = "o n"'), "expected a name of 1 to 64 letters"),
         (('tenant = "a"', 'tenant = ""'), "tenant ''"),
-        (("scrypt:2:", "scrypt:3:"), "token 1: expected scrypt with N"),
-        (("scrypt:2:", "scrypt:1048576:"), "of at most (131072, 32, 16)"),
-        (("scrypt:2:", "md5:2:"), "token 1: expected scrypt"),
-        (("scrypt:2:1:1:", "secret"), "as `kvstore auth add` writes it"),
+        (("scrypt:4:", "scrypt:3:"), "token 1: expected scrypt with N"),
+        (("scrypt:4:", "scrypt:1048576:"), "of at most (131072, 32, 16)"),
+        (("scrypt:4:", "md5:4:"), "token 1: expected scrypt"),
+        (("scrypt:4:1:1:", "secret"), "as `kvstore auth add` writes it"),
         (("[[principals]]", 'member_secret = "short"\n[[principals]]'), "member_secret has 5 characters"),
         (
             ("[[principals]]", '[tenants.a]\nmemory = "lots"\n[[principals]]'),
@@ -124,7 +124,10 @@ def test_a_namespace_gets_the_tenant_of_the_credentials_whatever_it_says() -> No
 
 
 def test_a_members_cookie_is_that_of_one_node() -> None:
-    assert member_cookie("s" * 32, "a") == member_cookie("s" * 32, "a") != member_cookie("s" * 32, "b")
+    mine = member_cookie("s" * 32, "a", "h", 1)
+    assert mine == member_cookie("s" * 32, "a", "h", 1)
+    others = [("a", "h", 2), ("a", "i", 1), ("b", "h", 1)]
+    assert len({mine, *(member_cookie("s" * 32, *other) for other in others)}) == 4
 
 
 def test_the_audit_log_is_bounded_and_turned_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
