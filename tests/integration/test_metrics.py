@@ -104,9 +104,8 @@ def test_a_scrape_tells_what_moves_between_the_tiers(
         values = scrape(server)
     times = request_times(server)
     assert times["get", "disk"][0] == 1 and times["get", "memory"][0] == 0
-    assert (
-        times["set", "memory"][0] >= 16 and times["set", "disk"][0] == 0
-    )  # written later; a slow call is several SETs
+    assert times["set", "memory"][0] >= 16  # a call that is slow is several of them
+    assert times["set", "disk"][0] == 0  # written later
     assert values["kvstore_disk_fetched_blocks_total", "0"] >= 16
     assert values["kvstore_disk_fetched_bytes_total", "0"] >= 16 * 65536
     for name in ("corrupt_blocks", "skipped_blocks", "evicted_blocks", "scrub_passes", "scrub_corrupt_blocks"):
