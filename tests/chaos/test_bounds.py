@@ -43,7 +43,7 @@ from tests.support.harness import (
 )
 
 KiB, MiB = 1 << 10, 1 << 20
-SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "20"))
+SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "12"))
 MEMORY = 96 * MiB
 
 

@@ -27,7 +27,7 @@ from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.memory import host_memory
 from tests.support.harness import OVERHEAD_BYTES, Server, StartServer, make_keys, make_namespace, rss_bytes, wait_until
 
-KILLS = int(os.environ.get("KVSTORE_KILLS", "120"))
+KILLS = int(os.environ.get("KVSTORE_KILLS", "60"))
 SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "1"))
 WORKERS = 3
 CHECK_EVERY = 100  # kills

@@ -34,7 +34,7 @@ from tests.support.harness import OVERHEAD_BYTES, Server, StartServer, rss_bytes
 from tests.support.slow_link import SlowLink
 
 MiB = 1 << 20
-SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "20"))
+SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "12"))
 SERVER_BYTES = 32 * MiB
 CPU_BYTES = 16 * MiB
 WARM_UP_S = max(8.0, SOAK_S / 4)

@@ -13,7 +13,7 @@ from tests.support.etcd import Etcd
 from tests.support.harness import blocks_of, make_keys, make_namespace, wait_until
 
 BLOCK_BYTES = 4096
-SECONDS = 20
+SECONDS = 6
 
 
 def test_blocks_are_handed_over_among_members_that_log_in_and_to_no_others(etcd: Etcd, tmp_path: Path) -> None:
