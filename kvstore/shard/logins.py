@@ -24,7 +24,7 @@ from kvstore import wire
 from kvstore.auth.audit import Audit
 from kvstore.auth.checking import FAILURE_S, Found, KnownTokens
 from kvstore.auth.policy import AuthFile, Policy
-from kvstore.auth.rights import NONE
+from kvstore.auth.rights import NONE, refuse
 from kvstore.auth.tokens import name_in
 from kvstore.shard.account import LOGINS, LimitReached, Share
 from kvstore.shard.peer import Peer
@@ -75,11 +75,7 @@ class Logins:
         token = request.credentials
         if not token:
             if peer.rights is NONE:
-                raise WireError(
-                    ErrorCode.NOT_AUTHORIZED,
-                    "this server wants a token: give the client token=, or set KVSTORE_TOKEN or KVSTORE_TOKEN_FILE",
-                    request.id,
-                )
+                raise refuse(peer.rights, request)
             return True
         known = self._known.find(token)
         if known is not None:

@@ -408,8 +408,8 @@ def test_a_server_that_anybody_could_use_does_not_start(arguments: list[str], sa
         assert text in ran.stderr, ran.stderr
 
 
-def test_sums_are_not_needed_to_be_refused(guarded: Guarded) -> None:
-    """A SET of a megabyte by who may only read is refused with its header, and the connection goes on."""
+def test_a_set_that_is_not_allowed_is_read_to_its_end(guarded: Guarded) -> None:
+    """A SET by who may only read is refused with its header, and the connection goes on."""
     blocks = blocks_of(KEYS, BLOCK_BYTES)
     with RawClient(guarded.server) as raw:
         canonical = make_namespace(BLOCK_BYTES, "matrix").canonical()
