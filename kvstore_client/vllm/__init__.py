@@ -4,7 +4,8 @@
 different processes and exchange the messages that ``plan`` defines:
 
 * ``scheduler.SchedulerHalf`` runs beside the engine's scheduler. It decides which blocks a request may load, which
-  blocks a step saves, and which slots of host memory they use meanwhile (``host_tier``);
+  blocks a step saves, and which slots of host memory they use meanwhile (``load_planner``, ``save_planner``,
+  ``host_tier``);
 * ``worker.WorkerHalf`` runs beside the model and moves bytes: KV cache tensors <-> host pool <-> store.
 
 ``tier.KVStoreTier`` is the other way to use the store: a secondary tier behind vLLM's own offloading.

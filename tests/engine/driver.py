@@ -186,7 +186,7 @@ class Serving:
 
     def tier_keys(self) -> list[bytes]:
         """The keys of the blocks in the connector's CPU tier."""
-        index = ours(self._core.scheduler.connector)._scheduler._tier._index
+        index = ours(self._core.scheduler.connector)._scheduler.books.tier._index
         keys, size = index.keys_of(index.ready_slots()), index.key_bytes
         return [keys[at : at + size] for at in range(0, len(keys), size)]
 

@@ -40,6 +40,7 @@ from kvstore_client.engine.flights import Flight
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
 from kvstore_client.vllm.connector.block_groups import BlockGroups
+from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
 from kvstore_client.vllm.connector.hand_over import HandOvers, tail_key
 from kvstore_client.vllm.connector.host_tier import HostTier
@@ -226,28 +227,32 @@ class ScheduledEngine:
         self.lookups = FakeLookups([rank.held for rank in self.ranks], self.groups)
         self.flights = FakeFlights(self.lookups)
         self.half = SchedulerHalf(
-            self.lookups,  # type: ignore[arg-type]
-            self.tier,
+            Books(
+                block_tokens=BLOCK_TOKENS,
+                lookups=self.lookups,  # type: ignore[arg-type]
+                tier=self.tier,
+                groups=self.groups,
+                hand_overs=HandOvers(
+                    self.flights,  # type: ignore[arg-type]
+                    self.groups,
+                    block_tokens=BLOCK_TOKENS,
+                    single_flight_s=300.0 if single_flight else 0.0,
+                    counters=self.counters,
+                ),
+                events=KVEvents(
+                    wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(cache_config(blocks, windows))
+                ),
+                counters=self.counters,
+            ),
             ranks=ranks,
-            block_tokens=BLOCK_TOKENS,
+            parts=ranks,
             min_hit_tokens=min_hit_tokens,
             save_decode=save_decode,
             may_load=True,
             may_save=True,
-            counters=self.counters,
             prefix_caching=prefix_cache,
             admission=Admission(block_tokens=BLOCK_TOKENS, timeout_s=5.0, always=True),
             steps_ahead=self.depth - 1,
-            events=KVEvents(wanted=True, block_tokens=BLOCK_TOKENS, groups=group_kinds(cache_config(blocks, windows))),
-            parts=ranks,
-            groups=self.groups,
-            hand_overs=HandOvers(
-                self.flights,  # type: ignore[arg-type]
-                self.groups,
-                block_tokens=BLOCK_TOKENS,
-                single_flight_s=300.0 if single_flight else 0.0,
-                counters=self.counters,
-            ),
         )
         connector = self.scheduler.connector
         connector._start.half = self.half
@@ -295,7 +300,7 @@ class ScheduledEngine:
 
     def keys_of(self, request: Request) -> Sequence[bytes]:
         """What the request's blocks are called at present, block by block: a name means one thing for ever."""
-        keys = self.groups.keys(self.half._keys.of(request))
+        keys = self.groups.keys(self.half.books.keys.of(request))
         for index, key in enumerate(keys):
             at, group = divmod(index, self.groups.count)
             meaning = (self.weights, group, request.block_hashes[at])
@@ -305,7 +310,7 @@ class ScheduledEngine:
     def keys_by_group(self, request: Request, tail: bool = False) -> list[Sequence[bytes]]:
         """tail: also of the block that the prompt's end fills in part."""
         keys = self.keys_of(request)
-        chain = self.half._keys.of(request)
+        chain = self.half.books.keys.of(request)
         whole = request.num_prompt_tokens // BLOCK_TOKENS
         if tail and (last := tail_key(request, chain, BLOCK_TOKENS)) is not None:
             keys = [*keys[: whole * self.groups.count], *self.groups.keys([last])]
@@ -323,7 +328,9 @@ class ScheduledEngine:
 
     def schedule(self) -> Step:
         handed_over = {
-            name for name in self.scheduler.requests if self.half._hand_overs.loadable(self.requests[name]) is not None
+            name
+            for name in self.scheduler.requests
+            if self.half.books.hand_overs.loadable(self.requests[name]) is not None
         }
         output = self.scheduler.schedule()
         plan = output.kv_connector_metadata
@@ -423,7 +430,7 @@ class ScheduledEngine:
 
     def hear(self) -> None:
         """Do what a router does with the connector's events."""
-        for event in self.half.events.take():
+        for event in self.half.books.events.take():
             if isinstance(event, BlockStored):
                 assert event.token_ids and len(event.token_ids) == event.block_size == BLOCK_TOKENS
                 self.heard[event.medium].update((event.group_idx, each) for each in event.block_hashes)

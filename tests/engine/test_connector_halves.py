@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
     from kvstore_client.engine.admission import Admission
     from kvstore_client.engine.transfer_out import SendAs
-    from kvstore_client.vllm.connector.scheduler import RENEW_S
+    from kvstore_client.vllm.connector.load_planner import RENEW_S
     from tests.engine.scheduled_engine import ScheduledEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS
 
@@ -38,7 +38,7 @@ def store(engine: ScheduledEngine, tokens: range, blocks: int, *ranks: int) -> N
 def matched(engine: ScheduledEngine, tokens: range = PROMPT, local: int = 0) -> int | None:
     """How many blocks a request of these tokens can load beyond the ``local`` ones of the engine. It is aborted."""
     request = engine.add(tokens)
-    found = engine.half.matched_tokens(request, local * BLOCK_TOKENS)
+    found = engine.half.loads.matched_tokens(request, local * BLOCK_TOKENS)
     engine.abort(request)
     return found if found is None else found // BLOCK_TOKENS
 
@@ -58,7 +58,7 @@ def fill_tier(engine: ScheduledEngine, tokens: range = PROMPT) -> None:
 def lose(engine: ScheduledEngine, *keys: bytes) -> None:
     """The host tier has these blocks no more."""
     engine.tier.drop(engine.tier.find(keys).tolist())
-    engine.half.events.evicted(keys)
+    engine.half.books.events.evicted(keys)
 
 
 # ---- what a request may load -----------------------------------------------------------------------------------------
@@ -109,16 +109,16 @@ def test_an_old_answer_holds_until_the_new_one_is_there(start: StartEngine) -> N
     engine.lookups.answering = False
     store(engine, PROMPT, 5)
     for _ in range(3):
-        assert engine.half.matched_tokens(request, 0) == 3 * BLOCK_TOKENS
+        assert engine.half.loads.matched_tokens(request, 0) == 3 * BLOCK_TOKENS
     assert len(engine.lookups.asked) == 2
     engine.lookups.answering, engine.lookups.asked_at = True, math.inf
-    assert engine.half.matched_tokens(request, 0) == 5 * BLOCK_TOKENS
+    assert engine.half.loads.matched_tokens(request, 0) == 5 * BLOCK_TOKENS
     engine.abort(request)
 
 
 def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded(start: StartEngine) -> None:
     engine = start(keep=True)
-    admission = engine.half._admission = Admission(block_tokens=BLOCK_TOKENS, timeout_s=5)
+    admission = engine.half.loads.admission = Admission(block_tokens=BLOCK_TOKENS, timeout_s=5)
     admission.arriving.add(1, 1.0)
     admission.computing.add(1e6, 1.0)
     admission.begin(0)
@@ -144,7 +144,7 @@ def test_a_request_may_do_without_loads_or_have_a_part_of_one(start: StartEngine
     store(engine, PROMPT, 5)
     for asks, blocks in (({"load": False}, 0), ({"max_load_tokens": 2 * BLOCK_TOKENS + 1}, 2), ({"save": False}, 5)):
         request = engine.add(PROMPT, asks=asks)
-        assert engine.half.matched_tokens(request, 0) == blocks * BLOCK_TOKENS
+        assert engine.half.loads.matched_tokens(request, 0) == blocks * BLOCK_TOKENS
         engine.abort(request)
     assert len(engine.lookups.asked) == 2, "nobody is asked what is not to be loaded"
 
@@ -188,7 +188,7 @@ def test_a_request_with_a_wrong_option_is_computed_without_the_store(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     store(engine, PROMPT, 5)
     request = engine.add(PROMPT, asks=asks)
-    assert engine.half.matched_tokens(request, 0) == 0
+    assert engine.half.loads.matched_tokens(request, 0) == 0
     assert engine.step().plan.saves is None
     assert engine.counters.take()["refused_requests"] == 1
     assert matched(engine) == 5, "others are not concerned"
@@ -250,7 +250,7 @@ def test_a_load_takes_from_each_tier_what_it_has(start: StartEngine) -> None:
     assert load.host_block_ids == [blocks[0], blocks[2], blocks[4]]
     assert load.host_slots == engine.tier.find([keys[0], keys[2], keys[4]]).tolist()
     assert (load.block_ids, load.keys) == ([blocks[1], blocks[3]], [keys[1], keys[3]])
-    assert engine.half.hit_sources(request) == (3 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+    assert engine.half.loads.hit_sources(request) == (3 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
     engine.transfer()
     engine.step()
     assert (engine.tier.find(keys) >= 0).all()
@@ -542,11 +542,11 @@ def test_a_finished_requests_blocks_are_held_until_all_ranks_have_copied_them(st
     engine.add(PROMPT)
     engine.step()
     for rank in engine.ranks:
-        assert engine.half.holds_blocks and engine.scheduler.kv_cache_manager.usage > 0
+        assert engine.half.saves.holds_blocks and engine.scheduler.kv_cache_manager.usage > 0
         engine.step()
         rank.finish_copy()
     engine.step()
-    assert not engine.half.holds_blocks and engine.scheduler.kv_cache_manager.usage == 0
+    assert not engine.half.saves.holds_blocks and engine.scheduler.kv_cache_manager.usage == 0
     assert engine.half.under_way["sending"] == 5, "sent from the host tier, long after"
 
 
@@ -557,7 +557,7 @@ def test_blocks_that_found_no_room_before_are_saved_after_the_requests_end(start
     engine.transfer()
     engine.step()
     engine.abort(request)
-    assert engine.half.holds_blocks
+    assert engine.half.saves.holds_blocks
     assert saved_blocks(engine, request, engine.step().plan.saves) == [1]
 
 
@@ -626,7 +626,7 @@ def test_a_handed_over_prompt_is_sent_in_full_although_there_are_few_slots(start
     step = engine.step()
     assert step.plan.saves is not None and len(step.plan.saves.slots) == 3
     assert request.is_finished() and other.is_finished()
-    assert engine.half.holds_blocks and engine.flights.open, "two blocks have no slot yet"
+    assert engine.half.saves.holds_blocks and engine.flights.open, "two blocks have no slot yet"
     while rank.copies:
         rank.finish_copy()
     rank.finish_send()

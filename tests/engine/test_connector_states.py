@@ -75,7 +75,7 @@ def test_of_states_only_the_last_is_loaded(start: StartEngine) -> None:
     request = engine.add(PROMPT)
     [load] = engine.step().plan.loads
     assert set(load.keys) == table_keys(engine, PROMPT, 5) | {state_key(engine, PROMPT, 5)}
-    assert engine.half.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
+    assert engine.half.loads.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("states", [(1, 3), (3, 5)])
@@ -118,7 +118,7 @@ def test_a_model_of_states_alone_loads_one_block(start: StartEngine) -> None:
     request = engine.add(PROMPT)
     [load] = engine.step().plan.loads
     assert load.keys == [keys[4]]
-    assert engine.half.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
+    assert engine.half.loads.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
 
 
 def test_if_a_block_is_missing_the_whole_prompt_is_computed(start: StartEngine) -> None:
@@ -157,7 +157,7 @@ def test_a_prompt_that_is_handed_over_is_saved_and_loaded_as_any_other(start: St
     [load] = engine.step().plan.loads
     assert len(load.keys) == 4 + 1, "the last token is computed"
     assert not load.waits
-    assert engine.half.hit_sources(request) == (0, 4 * BLOCK_TOKENS)
+    assert engine.half.loads.hit_sources(request) == (0, 4 * BLOCK_TOKENS)
 
 
 def test_what_is_known_of_the_groups() -> None:

@@ -45,7 +45,7 @@ def test_of_layers_with_a_window_only_the_window_is_loaded(start: StartEngine) -
     assert load.keys == [keys[0], keys[2], keys[4], keys[6], keys[7], keys[8], keys[9]]
     assert load.block_ids == [*whole[:4], window[3], whole[4], window[4]]
     assert window[:3] == [0, 0, 0]
-    assert engine.half.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
+    assert engine.half.loads.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
 
 
 def test_a_model_with_windows_only_loads_the_window(start: StartEngine) -> None:
@@ -161,7 +161,7 @@ def test_after_new_weights_no_group_finds_older_blocks(start: StartEngine) -> No
     engine.lookups.answering = True
     assert not engine.step().plan.loads
     before = set(engine.keys(PROMPT))
-    assert before.isdisjoint(engine.groups.keys_of(request, engine.half._keys.of(request)))
+    assert before.isdisjoint(engine.groups.keys_of(request, engine.half.books.keys.of(request)))
 
 
 def test_the_longest_run_has_its_window() -> None:

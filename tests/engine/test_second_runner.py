@@ -117,7 +117,7 @@ def test_a_load_that_fails_is_computed(server: Server, start_runner: StartRunner
     engine = start_runner(server.endpoint, options={"timeout_s": 1.0, "lookup_timeout_s": 1.0})
     request = engine.add(asked)
     half = engine.scheduler.connector._scheduler
-    wait_until(lambda: half._waiting[request.request_id].lookup.stored or half._lookups._answers)
+    wait_until(lambda: half.loads._waiting[request.request_id].lookup.stored or half.books.lookups._answers)
     with server.stopped():
         assert engine.finish(request) == [answer(asked, 8)]
     engine.settle()

@@ -119,6 +119,17 @@ class BlockGroups:
         known += self.keys(chain[done:])
         return known
 
+    def key_at(self, keys: Sequence[bytes], place: Place) -> bytes:
+        """Of the keys of `keys`, that of one block."""
+        return keys[place.index * self.count + place.group]
+
+    def parent_at(self, keys: Sequence[bytes], place: Place) -> bytes | None:
+        """And that of the block it follows in its chain; states follow the block of tokens behind which they are. None:
+        it is the first."""
+        if place.group in self.states:
+            return keys[place.index * self.count + self.tables[0]] if self.tables else None
+        return keys[(place.index - 1) * self.count + place.group] if place.index else None
+
     def in_group(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
         """Of the keys of `keys`, those of one group."""
         return keys[group :: self.count] if self.count > 1 else keys

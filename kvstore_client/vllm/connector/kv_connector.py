@@ -38,6 +38,7 @@ from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
 from kvstore_client.vllm.connector.block_groups import BlockGroups, groups_digest
+from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.events import KVEvents, group_kinds
 from kvstore_client.vllm.connector.hand_over import HandOvers
 from kvstore_client.vllm.connector.host_tier import HostTier
@@ -160,36 +161,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ]
         self._explain_mismatch(self._guards[0])
         transfer, events = self._kv_transfer_config, self._vllm_config.kv_events_config
-        return SchedulerHalf(
-            PrefixLookups(
+        books = Books(
+            block_tokens=self._vllm_config.cache_config.block_size,
+            lookups=PrefixLookups(
                 self._guards,
                 timeout_s=self._options.lookup_timeout_s,
                 counters=self._counters,
                 groups=self._groups.parts,
             ),
-            HostTier(
+            tier=HostTier(
                 min(rank.slots for rank in ranks), keep=self._options.cpu_bytes > 0, policy=self._options.cpu_policy
             ),
-            ranks=len(ranks),
-            block_tokens=self._vllm_config.cache_config.block_size,
-            min_hit_tokens=self._options.min_hit_tokens,
-            save_decode=self._options.save_decode,
-            may_load=transfer.is_kv_consumer,
-            may_save=transfer.is_kv_producer,
-            counters=self._counters,
-            prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
-            admission=Admission(
-                block_tokens=self._vllm_config.cache_config.block_size / max(1, self._groups.whole),
-                timeout_s=self._options.timeout_s,
-                always=self._options.always_load,
-            ),
-            steps_ahead=self._vllm_config.max_concurrent_batches - 1,
-            events=KVEvents(
-                wanted=bool(events and events.enable_kv_cache_events),
-                block_tokens=self._vllm_config.cache_config.block_size,
-                groups=group_kinds(self._kv_cache_config),
-            ),
-            parts=len({rank.part for rank in ranks}),
             groups=self._groups,
             hand_overs=HandOvers(
                 Flights(self._guards, timeout_s=self._options.lookup_timeout_s, counters=self._counters),
@@ -199,7 +181,29 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 counters=self._counters,
                 spans=self._spans,
             ),
+            events=KVEvents(
+                wanted=bool(events and events.enable_kv_cache_events),
+                block_tokens=self._vllm_config.cache_config.block_size,
+                groups=group_kinds(self._kv_cache_config),
+            ),
+            counters=self._counters,
             spans=self._spans,
+        )
+        return SchedulerHalf(
+            books,
+            ranks=len(ranks),
+            parts=len({rank.part for rank in ranks}),
+            min_hit_tokens=self._options.min_hit_tokens,
+            save_decode=self._options.save_decode,
+            may_load=transfer.is_kv_consumer,
+            may_save=transfer.is_kv_producer,
+            prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            admission=Admission(
+                block_tokens=self._vllm_config.cache_config.block_size / max(1, self._groups.whole),
+                timeout_s=self._options.timeout_s,
+                always=self._options.always_load,
+            ),
+            steps_ahead=self._vllm_config.max_concurrent_batches - 1,
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
@@ -213,12 +217,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         if half := self._scheduler:
-            self._never_raise(lambda: half.added(request), None)
+            self._never_raise(lambda: half.loads.wait(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         none: int | None = 0
         if half := self._scheduler:
-            tokens = self._never_raise(lambda: half.matched_tokens(request, num_computed_tokens), none)
+            tokens = self._never_raise(lambda: half.loads.matched_tokens(request, num_computed_tokens), none)
         else:
             tokens = None if self._start.is_coming() else 0
         return tokens, bool(tokens)
@@ -228,7 +232,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             half.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        host, store = self._scheduler.hit_sources(request) if self._scheduler else (0, 0)
+        host, store = self._scheduler.loads.hit_sources(request) if self._scheduler else (0, 0)
         sources = {CacheHitSource.HOST: host, CacheHitSource.EXTERNAL_UNSPECIFIED: store}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
@@ -237,7 +241,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if half is None:
             return StepPlan(idle=not scheduler_output.total_num_scheduled_tokens)
         plan = half.plan(scheduler_output)
-        plan.saves = self._never_raise(lambda: half.plan_saves(scheduler_output), None)
+        plan.saves = self._never_raise(lambda: half.saves.plan(scheduler_output), None)
         self._never_raise(lambda: self._traffic.tick(time.monotonic()), None)
         return plan
 
@@ -257,18 +261,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if (half := self._scheduler) is None:
             return False, None
-        self._never_raise(lambda: half.save_rest(request, block_ids), None)
-        reply = half.reply(request)
+        self._never_raise(lambda: half.saves.save_rest(request, block_ids), None)
+        reply = half.books.hand_overs.reply(request)
         return half.finished(request), reply
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.events.take() if self._scheduler else ()
+        return self._scheduler.books.events.take() if self._scheduler else ()
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.holds_blocks
+        return self._scheduler is not None and self._scheduler.saves.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.needs_steps
+        return self._scheduler is not None and self._scheduler.books.hand_overs.ending
 
     def reset_cache(self) -> bool | None:
         """Called when the engine gets new weights or goes to sleep, among other cases. From now on this engine finds

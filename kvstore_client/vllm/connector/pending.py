@@ -1,4 +1,7 @@
-"""The records of the scheduler's half: one for each request, load and job of copies, kept until that is over."""
+"""The records of the scheduler's half: one for each request, load and job of copies, kept until that is over.
+
+`LoadPlanner` owns the records of waiting requests and of loads, `SavePlanner` the others. Only its owner changes a
+record."""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ class TrackedRequest:
     next_save: int  # blocks before this one are in the store, or were handed to the workers to save
     stored: int | None = None  # leading blocks the store has, once known
     last_job: int = -1  # the last job that copies out of this request's blocks
+    loading: bool = False  # its load is under way
     outdated: bool = False  # its blocks may have been computed with older weights
 
 
@@ -54,6 +58,7 @@ class UnplacedBlocks:
 class PendingLoad:
     """A load of blocks for a request, until every rank is done with it."""
 
+    request: Request
     keys: Sequence[bytes]
     parents: Sequence[bytes | None]
     block_ids: list[int]
