@@ -1,9 +1,9 @@
 """Whether to load blocks or to have the engine compute them: what is sooner.
 
-Two paces are measured while the engine works: blocks that arrive from the store in a second, and tokens that the engine
-computes in a second. A load pays if its blocks, behind those of the loads before it, arrive before the engine would
-have computed them without a store, behind the prompts before it. What is not known yet is tried, one load at a time; a
-store that was too slow is tried again with a few blocks.
+Two paces are measured while the engine works: blocks that arrive from the store in a second, and how long the engine
+computes a prompt (`ComputingPace`). A load pays if its blocks, behind those of the loads before it, arrive before the
+engine would have computed them without a store, behind the prompts before it. What is not known yet is tried, one load
+at a time; a store that was too slow is tried again with a few blocks.
 """
 
 from __future__ import annotations
@@ -50,24 +50,22 @@ class Pace:
 class Admission:
     """The loads of one engine. Not thread-safe.
 
-    arriving: blocks that come from the store. computing: tokens that the engine computes.
+    arriving: blocks that come from the store. computing_s: how long the engine, without a store, would compute until it
+    had what is loaded: the prompts before it, and then its own. Unknown is `math.inf`.
     """
 
-    def __init__(self, *, block_tokens: float, timeout_s: float, always: bool = False) -> None:
-        """block_tokens: that a block stands for. timeout_s: how long a load may take at most, once it has begun.
-        always: every load pays."""
-        self.arriving, self.computing = Pace(), Pace()
-        self._block_tokens = block_tokens
+    def __init__(self, *, timeout_s: float, always: bool = False) -> None:
+        """timeout_s: how long a load may take at most, once it has begun. always: every load pays."""
+        self.arriving = Pace()
         self._timeout_s = timeout_s
         self._always = always
         self._ahead = 0  # blocks of loads that have not ended
         self._ended = False  # whether one has: its first blocks alone tell little
         self._first_began = 0.0
 
-    def judge(self, blocks: int, tokens_before: int = 0) -> int | None:
+    def judge(self, blocks: int, computing_s: float) -> int | None:
         """How many of the blocks to load that the store has of a prompt, from its beginning; 0: computing them is
-        sooner. None: ask again, the first load will tell soon. tokens_before: what the engine, without a store, would
-        have to compute first."""
+        sooner. None: ask again, the first load will tell soon."""
         arriving = self.arriving.per_s
         if self._always:
             return blocks
@@ -75,13 +73,13 @@ class Admission:
             if not self._ahead:
                 return blocks
             return None if time.monotonic() - self._first_began < FIRST_LOAD_S else 0
-        seconds = self._computing_s(blocks, tokens_before)
+        seconds = self._most_s(computing_s)
         if self._ahead + blocks <= arriving * seconds:
             return blocks
         hoped = self._hoped_per_s(arriving)
         return math.ceil(blocks * TRIAL) if self._ahead + blocks <= hoped * seconds else 0
 
-    def begin(self, blocks: int, tokens_before: int = 0) -> float:
+    def begin(self, blocks: int, computing_s: float) -> float:
         """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it, and then as
         long as computing takes."""
         arriving = self.arriving.per_s
@@ -89,7 +87,7 @@ class Admission:
         if not self._ahead:
             self._first_began = time.monotonic()
         self._ahead += blocks
-        return min(before, self._timeout_s) + max(LEAST_S, self._computing_s(blocks, tokens_before))
+        return min(before, self._timeout_s) + max(LEAST_S, self._most_s(computing_s))
 
     def arrived(self, blocks: float, seconds: float) -> None:
         """So many blocks came from the store while some were on their way for so long."""
@@ -105,32 +103,5 @@ class Admission:
             return arriving
         return arriving * math.pow(2.0, min(60.0, (time.monotonic() - self.arriving.measured_at) / HOPE_S))
 
-    def _computing_s(self, blocks: int, tokens_before: int) -> float:
-        computing = self.computing.per_s
-        tokens = blocks * self._block_tokens + tokens_before
-        seconds = tokens / computing if computing and not self._always else math.inf
-        return min(self._timeout_s, seconds)
-
-
-class StepTimes:
-    """How many tokens the engine computes in a second, from when it plans its steps. Not thread-safe."""
-
-    def __init__(self, computing: Pace, steps_ahead: int) -> None:
-        """steps_ahead: how many steps the engine plans before it waits for one."""
-        self._computing = computing
-        self._steps_ahead = steps_ahead
-        self._steps: list[tuple[int, frozenset[str]]] = []  # the newest last: tokens, requests
-        self._planned_at = 0.0
-
-    def plan(self, scheduled: dict[str, int]) -> None:
-        """The engine plans a step: so many tokens of each request."""
-        now = time.monotonic()
-        passed, self._planned_at = now - self._planned_at, now
-        # Decoding takes a step's time for a token; it says nothing of prompts.
-        prompts = sum(tokens for tokens in scheduled.values() if tokens > 1)
-        self._steps.append((prompts if 2 * prompts > sum(scheduled.values()) else 0, frozenset(scheduled)))
-        if len(self._steps) < self._steps_ahead + 2:
-            return
-        tokens, requests = self._steps.pop(0)
-        if tokens and requests & scheduled.keys():  # otherwise the engine may have had nothing to do in between
-            self._computing.add(tokens, passed)
+    def _most_s(self, computing_s: float) -> float:
+        return self._timeout_s if self._always else min(self._timeout_s, computing_s)

@@ -36,6 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.computing_pace import ComputingPace
 from kvstore_client.engine.flights import Flight
 from kvstore_client.engine.guard import Counters
 from kvstore_client.engine.lookup import PrefixLookup
@@ -194,7 +195,8 @@ class ScheduledEngine:
 
     ranks: each sends all of its blocks. slots, keep: of the host tier. blocks: of the engine's own cache. budget:
     tokens a step. asynchronous: the engine schedules a step before it knows the last one's outcome. windows: of each
-    group of layers, in tokens; 0: it attends to all; `STATE`: its layers have a state.
+    group of layers, in tokens; 0: it attends to all; `STATE`: its layers have a state. admission: which loads pay;
+    None: all do.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class ScheduledEngine:
         prefix_cache: bool = True,
         windows: Sequence[int] = (0,),
         single_flight: bool = False,
+        admission: Admission | None = None,
     ) -> None:
         init_none_hash(sha256)
         self.groups = BlockGroups.of(cache_config(blocks, windows), BLOCK_TOKENS)
@@ -251,7 +254,8 @@ class ScheduledEngine:
             may_load=True,
             may_save=True,
             prefix_caching=prefix_cache,
-            admission=Admission(block_tokens=BLOCK_TOKENS, timeout_s=5.0, always=True),
+            admission=admission or Admission(timeout_s=5.0, always=True),
+            computing=ComputingPace(),
             steps_ahead=self.depth - 1,
         )
         connector = self.scheduler.connector

@@ -117,11 +117,11 @@ def test_an_old_answer_holds_until_the_new_one_is_there(start: StartEngine) -> N
 
 
 def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded(start: StartEngine) -> None:
-    engine = start(keep=True)
-    admission = engine.half.loads.admission = Admission(block_tokens=BLOCK_TOKENS, timeout_s=5)
+    admission = Admission(timeout_s=5)
+    engine = start(keep=True, admission=admission)
     admission.arriving.add(1, 1.0)
-    admission.computing.add(1e6, 1.0)
-    admission.begin(0)
+    engine.half.loads.computing.add([(0, 10**6)], 1.0)
+    admission.begin(0, 0.0)
     admission.end(0)
     store(engine, PROMPT, 5)
     assert matched(engine) == 0

@@ -34,6 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client import Namespace
 from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.computing_pace import ComputingPace
 from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.lookup import PrefixLookups
@@ -198,10 +199,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
             prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching),
-            admission=Admission(
-                block_tokens=self._vllm_config.cache_config.block_size / max(1, self._groups.whole),
-                timeout_s=self._options.timeout_s,
-                always=self._options.always_load,
+            admission=Admission(timeout_s=self._options.timeout_s, always=self._options.always_load),
+            # A layer of width h has about 12 h² weights, and attends with 2 h multiplications to each token before.
+            computing=ComputingPace(
+                attention=1 / (6 * self._vllm_config.model_config.get_hidden_size()) if self._groups.whole else 0.0
             ),
             steps_ahead=self._vllm_config.max_concurrent_batches - 1,
         )

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU
 
-from kvstore_client.engine.admission import Admission, StepTimes
+from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.computing_pace import ComputingPace, Scheduled, StepTimes
 from kvstore_client.engine.lookup import PIN_S
 from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.hand_over import Side, side_of
@@ -38,7 +39,7 @@ class LoadPlanner:
     """Owns the records of requests that wait for blocks of the engine's cache, and of loads. Not thread-safe; no method
     blocks.
 
-    ``admission``: which loads pay.
+    ``admission``: which loads pay. ``computing``: how long the engine computes a prompt.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class LoadPlanner:
         tracked: Mapping[str, TrackedRequest],
         *,
         admission: Admission,
+        computing: ComputingPace,
         min_hit_tokens: int,
         may_load: bool,
         may_save: bool,
@@ -57,14 +59,15 @@ class LoadPlanner:
         own cache shares blocks between requests. steps_ahead: how many steps the engine plans before it waits for
         one."""
         self.admission = admission
+        self.computing = computing
         self._books = books
         self._tracked = tracked
         self._min_hit_tokens = max(1, min_hit_tokens)
         self._may_load = may_load
         self._may_save = may_save
         self._prefix_caching = prefix_caching
-        self._prompt_tokens: int | None = None  # see `_tokens_before`; None: not added up yet in this step
-        self._steps = StepTimes(admission.computing, steps_ahead)
+        self._work_s: float | None = None  # see `_work_before_s`; None: not added up yet in this step
+        self._steps = StepTimes(computing, steps_ahead)
         self._waiting: dict[str, WaitingRequest] = {}
         self._loading: dict[str, PendingLoad] = {}
         self._arriving: dict[bytes, str] = {}  # key -> the request whose load brings it
@@ -155,7 +158,9 @@ class LoadPlanner:
         waiting.declined = 0
         if from_store and not waiting.waits and not books.hand_overs.is_expected(request):
             least = max(1, groups.whole)  # what is transferred of a block, at least
-            load = self.admission.judge(from_store * least, self._tokens_before(request))
+            first = local + int(np.argmin(here))
+            computing_s = self._computing_s(request, first * books.block_tokens, (local + run) * books.block_tokens)
+            load = self.admission.judge(from_store * least, computing_s)
             if load is None:
                 return None
             load = math.ceil(load / least)
@@ -168,19 +173,26 @@ class LoadPlanner:
             tokens = min(tokens, request.num_prompt_tokens - local * books.block_tokens)
         return tokens if tokens >= self._min_hit_tokens else 0
 
-    def _tokens_before(self, request: Request) -> int:
-        """How many tokens the engine would still have to compute of other requests' prompts, had it no store."""
-        if self._prompt_tokens is None:
-            self._prompt_tokens = sum(map(self._tokens_left, self._tracked.values()))
-        mine = self._tracked.get(request.request_id)
-        return self._prompt_tokens - (self._tokens_left(mine) if mine is not None else 0)
+    def _computing_s(self, request: Request, first: int, end: int) -> float:
+        """How long it would take, had the engine no store, until it had computed these tokens of the request, behind
+        the prompts of others."""
+        own = self.computing.seconds(first, end)
+        return math.inf if own is None else self._work_before_s(request) + own
 
-    def _tokens_left(self, tracked: TrackedRequest) -> int:
-        left: int = tracked.request.num_prompt_tokens - tracked.request.num_computed_tokens
-        load = self._loading.get(tracked.request.request_id)
-        groups = max(1, self._books.groups.whole)
-        coming = load.from_store // groups * self._books.block_tokens if load is not None else 0
-        return coming + max(0, left)
+    def _work_before_s(self, request: Request) -> float:
+        """How long the engine would still compute other requests' prompts, had it no store; 0 while nothing is
+        measured."""
+        if self._work_s is None:
+            self._work_s = sum(map(self._work_left_s, self._tracked.values()))
+        mine = self._tracked.get(request.request_id)
+        return self._work_s - (self._work_left_s(mine) if mine is not None else 0.0)
+
+    def _work_left_s(self, tracked: TrackedRequest) -> float:
+        request = tracked.request
+        load = self._loading.get(request.request_id)
+        blocks = load.from_store // max(1, self._books.groups.whole) if load is not None else 0
+        first = max(0, request.num_computed_tokens - blocks * self._books.block_tokens)
+        return self.computing.seconds(first, max(first, request.num_prompt_tokens)) or 0.0
 
     def _awaits(self, waiting: WaitingRequest, names: Sequence[bytes], local: int, end: int) -> bool:
         """Whether to wait for another request's load, which will put blocks `local` to `end` into the engine's own
@@ -207,8 +219,9 @@ class LoadPlanner:
         """Plan the load of a request that waited: the engine gave it blocks and relies on ``external_tokens`` being
         loaded there. None: there is nothing to load."""
         books, groups = self._books, self._books.groups
-        before = self._tokens_before(request)
-        self._prompt_tokens = before + request.num_prompt_tokens - waiting.local * books.block_tokens
+        before_s = self._work_before_s(request)
+        own_s = self.computing.seconds(waiting.local * books.block_tokens, request.num_prompt_tokens)
+        self._work_s = before_s + (own_s or 0.0)
         books.counters.add("declined_tokens", waiting.declined * books.block_tokens)
         names = groups.keys_of(request, books.hand_overs.loadable(request) or books.keys.of(request))
         wait_s = books.hand_overs.take_wait_s(request)
@@ -232,7 +245,12 @@ class LoadPlanner:
         from_store = len(load.keys) if groups.whole or not load.keys else end - first
         load.slots = self._slots_to_fetch_into(load.keys)
         load.waits = waiting.waits and bool(load.keys)
-        load.within_s = wait_s if load.waits else self.admission.begin(from_store, before)
+        if load.waits:
+            load.within_s = wait_s
+        else:
+            from_token = min((places[index].index for index in to_fetch), default=end) * books.block_tokens
+            own_s = self.computing.seconds(from_token, end * books.block_tokens)
+            load.within_s = self.admission.begin(from_store, math.inf if own_s is None else before_s + own_s)
         self._planned.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         pending = self._loading[request.request_id] = PendingLoad(
@@ -277,11 +295,19 @@ class LoadPlanner:
         reserved: list[int] = slots.tolist()
         return reserved
 
-    def plan(self, scheduled_tokens: dict[str, int]) -> list[Load]:
+    def plan(self, scheduled_tokens: Mapping[str, int]) -> list[Load]:
         """The engine has planned a step, with so many tokens of each request. -> the loads that begin with it."""
         loads, self._planned = self._planned, []
-        self._steps.plan(scheduled_tokens)
-        self._prompt_tokens = None
+        requests = ((self._tracked[name].request, n) for name, n in scheduled_tokens.items() if name in self._tracked)
+        self._steps.plan(
+            {
+                each.request_id: Scheduled(
+                    each.num_computed_tokens, tokens, each.num_computed_tokens < each.num_prompt_tokens
+                )
+                for each, tokens in requests
+            }
+        )
+        self._work_s = None
         return loads
 
     # What becomes of a load.

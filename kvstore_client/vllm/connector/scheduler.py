@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore_client.engine.admission import Admission
+from kvstore_client.engine.computing_pace import ComputingPace
 from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.load_planner import LoadPlanner
 from kvstore_client.vllm.connector.plan import StepPlan, WorkerReport
@@ -39,6 +40,7 @@ class SchedulerHalf:
         may_save: bool,
         prefix_caching: bool,
         admission: Admission,
+        computing: ComputingPace,
         steps_ahead: int,
     ) -> None:
         """The arguments are those of the planners."""
@@ -48,6 +50,7 @@ class SchedulerHalf:
             books,
             self.saves.tracked,
             admission=admission,
+            computing=computing,
             min_hit_tokens=min_hit_tokens,
             may_load=may_load,
             may_save=may_save,
