@@ -25,6 +25,7 @@ import requests as requests_package
 
 from kvstore.auth.editing import add, rotate
 from kvstore_client import AsyncKVStoreClient, ConnectionLost, KVStoreClient, NotAuthorized
+from kvstore_client.engine.client_options import ClientOptions
 from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support import harness
 from tests.support.certificates import Authority
@@ -321,9 +322,9 @@ def test_an_engine_whose_token_is_refused_only_misses(guarded: Guarded) -> None:
     guard = StoreGuard(
         guarded.server.endpoint,
         make_namespace(BLOCK_BYTES, "engine"),
+        ClientOptions(token=guarded.tokens["wrong"]),
         timeout_s=3.0,
         counters=counters,
-        token=guarded.tokens["wrong"],
     )
     assert guard.call(lambda store: store.match_prefix(KEYS), -1) == -1
     assert counters.take()["failed_calls"] >= 1
