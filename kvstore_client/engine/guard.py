@@ -6,18 +6,19 @@ the background. This module adds two things: an engine may start before its stor
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore_client._links.block_mac import mac_of
-from kvstore_client.client import DEFAULT_CONNECTIONS, KVStoreClient
+from kvstore_client.client import KVStoreClient
+from kvstore_client.engine.client_options import DEFAULT_OPTIONS, ClientOptions
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.engine.parts import PartsStore
 from kvstore_client.errors import KVStoreError
@@ -29,7 +30,6 @@ Store: TypeAlias = KVStoreClient | LocalFirstStore | PartsStore
 LOG_INTERVAL_S: Final = 10.0
 # Pause before connecting again to a store that refused this client (another version, no rights).
 REFUSED_PAUSE_S: Final = 10.0
-_NO_TLS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 _forkable: weakref.WeakSet[Counters | StoreGuard] = weakref.WeakSet()
@@ -76,34 +76,24 @@ class StoreGuard:
         self,
         endpoint: str | Sequence[str],
         namespace: Namespace,
+        options: ClientOptions = DEFAULT_OPTIONS,
         *,
         timeout_s: float,
         counters: Counters,
-        replicas: int = 1,
-        connections: int = DEFAULT_CONNECTIONS,
-        nixl: bool = False,
-        token: str | os.PathLike[str] | None = None,
-        block_secret: bytes | None = None,
-        tls: Mapping[str, Any] = _NO_TLS,
         local: str = "",
         parts: Sequence[range] = (),
         logger: logging.Logger | None = None,
     ) -> None:
         """Connects. If the store is out of reach or refuses this client, that is logged. Raises ValueError for an
-        invalid endpoint or block secret. timeout_s: the deadline of each call that sets none of its own. block_secret:
-        as of `KVStoreClient`. tls: the client's `tls_ca`, `tls_cert` and `tls_key`. local: the address of a server on
-        this host, in front of the store; empty: there is none. parts: those parts of blocks that calls are about, if
-        the namespace has blocks in parts; and those of these parts."""
-        mac = mac_of(namespace, block_secret)
+        invalid endpoint or option. timeout_s: the deadline of each call that sets none of its own. local: the address
+        of a server on this host, in front of the store; empty: there is none. It has one copy of each block, whatever
+        `options.replicas` is. parts: those parts of blocks that calls are about, if the namespace has blocks in parts;
+        and those of these parts."""
+        mac = mac_of(namespace, options.block_secret)
         self.namespace = namespace if mac is None else mac.namespace
         self.timeout_s = timeout_s
         self._endpoint = endpoint
-        self._replicas = replicas
-        self._connections = connections
-        self._nixl = nixl
-        self._token = token
-        self._block_secret = block_secret
-        self._tls = tls
+        self._options = options
         self._local = local
         self._parts = parts
         self._counters = counters
@@ -165,26 +155,18 @@ class StoreGuard:
                         f"the store refused this client; it is asked again every {REFUSED_PAUSE_S:.0f} s"
                     )
                 self._refused_until = time.monotonic() + REFUSED_PAUSE_S
-                remote = self._open(self._endpoint, self._replicas)
-                store: Store = LocalFirstStore(self._open(self._local, 1), remote) if self._local else remote
+                remote = self._open(self._endpoint, self._options)
+                store: Store = remote
+                if self._local:
+                    near = self._open(self._local, dataclasses.replace(self._options, replicas=1))
+                    store = LocalFirstStore(near, remote)
                 for parts in reversed(self._parts):
                     store = PartsStore(store, parts)
                 self._client = store
             return self._client
 
-    def _open(self, endpoint: str | Sequence[str], replicas: int) -> KVStoreClient:
-        return KVStoreClient(
-            endpoint,
-            self.namespace,
-            timeout_s=self.timeout_s,
-            fail_open=True,
-            replicas=replicas,
-            connections=self._connections,
-            nixl=self._nixl,
-            token=self._token,
-            block_secret=self._block_secret,
-            **self._tls,
-        )
+    def _open(self, endpoint: str | Sequence[str], options: ClientOptions) -> KVStoreClient:
+        return KVStoreClient(endpoint, self.namespace, timeout_s=self.timeout_s, fail_open=True, **options.keywords)
 
     def failed(self, error: Exception) -> None:
         """Count and log a failure of the store."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -50,6 +50,8 @@ from kvstore_client.vllm.connector.scheduler import SchedulerHalf
 from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE, Rank, Step, Work
 
 MAX_MODEL_LEN = 1024
+PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
+StartEngine: TypeAlias = "Callable[..., ScheduledEngine]"
 
 
 class FakeLookups:
@@ -418,6 +420,24 @@ class ScheduledEngine:
             if not self.scheduler.requests and not any(self.half.under_way.values()):
                 return
         raise AssertionError(f"after {limit} steps: {self.half.under_way}, requests {list(self.scheduler.requests)}")
+
+    def fill_tier(self, tokens: Sequence[int] = PROMPT) -> None:
+        """A request has these tokens. Then the host tier has their blocks, and the engine's own cache has none."""
+        self.add(tokens)
+        self.run()
+        self.scheduler.reset_prefix_cache()
+
+    def empty_store(self) -> None:
+        for rank in self.ranks:
+            rank.held.clear()
+
+    def load_in_part(self, blocks: int) -> Work:
+        """The next step begins a load; the first rank gets so many of its blocks. -> what is computed then."""
+        assert len(self.step().plan.loads) == 1
+        self.ranks[0].finish_load(deliver=blocks)
+        self.step()  # in which the rank tells
+        [work] = self.step().work
+        return work
 
     def check_idle(self) -> None:
         """Nothing is left of what was: to be called when all is over."""

@@ -9,8 +9,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -22,11 +21,8 @@ with warnings.catch_warnings():
     from kvstore_client.engine.admission import Admission
     from kvstore_client.engine.transfer_out import SendAs
     from kvstore_client.vllm.connector.load_planner import RENEW_S
-    from tests.engine.scheduled_engine import ScheduledEngine
+    from tests.engine.scheduled_engine import PROMPT, ScheduledEngine, StartEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS
-
-StartEngine: TypeAlias = Callable[..., ScheduledEngine]
-PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
 
 
 def store(engine: ScheduledEngine, tokens: range, blocks: int, *ranks: int) -> None:
@@ -46,13 +42,6 @@ def matched(engine: ScheduledEngine, tokens: range = PROMPT, local: int = 0) -> 
 def saved_blocks(engine: ScheduledEngine, request: Request, saves: Any) -> list[int]:
     """Which of the request's blocks a plan copies out of the cache."""
     return [] if saves is None else [list(engine.keys_of(request)).index(key) for key in saves.keys]
-
-
-def fill_tier(engine: ScheduledEngine, tokens: range = PROMPT) -> None:
-    """The host tier has all blocks of these tokens, and so has the store."""
-    engine.add(tokens)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
 
 
 def lose(engine: ScheduledEngine, *keys: bytes) -> None:
@@ -126,7 +115,7 @@ def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded
     store(engine, PROMPT, 5)
     assert matched(engine) == 0
     assert "declined_tokens" not in engine.counters.take(), "it may be asked often before it has room"
-    fill_tier(engine, PROMPT[: 2 * BLOCK_TOKENS])
+    engine.fill_tier(PROMPT[: 2 * BLOCK_TOKENS])
     assert matched(engine) == 2
     engine.counters.take()
     engine.add(PROMPT)
@@ -232,7 +221,7 @@ def test_blocks_of_the_host_tier_do_not_wait_for_the_store_when_they_are_all_the
     start: StartEngine,
 ) -> None:
     engine = start()
-    fill_tier(engine)
+    engine.fill_tier()
     engine.lookups.answering = False
     assert matched(engine) == 5
     assert matched(engine, range(7 * BLOCK_TOKENS)) is None
@@ -241,7 +230,7 @@ def test_blocks_of_the_host_tier_do_not_wait_for_the_store_when_they_are_all_the
 def test_a_load_takes_from_each_tier_what_it_has(start: StartEngine) -> None:
     """Host tier and store in turn, along one chain."""
     engine = start(ranks=2)
-    fill_tier(engine)
+    engine.fill_tier()
     keys = engine.keys(PROMPT)
     lose(engine, keys[1], keys[3])
     request = engine.add(PROMPT)
@@ -259,7 +248,7 @@ def test_a_load_takes_from_each_tier_what_it_has(start: StartEngine) -> None:
 
 def test_a_hit_ends_at_the_first_block_that_no_tier_has(start: StartEngine) -> None:
     engine = start()
-    fill_tier(engine)
+    engine.fill_tier()
     keys = engine.keys(PROMPT)
     engine.ranks[0].held.difference_update(keys)
     lose(engine, keys[2])
@@ -269,10 +258,8 @@ def test_a_hit_ends_at_the_first_block_that_no_tier_has(start: StartEngine) -> N
 def test_what_comes_from_the_store_stays_in_the_host_tier(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 5)
-    engine.add(PROMPT)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
-    engine.ranks[0].held.clear()
+    engine.fill_tier()
+    engine.empty_store()
     assert matched(engine) == 5
 
 
@@ -343,7 +330,7 @@ def test_when_nothing_of_a_load_came_the_request_computes_everything(start: Star
     store(engine, PROMPT, 5)
     request = engine.add(PROMPT)
     engine.step()
-    engine.ranks[0].held.clear()
+    engine.empty_store()
     engine.ranks[0].finish_load(deliver=0)
     engine.step()
     step = engine.step()
@@ -448,8 +435,8 @@ def test_blocks_that_only_the_engine_has_are_saved_with_the_new_ones(start: Star
 
 def test_after_the_store_was_emptied_the_host_tiers_blocks_are_sent_again(start: StartEngine) -> None:
     engine = start()
-    fill_tier(engine)
-    engine.ranks[0].held.clear()
+    engine.fill_tier()
+    engine.empty_store()
     engine.add(PROMPT)
     engine.run()
     assert engine.ranks[0].held == set(engine.keys(PROMPT))
@@ -457,7 +444,7 @@ def test_after_the_store_was_emptied_the_host_tiers_blocks_are_sent_again(start:
 
 def test_nothing_is_sent_again_because_the_store_did_not_answer_in_time(start: StartEngine) -> None:
     engine = start()
-    fill_tier(engine)
+    engine.fill_tier()
     engine.lookups.certain = False
     engine.add(PROMPT)
     while engine.scheduler.requests:
@@ -596,7 +583,7 @@ def test_a_request_aborted_between_two_chunks_has_saved_what_was_whole(start: St
 
 def test_with_new_weights_nothing_is_found_that_the_old_ones_made(start: StartEngine) -> None:
     engine = start()
-    fill_tier(engine)
+    engine.fill_tier()
     assert engine.change_weights()
     assert matched(engine) == 0
     engine.add(PROMPT)

@@ -6,8 +6,6 @@ vLLM's own scheduler and cache managers decide with it; no model is run and no b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -20,11 +18,9 @@ with warnings.catch_warnings():
 
     from kvstore_client.vllm.connector.block_groups import BlockGroups, Place
     from tests.engine.engine_config import PLAIN, cache
-    from tests.engine.scheduled_engine import ScheduledEngine
+    from tests.engine.scheduled_engine import PROMPT, ScheduledEngine, StartEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS, STATE
 
-StartEngine: TypeAlias = Callable[..., ScheduledEngine]
-PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
 MIXED = (0, STATE)
 
 
@@ -125,10 +121,7 @@ def test_if_a_block_is_missing_the_whole_prompt_is_computed(start: StartEngine) 
     engine = start(windows=MIXED)
     store(engine, 5)
     request = engine.add(PROMPT)
-    assert len(engine.step().plan.loads) == 1
-    engine.ranks[0].finish_load(deliver=3)
-    engine.step()  # in which the rank tells
-    [work] = engine.step().work
+    work = engine.load_in_part(3)
     assert (work.request, work.start) == (request, 0)
     engine.run()
     assert engine.counters.take()["failed_loads"] == 1
@@ -136,10 +129,8 @@ def test_if_a_block_is_missing_the_whole_prompt_is_computed(start: StartEngine) 
 
 def test_states_come_from_the_host_tier(start: StartEngine) -> None:
     engine = start(windows=MIXED)
-    engine.add(PROMPT)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
-    engine.ranks[0].held.clear()
+    engine.fill_tier()
+    engine.empty_store()
     engine.add(PROMPT)
     [load] = engine.step().plan.loads
     assert (len(load.host_slots), load.keys) == (6, [])

@@ -6,8 +6,6 @@ vLLM's own scheduler and hybrid cache manager decide with it; no model is run an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -19,11 +17,9 @@ with warnings.catch_warnings():
 
     from kvstore_client.vllm.connector.block_groups import BlockGroups, Place, groups_digest
     from tests.engine.engine_config import PLAIN, cache
-    from tests.engine.scheduled_engine import ScheduledEngine
+    from tests.engine.scheduled_engine import PROMPT, ScheduledEngine, StartEngine
     from tests.engine.scheduled_ranks import BLOCK_TOKENS
 
-StartEngine: TypeAlias = Callable[..., ScheduledEngine]
-PROMPT = range(5 * BLOCK_TOKENS + 3)  # five whole blocks and a rest
 WINDOW = 2 * BLOCK_TOKENS + 1  # two blocks before the one that is computed
 MIXED = (0, WINDOW)
 
@@ -72,10 +68,7 @@ def test_if_a_block_is_missing_the_whole_prompt_is_computed(start: StartEngine, 
     engine = start(windows=windows, prefix_cache=False)
     store(engine)
     request = engine.add(PROMPT)
-    assert len(engine.step().plan.loads) == 1
-    engine.ranks[0].finish_load(deliver=1)
-    engine.step()  # in which the rank tells
-    [work] = engine.step().work
+    work = engine.load_in_part(1)
     assert (work.request, work.start) == (request, 0)
     engine.run()
     assert engine.counters.take()["failed_loads"] == 1
@@ -100,10 +93,8 @@ def test_copies_end_before_blocks_behind_the_window_are_others(start: StartEngin
 
 def test_what_the_host_tier_has_of_each_group_is_loaded_from_there(start: StartEngine) -> None:
     engine = start(windows=MIXED)
-    engine.add(PROMPT)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
-    engine.ranks[0].held.clear()
+    engine.fill_tier()
+    engine.empty_store()
     engine.add(PROMPT)
     [load] = engine.step().plan.loads
     assert (len(load.host_slots), load.keys) == (7, [])
@@ -113,9 +104,7 @@ def test_what_was_loaded_is_in_the_host_tier_as_far_as_it_is_needed(start: Start
     """The tier never gets the blocks behind the window, and need not."""
     engine = start(windows=MIXED)
     store(engine)
-    engine.add(PROMPT)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
+    engine.fill_tier()
     engine.lookups.answering = False
     engine.add(PROMPT)
     [load] = engine.step().plan.loads
@@ -131,7 +120,7 @@ def test_a_hole_in_the_store_is_filled_as_far_as_possible_and_nothing_is_copied_
     engine.add(PROMPT)
     engine.run()
     keys = engine.keys(PROMPT)
-    engine.ranks[0].held.clear()
+    engine.empty_store()
     engine.add(range(6 * BLOCK_TOKENS + 3))
     engine.run()
     again = engine.ranks[0].held

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of clusters."""
+"""Fixtures of the tests of clusters and of logins."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.support.cluster import Cluster, cluster_name
 from tests.support.etcd import Etcd
 from tests.support.faults import InBackground
+from tests.support.logins import Guarded
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +40,11 @@ def in_background() -> Iterator[InBackground]:
     """`in_background(function, *arguments)` calls it on a thread of its own. -> a future"""
     with ThreadPoolExecutor(8, "test") as threads:
         yield threads.submit
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server with ``--auth``, for a module."""
+    guarded = Guarded(tmp_path_factory.mktemp("auth"))
+    yield guarded
+    guarded.stop()

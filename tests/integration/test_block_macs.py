@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import AsyncKVStoreClient, KVStoreClient, Namespace
+from kvstore_client.engine.client_options import ClientOptions
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.memory import host_memory
 from tests.support.cluster import Cluster, nodes_of, owned_by
@@ -85,7 +86,8 @@ def test_the_environment_and_an_engine_give_the_secret(
     file.write_text(SECRET + "\n")
     file.chmod(0o600)
     plain = Namespace(model=client.namespace.model, dtype="uint8", block_tokens=16, block_bytes=BLOCK)
-    guard = StoreGuard(server.endpoint, plain, timeout_s=10, counters=Counters(), block_secret=SECRET.encode())
+    options = ClientOptions(block_secret=SECRET)
+    guard = StoreGuard(server.endpoint, plain, options, timeout_s=10, counters=Counters())
     assert guard.namespace == client.namespace
     assert guard.call(lambda store: store.get(KEYS).hit, 0) == len(KEYS)
     guard.close()

@@ -11,6 +11,7 @@ import pytest
 from kvstore.auth.editing import add
 from kvstore.wire import TenantInfo
 from kvstore_client import ConnectionLost, KVStoreClient, Namespace, ProtocolError
+from kvstore_client.engine.client_options import ClientOptions
 from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support.harness import Server, blocks_of, make_keys, make_namespace, wait_until
 
@@ -172,9 +173,9 @@ def test_an_engine_beyond_its_limit_only_misses(tenants: Tenants) -> None:
     guard = StoreGuard(
         tenants.server.endpoint,
         make_namespace(BLOCK_BYTES, "m"),
+        ClientOptions(token=tenants.tokens["slow"]),
         timeout_s=3.0,
         counters=counters,
-        token=tenants.tokens["slow"],
     )
     found = [guard.call(lambda store: store.match_prefix(keys), -1) for _ in range(40)]
     guard.close()

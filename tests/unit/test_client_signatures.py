@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore_client import AsyncKVStoreClient, KVStoreClient
+from kvstore_client.engine.client_options import ClientOptions
 
 OWN = {"connect"}  # of the asynchronous client, which cannot connect when it is made
 PUBLIC = sorted(name for name in vars(KVStoreClient) if not name.startswith("_"))
@@ -39,6 +41,16 @@ def test_a_call_has_one_signature(name: str) -> None:
 def test_the_options_of_the_clients_differ_in_the_threads_only() -> None:
     extra = [each for each in parameters(AsyncKVStoreClient.__init__) if each.name == "concurrency"]
     assert parameters(KVStoreClient.__init__) + extra == parameters(AsyncKVStoreClient.__init__)
+
+
+def test_the_options_of_an_engines_clients_are_the_clients_own() -> None:
+    own = {each.name: each for each in parameters(KVStoreClient.__init__)}
+    for option in dataclasses.fields(ClientOptions):
+        assert (option.type, option.default) == (own[option.name].annotation, own[option.name].default), option.name
+
+
+def test_no_secret_of_an_engine_is_in_the_text_of_its_options() -> None:
+    assert "secret" not in repr(ClientOptions(token="secret of mine", block_secret="secret of ours"))
 
 
 @pytest.mark.parametrize("name", PUBLIC)

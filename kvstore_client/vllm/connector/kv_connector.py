@@ -98,6 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = self._kv_transfer_config
         self._options = parse_options(ConnectorOptions, transfer.kv_connector_extra_config, "kv_connector_extra_config")
+        self._client_options = self._options.client
         check_engine(vllm_config, kv_cache_config)
         check_layer_parts(vllm_config, self._options.layer_parts)
         check_single_flight(kv_cache_config, self._options.single_flight_s)
@@ -452,14 +453,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StoreGuard(
             self._options.endpoint,
             namespace,
+            self._client_options,
             timeout_s=timeout_s,
             counters=self._counters,
-            replicas=self._options.replicas,
-            connections=self._options.connections,
-            nixl=self._options.nixl,
-            token=self._options.credentials,
-            block_secret=self._options.block_secret,
-            tls=self._options.tls,
             local=self._options.local,
             parts=parts,
             logger=logger,

@@ -21,6 +21,7 @@ from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
 from kvstore_client.client import DEFAULT_CONNECTIONS
 from kvstore_client.endpoints import parse_endpoints, with_tls
+from kvstore_client.engine.client_options import ClientOptions
 
 MAX_TIMEOUT_S = MAX_DEADLINE_MS // 1000
 MAX_TENANT = 256  # characters
@@ -76,8 +77,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     local: str = ""
 
     def __post_init__(self) -> None:
-        with_tls(parse_endpoints(self.endpoint), **self.tls)  # the client's own check
-        _ = self.block_secret  # the engine stops at once when the file cannot be read
+        with_tls(parse_endpoints(self.endpoint), self.tls_ca, self.tls_cert, self.tls_key)  # the client's own check
+        client = self.client  # the engine stops at once when the secret's file cannot be read
         if self.local:
             local, store = parse_endpoints(self.local), parse_endpoints(self.endpoint)
             if len(local.nodes) != 1 or local.nodes == store.nodes:
@@ -87,7 +88,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
                 )
         if self.token and self.token_file:
             raise ValueError("token and token_file are both given; expected one of them")
-        Credentials(self.credentials)  # the client's own check
+        Credentials(client.token)  # the client's own check
         for name in ("timeout_s", "lookup_timeout_s"):
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 raise ValueError(
@@ -101,19 +102,20 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     @property
-    def credentials(self) -> str | Path | None:
-        """The token as a client takes it."""
-        return Path(self.token_file) if self.token_file else self.token or None
-
-    @property
-    def block_secret(self) -> bytes | None:
-        """The secret in `block_secret_file`; None: the environment decides. Raises ValueError."""
-        return read_secret(self.block_secret_file, "block_secret_file") if self.block_secret_file else None
-
-    @property
-    def tls(self) -> dict[str, str | None]:
-        """The files for TLS, as the client takes them."""
-        return {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key}
+    def client(self) -> ClientOptions:
+        """What the clients of `endpoint` and `local` are given. Reads `block_secret_file`; raises ValueError if it
+        cannot."""
+        secret = read_secret(self.block_secret_file, "block_secret_file") if self.block_secret_file else None
+        return ClientOptions(
+            replicas=self.replicas,
+            connections=self.connections,
+            nixl=self.nixl,
+            token=Path(self.token_file) if self.token_file else self.token or None,
+            block_secret=secret,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+        )
 
     @property
     def store_on_host(self) -> bool:

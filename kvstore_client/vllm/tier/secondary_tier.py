@@ -169,18 +169,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             weights=given.weights_version,
         )
         self._counters = Counters()
+        client = given.client
         self._guard, lookup_guard = (
             StoreGuard(
                 given.endpoint,
                 self.namespace,
+                client,
                 timeout_s=timeout_s,
                 counters=self._counters,
-                replicas=given.replicas,
-                connections=given.connections,
-                nixl=given.nixl,
-                token=given.credentials,
-                block_secret=given.block_secret,
-                tls=given.tls,
                 local=given.local,
                 logger=logger,
             )

@@ -1,0 +1,103 @@
+"""Servers with ``--auth``, a token for each principal, and raw connections that log in on each path to them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import ssl
+from pathlib import Path
+
+from kvstore.auth.editing import add
+from kvstore_client import KVStoreClient, Namespace, NotAuthorized
+from tests.support import harness
+from tests.support.certificates import Authority
+from tests.support.harness import HELLO, PROTOCOL, RawClient, Server, make_keys, pack, wait_until
+
+NOT_AUTHORIZED = 7
+BLOCK_BYTES = 4096
+PATHS = ["tcp", "tls", "unix"]
+EVERYTHING = ["read", "write", "delete", "admin", "monitor"]
+KEYS = make_keys(2)
+KEYED = [10_000, len(KEYS), len(KEYS[0])]  # what requests about them begin with, after their number
+
+
+class Guarded:
+    """A server with ``--auth``, and a token for each principal: one for each verb, and those below."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.file = file = folder / "auth.toml"
+        self.audit = folder / "audit.jsonl"
+        self.socket = folder / "socket"
+        self.tokens = {verb: add(file, verb, "a", [verb]) for verb in EVERYTHING}
+        self.tokens["all"] = add(file, "all", "a", EVERYTHING)
+        self.tokens["other"] = add(file, "other", "b", EVERYTHING)
+        self.tokens["patterns"] = add(file, "patterns", "a", ["read", "write"], ["Qwen/*"])
+        self.tokens["operator"] = add(file, "operator", "*", ["admin"])
+        self.tokens["wrong"] = "kvs_all." + "A" * 43
+        self.authority = Authority(folder)
+        self.server = Server(
+            folder / "log",
+            *("--auth", str(file), "--audit", str(self.audit), "--memory", "64MiB", "--http", "127.0.0.1:0"),
+            *("--unix-socket", str(self.socket), "--disk", str(folder / "disk"), "--disk-size", "64MiB"),
+        )
+        self._servers = [self.server]
+
+    @functools.cached_property
+    def encrypted(self) -> Server:
+        """Another server with the same file, which speaks TLS."""
+        issued = self.authority.issue("node")
+        server = Server(
+            self._folder / "tls-log",
+            *("--auth", str(self.file), "--memory", "64MiB", "--tls-cert", issued.cert, "--tls-key", issued.key),
+        )
+        self._servers.append(server)
+        return server
+
+    def stop(self) -> None:
+        for each in self._servers:
+            if each.running:
+                each.stop()
+
+
+class LocalRaw(RawClient):
+    """A `RawClient` at the Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(harness.ANSWER_S)
+        self.sock.connect(path)
+        self._data = b""
+        self._shake_hands()
+
+
+class EncryptedRaw(RawClient):
+    """A `RawClient` over TLS."""
+
+    def __init__(self, server: Server, ca: str) -> None:
+        super().__init__(server, handshake=False)
+        self.sock = ssl.create_default_context(cafile=ca).wrap_socket(self.sock, server_hostname="localhost")
+        self._shake_hands()
+
+
+def connect(guarded: Guarded, path: str) -> RawClient:
+    if path == "tls":
+        return EncryptedRaw(guarded.encrypted, guarded.authority.file)
+    return RawClient(guarded.server) if path == "tcp" else LocalRaw(str(guarded.socket))
+
+
+def log_in(raw: RawClient, canonical: bytes, token: str) -> list[object]:
+    return raw.ask(pack(HELLO, 0, PROTOCOL, canonical, "raw", token.encode()))
+
+
+def connect_when_known(guarded: Guarded, namespace: Namespace, token: str | os.PathLike[str]) -> KVStoreClient:
+    """A client with a token that is new in the file: the server may not have read it yet."""
+
+    def connected() -> KVStoreClient | None:
+        try:
+            return KVStoreClient(guarded.server.endpoint, namespace, token=token, timeout_s=5.0)
+        except NotAuthorized:
+            return None
+
+    return wait_until(connected, 15.0)
