@@ -25,7 +25,14 @@ from kvstore_cli.plan_options import (
     parse_numbers,
     profile_of,
 )
-from kvstore_cli.plan_profile import imported, kv_bytes_of, make_sweep, measured, with_transfers
+from kvstore_cli.plan_profile import (
+    imported,
+    kv_bytes_of,
+    make_sweep,
+    measured,
+    with_contention,
+    with_transfers,
+)
 from kvstore_cli.plan_search import SEARCH_EXAMPLES, search
 
 if TYPE_CHECKING:
@@ -148,6 +155,13 @@ def profile(
         list[str] | None,
         typer.Option(metavar="ADDRESS", help="Measure the transfers to and from this store, too; as for --endpoint."),
     ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Another engine of the same node: measure how much longer the first --url takes while it works.",
+        ),
+    ] = None,
     distserve: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Do not measure: take coefficients of DistServe's simulator.")
     ] = None,
@@ -160,12 +174,16 @@ def profile(
 
     check_writable(None, output)
     kv_bytes = kv_bytes_of(kv_bytes_per_token, config)
+    if distserve is not None and beside is not None:
+        fail("usage", "--beside: expected no --distserve, since nothing is measured then")
     if distserve is not None:
         found = imported(distserve, kv_tokens, model, kv_bytes, gpu)
         fits = None
     else:
         sweep = make_sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
         found, fits = measured(url or [], tp, sweep, model, kv_bytes, gpu, kv_tokens, shown=not as_json)
+        if beside is not None:
+            found = with_contention(found, (url or [])[0], beside, sweep, shown=not as_json)
     if store is not None:
         found = with_transfers(found, store)
     try:
@@ -197,6 +215,9 @@ def verify(
     ] = None,
     prefill: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N prefill engines; with --decode.")] = None,
     decode: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N decode engines.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="GPUs of a node. Default: each engine has nodes of its own.")
+    ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Most requests that an engine decodes at once.")] = 256,
     chunk_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a step of an engine that does both.")] = 2048,
     node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = 12.5e9,
@@ -223,7 +244,9 @@ def verify(
     found = profile_of(profile)
     links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB")
     against = Against(url, model, input_tokens, output_tokens, requests, warmup, vocab, seed, Slo(slo_ttft, slo_tpot))
-    result = compare_rates(found, placement, links, against, rate, max_batch, chunk_tokens, shown=not as_json)
+    result = compare_rates(
+        found, placement, gpus_per_node, links, against, rate, max_batch, chunk_tokens, shown=not as_json
+    )
     show(result, as_json, lambda: print_verified(result))
 
 

@@ -104,6 +104,21 @@ def measured(
     return Profile(model, model, gpu, source, True, kv_bytes_per_token, degrees, stage_s=0.0), fits
 
 
+def with_contention(profile: Profile, url: str, beside: str, sweep: Sweep, shown: bool) -> Profile:
+    import asyncio
+
+    import msgspec
+
+    from kvstore_serving.planning import profiling
+
+    try:
+        with progress_bar(f"measuring {url} beside {beside}", shown, "rounds") as progress:
+            contention = asyncio.run(profiling.measure_contention(url, beside, profile.model, sweep, progress))
+    except profiling.MeasureError as error:
+        fail("failed", f"{url} beside {beside}: {error}")
+    return msgspec.structs.replace(profile, contention=contention)
+
+
 def with_transfers(profile: Profile, store: list[str]) -> Profile:
     import msgspec
 

@@ -134,6 +134,12 @@ def print_profile(profile: Profile, fits: Sequence[tuple[int, Measured]] | None)
             fitted = degree.step_s(each.requests, each.requests * each.tokens)
             samples.add_row("decode", *_cells(each.requests, each.tokens, each.seconds, fitted))
         console.print(samples)
+    contention = profile.contention
+    if contention.prefill > 1 or contention.decode > 1:
+        print(
+            f"\nwhile another engine of its node works, a prefill takes {contention.prefill:.2f} times as long, "
+            f"a step of decoding {contention.decode:.2f} times"
+        )
     if profile.store_bytes_per_s is not None:
         print(f"\nto the store and back, one client moves {profile.store_bytes_per_s / 1e9:.3g} GB/s")
     print(f"\nA memory of {profile.degrees[0].kv_tokens} tokens, by pipeline degree (tp {profile.degrees[0].tp})")

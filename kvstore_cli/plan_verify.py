@@ -41,6 +41,7 @@ class Against:
 def compare_rates(
     profile: Profile,
     placement: Placement,
+    gpus_per_node: int | None,
     links: Links,
     against: Against,
     rates: Sequence[float],
@@ -48,7 +49,8 @@ def compare_rates(
     chunk_tokens: int,
     shown: bool,
 ) -> Verified:
-    """Measure and predict each rate. Ends the command if the endpoint cannot be used, or the profile lacks a shape."""
+    """Measure and predict each rate. gpus_per_node: None: each engine has nodes of its own. Ends the command if the
+    endpoint cannot be used, or the profile lacks a shape."""
     for engines in placement.phases:
         if (engines.shape.tp, engines.shape.pp) not in profile.shapes:
             shapes = ", ".join(f"{tp},{pp}" for tp, pp in profile.shapes)
@@ -57,7 +59,10 @@ def compare_rates(
         asyncio.run(reach(against.url))
     except (OSError, asyncio.TimeoutError) as error:
         fail("unreachable", f"nobody listens at {against.url}: {error}")
-    gpus = max(engines.shape.tp for engines in placement.phases)
+    largest = max(engines.shape.tp for engines in placement.phases)
+    gpus = largest if gpus_per_node is None else gpus_per_node
+    if gpus < largest:
+        fail("usage", f"--gpus-per-node {gpus}: expected {largest} or more, the tensor parallelism of an engine")
     pool = Pool(profile, nodes=placement.gpus, gpus_per_node=gpus)
     fleet = Fleet([pool], links, placement, max_batch, chunk_tokens)
     found = []

@@ -176,15 +176,15 @@ def idle(degree: dict[str, Any]) -> tuple[float, float, float]:
     return prefill, tpot, 1 / (prefill + OUTPUT * each)
 
 
-def measure_profile(benchmark: Benchmark, url: str, model: EngineModel, path: Path) -> dict[str, Any]:
-    """Measure an engine with `kvstore plan profile`. -> the profile."""
+def measure_profile(benchmark: Benchmark, url: str, model: EngineModel, path: Path, *options: str) -> dict[str, Any]:
+    """Measure an engine with `kvstore plan profile` and these options. -> the profile."""
     sweep = ["--rounds", "1", "--lengths", "128,512", "--prefill-batches", "1,2", "--decode-batches", "1,4"]
     if not benchmark.quick:
-        sweep = ["--rounds", "2", "--lengths", "128,512,1024"]
+        sweep = ["--rounds", "3", "--lengths", "128,512,1024"]
         sweep += ["--prefill-batches", "1,2", "--decode-batches", "1,2,4,8"]
     found = plan(
         "profile", "--url", url, "--model", "m", "--kv-bytes-per-token", str(model.token_bytes), "--output", str(path),
-        "--gpu", "one core", "--vocab", str(model.vocab_size), *sweep,
+        "--gpu", "one core", "--vocab", str(model.vocab_size), *sweep, *options,
     )  # fmt: skip
     [degree] = found["degrees"]
     console().print(degree["prefill"], degree["decode"])

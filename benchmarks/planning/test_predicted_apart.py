@@ -1,8 +1,8 @@
 """What the simulator predicts for prefill and decode apart, from a profile of engines as they run there.
 
-As `test_predicted`, but the engine is profiled with the connector, while a store takes its blocks and the other engine
-is there: what that takes of its core is in the profile. On two cores, the store, the proxy and whoever sends the
-requests share the cores of both engines.
+As `test_predicted`, but the engine is profiled with the connector, while a store takes its blocks, and beside the other
+engine (`kvstore plan profile --beside`): the profile has what they take from each other. On two cores, the store, the
+proxy and whoever sends the requests share the cores of both engines.
 
 Needs vLLM and two cores; without them nothing is measured.
 """
@@ -33,7 +33,7 @@ from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
 
-AS_IT_RUNS: Final = "apart, profiled with the connector"
+AS_IT_RUNS: Final = "apart, profiled beside each other"
 REQUESTS: Final = 90
 SHARES: Final = (0.3, 0.5, 0.65, 0.8, 0.95)  # of the prompts that a prefill engine can compute
 
@@ -59,13 +59,13 @@ def main() -> int:
             for core in sorted(os.sched_getaffinity(0))[:2]
         ]
         profile = scratch / "profile.json"
-        found = measure_profile(benchmark, urls[0], model, profile)
+        found = measure_profile(benchmark, urls[0], model, profile, "--beside", urls[1])
         [degree] = found["degrees"]
         ttft, tpot, _ = idle(degree)
         front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
         rates = [share / degree_prefill(degree) for share in SHARES]
         slo = SCALE_TTFT * ttft, SCALE_TPOT * tpot
-        placement = ("--prefill", "1,1,1", "--decode", "1,1,1")
+        placement = ("--prefill", "1,1,1", "--decode", "1,1,1", "--gpus-per-node", "2")
         compare(benchmark, AS_IT_RUNS, front, profile, rates, slo, requests, *placement)
     benchmark.finish(profile=found, input_tokens=INPUT, output_tokens=OUTPUT, requests=requests, model=model.to_json())
     return 0

@@ -32,6 +32,7 @@ class ColocatedEngine(Engine):
     ) -> None:
         super().__init__(env, profile, shape)
         self.pending = 0  # tokens of prompts that are not computed, and of answers that are not there
+        self._contention = profile.contention
         self._most, self._requests = max_batch, 0
         self._chunk = chunk_tokens
         self._waiting: deque[Job] = deque()
@@ -127,7 +128,7 @@ class ColocatedEngine(Engine):
                 # One launch for both: the fixed cost is paid once.
                 took += alone - (min(prefill.fixed_s, self._fixed(decoding)) if decodes else 0.0)
             epoch, self._completing[number] = self.epoch, complete
-            yield env.timeout(took)
+            took = yield from self.work(took, self._contention.prefill if tokens else self._contention.decode)
             if self.epoch != epoch:
                 continue
             self._completing[number] = []

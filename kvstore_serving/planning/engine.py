@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import simpy
 
@@ -13,11 +13,14 @@ from kvstore_serving.planning.placement import Shape
 from kvstore_serving.planning.profile import Profile
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
+# How often an engine looks whether its neighbours work.
+LOOK_S: Final = 0.005
 
 
 class Engine:
     """What all engines have. `busy_s`: time in which its first stage worked. `epoch`: it counts the failures: what an
-    earlier one began is of no account."""
+    earlier one began is of no account. `neighbours`: the other engines of its nodes. `working`: how many of its
+    pipeline's batches are being computed."""
 
     def __init__(self, env: simpy.Environment, profile: Profile, shape: Shape) -> None:
         self.env = env
@@ -30,6 +33,8 @@ class Engine:
         self.busy_s = 0.0
         self.down = False
         self.epoch = 0
+        self.neighbours: list[Engine] = []
+        self.working = 0
         self._wake: simpy.Event | None = None
         self._pieces = [
             (times.from_batch, times.fixed_s, times.per_context_token_s, times.per_request_s)
@@ -55,6 +60,21 @@ class Engine:
             if requests >= start:
                 return fixed + per_token * context + per_request * requests + self.stages_s
         raise AssertionError("the first piece is for batches of 1")
+
+    def work(self, seconds: float, contention: float) -> Generator[simpy.Event, Any, float]:
+        """Compute for so long, and for `contention` times as long while a neighbour works. -> how long it took."""
+        began = self.env.now
+        self.working += 1
+        if contention == 1.0 or not self.neighbours:
+            yield self.env.timeout(seconds)
+        else:
+            while seconds > 0:
+                part = min(seconds, LOOK_S)
+                beside = any(each.working and not each.down for each in self.neighbours)
+                yield self.env.timeout(part * contention if beside else part)
+                seconds -= part
+        self.working -= 1
+        return self.env.now - began
 
     def after(self, delay_s: float, then: Callable[[], None]) -> None:
         """Call `then` after so long, unless the engine fails before."""

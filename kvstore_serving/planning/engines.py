@@ -34,6 +34,7 @@ class PrefillEngine(Engine):
     ) -> None:
         """batch_tokens: the most tokens of several prompts at once; None: from the profile; 1: one prompt at a time."""
         super().__init__(env, profile, shape)
+        self._contention = profile.contention.prefill
         self.most = self.degree.prefill.saturating_tokens if batch_tokens is None else batch_tokens
         self.pending = 0  # tokens that wait or are computed
         self._queue: deque[Job] = deque()
@@ -103,13 +104,16 @@ class PrefillEngine(Engine):
                 tokens += job.context - job.hits
                 squares += float(job.context) ** 2 - float(job.hits) ** 2
             stage_s = times.of(tokens, squares) / self.pp + self.stages_s / self.pp
-            free, end = self._free_s, env.now
-            for stage in range(self.pp):
-                end = free[stage] = max(end, free[stage]) + stage_s
-            self.busy_s += stage_s
             self._running.update(dict.fromkeys(batch))
+            epoch = self.epoch
+            took = yield from self.work(stage_s, self._contention)
+            if self.epoch != epoch:
+                continue
+            self.busy_s += took
+            free, end = self._free_s, env.now
+            for stage in range(1, self.pp):
+                end = free[stage] = max(end, free[stage]) + took
             self.after(end - env.now, lambda batch=batch: self._finish(batch))  # type: ignore[misc]
-            yield env.timeout(max(0.0, free[0] - env.now))
 
     def _finish(self, batch: list[Job]) -> None:
         now = self.env.now
@@ -141,6 +145,7 @@ class DecodeEngine(Engine):
         """max_batch: the most requests at once."""
         super().__init__(env, profile, shape)
         self.pending = 0  # tokens that are reserved, or wait for memory
+        self._contention = profile.contention.decode
         self._most, self._requests = max_batch, 0
         self._waiting: deque[Job] = deque()
         self._fetching: dict[Job, None] = {}
@@ -207,9 +212,8 @@ class DecodeEngine(Engine):
                 self._wakes[number] = wake = env.event()
                 yield wake
                 continue
-            took = self.step_s(len(lane.ends), lane.context)
             epoch = self.epoch
-            yield env.timeout(took)
+            took = yield from self.work(self.step_s(len(lane.ends), lane.context), self._contention)
             if self.epoch != epoch:
                 continue
             self.busy_s += took / len(self._lanes)

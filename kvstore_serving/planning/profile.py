@@ -7,6 +7,7 @@ published figures, and say where they are from. Times are linear in what an engi
 * a step of decoding, a + b sum(context) + c requests.
 
 They hold for one degree of tensor parallelism. With `pp` stages, a stage takes a `pp`-th of them, and `stage_s` more.
+While another engine of the same node works, they are longer by the profile's `contention`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FIXED_SHARE: Final = 0.2
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+_AtLeastOne = Annotated[float, msgspec.Meta(ge=1)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -84,10 +86,19 @@ class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise AssertionError("the first piece is for batches of 1")
 
 
+class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many times as long a `prefill` and a step of `decode` take while another engine of the same node works:
+    engines of one node may share memory, caches, power or cores."""
+
+    prefill: _AtLeastOne = 1.0
+    decode: _AtLeastOne = 1.0
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine, as the planner sees it. `kv_bytes_per_token`: of all layers and heads. `measured`: by `plan profile`;
     else it is published, or made by hand, and `source` says by whom. `store_bytes_per_s`: what one client beside the
-    engine reads from the store or writes there, the slower of both; None: not measured."""
+    engine reads from the store or writes there, the slower of both; None: not measured. `contention`: what engines
+    of one node take from each other."""
 
     name: str
     model: str
@@ -98,6 +109,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     degrees: list[Degree]
     stage_s: _NotNegative = 0.001
     store_bytes_per_s: _Positive | None = None
+    contention: Contention = Contention()
 
     def __post_init__(self) -> None:
         if not self.degrees:

@@ -3,6 +3,9 @@
 * Prefill: so many prompts of one length at once, with one token of answer each; the time is that until the last token.
 * Decode: so many requests of one context at once; the time is the median gap between tokens while all of them decode.
 
+* Contention: a prefill while another engine of the same node decodes, and decoding while that one prefills, each as a
+  multiple of the time alone, which is measured in turn with it.
+
 Every prompt is new, so that no cache shortens it. What an engine takes for a request beside its computing, such as
 HTTP, is in the times: that is what users see.
 """
@@ -10,8 +13,10 @@ HTTP, is in the times: that is what users see.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -21,7 +26,14 @@ from kvstore_serving.load.records import Outcome, Planned
 from kvstore_serving.load.run import run_load
 from kvstore_serving.planning.fitting import Sample, fit_decode, fit_prefill
 from kvstore_serving.planning.metrics_page import MetricsError, metrics_of
-from kvstore_serving.planning.profile import Degree
+from kvstore_serving.planning.profile import Contention, Degree
+
+# What keeps the other engine busy while contention is measured: it decodes so many requests, of short prompts and so
+# many tokens each, and is given so long to begin.
+BESIDE_REQUESTS: Final = 4
+BESIDE_PROMPT: Final = 16
+BESIDE_TOKENS: Final = 256
+BESIDE_START_S: Final = 0.5
 
 
 class MeasureError(Exception):
@@ -69,6 +81,30 @@ async def measure(url: str, model: str, sweep: Sweep, progress: Callable[[int, i
         return await engine.measure()
 
 
+async def measure_contention(
+    url: str, beside: str, model: str, sweep: Sweep, progress: Callable[[int, int], None]
+) -> Contention:
+    """Measure what an engine takes more while another one of its node, at `beside`, works: prompts and batches from the
+    middle of the sweep. Raises `MeasureError`."""
+    engine, other = (
+        _Engine(each, model, sweep, lambda done, of: None, seed) for seed, each in enumerate((url, beside))
+    )
+    length = sweep.lengths[len(sweep.lengths) // 2]
+    batch = sweep.decode_batches[len(sweep.decode_batches) // 2]
+    prefills, decodes = [], []
+    async with engine.client, other.client:
+        await other.prefill(1, length)
+        for number in range(sweep.rounds):
+            alone = await engine.prefill(1, length)
+            async with other.busy(BESIDE_REQUESTS, BESIDE_PROMPT, BESIDE_TOKENS):
+                prefills.append(await engine.prefill(1, length) / alone)
+            alone = await engine.decode(batch, length)
+            async with other.busy(1, length, 1):
+                decodes.append(await engine.decode(batch, length) / alone)
+            progress(number + 1, sweep.rounds)
+    return Contention(max(1.0, float(np.median(prefills))), max(1.0, float(np.median(decodes))))
+
+
 async def kv_tokens(url: str) -> int | None:
     """-> the tokens that a vLLM engine's memory holds, from its metrics; None if they do not say."""
     try:
@@ -81,11 +117,11 @@ async def kv_tokens(url: str) -> int | None:
 
 
 class _Engine:
-    def __init__(self, url: str, model: str, sweep: Sweep, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, url: str, model: str, sweep: Sweep, progress: Callable[[int, int], None], seed: int = 0) -> None:
         self._bodies = Bodies(model, "completions")
         self.client = Client(url, "completions", timeout_s=sweep.timeout_s, api_key=None, whole_output=True)
         self._sweep = sweep
-        self._prompts = Prompts(sweep.vocabulary, 0)
+        self._prompts = Prompts(sweep.vocabulary, seed)
         self._next_id = 0
         self._progress = progress
         self._done = 0
@@ -134,9 +170,26 @@ class _Engine:
             "each: does the engine take so many at once?"
         )
 
-    async def _send(self, batch: int, length: int, output: int) -> list[Outcome]:
+    @asynccontextmanager
+    async def busy(self, batch: int, length: int, output: int) -> AsyncIterator[None]:
+        """Keep the engine busy with requests, so many at once, again and again. Raises `MeasureError` if it was not."""
+        stop = asyncio.Event()
+
+        async def work() -> None:
+            while not stop.is_set():
+                await self._send(batch, length, output, stop)
+
+        working = asyncio.create_task(work())
+        await asyncio.wait({working}, timeout=BESIDE_START_S)
+        try:
+            yield
+        finally:
+            stop.set()
+            await working
+
+    async def _send(self, batch: int, length: int, output: int, stop: asyncio.Event | None = None) -> list[Outcome]:
         planned = [self._planned(index, length, output) for index in range(batch)]
-        run = await run_load(planned, self.client, self._prompts, self._bodies, stop=asyncio.Event())
+        run = await run_load(planned, self.client, self._prompts, self._bodies, stop=stop or asyncio.Event())
         for outcome in run.outcomes:
             if outcome.error:
                 raise MeasureError(

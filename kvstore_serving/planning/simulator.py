@@ -126,6 +126,9 @@ class _Simulation:
         for (phase, engines), places in zip(fleet.placement.named.items(), found, strict=True):
             for stages in places:
                 self.nodes[self._make(phase, engines)] = stages
+        engines_made = [*self.prefills, *self.decodes, *self.colocated]
+        for engine in engines_made:
+            engine.neighbours = [each for each in engines_made if each is not engine and self._share_node(engine, each)]
         pool = fleet.pools[fleet.placement.phases[0].pool]
         self.kv_bytes = pool.profile.kv_bytes_per_token
         self.jobs = [
@@ -234,6 +237,10 @@ class _Simulation:
         new = min(job.input, job.context - 1) - job.hits
         path = [*self._share(self.out, engine), (self.store_in, 1.0)]
         return transfer(self.env.now, max(0, new) * self.kv_bytes, path)
+
+    def _share_node(self, one: object, other: object) -> bool:
+        """Whether stages of two engines are on the same node."""
+        return not set(self.nodes[one]).isdisjoint(self.nodes[other])
 
     def _near(self, one: object, other: object) -> bool:
         """Whether all stages of two engines are on the same nodes."""

@@ -211,6 +211,25 @@ def test_profile_measures_fits_and_writes(endpoint: Endpoint, tmp_path: Path) ->
     assert planned["enough"]
 
 
+def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> None:
+    """Of two endpoints, one answers half as fast while the other one has requests, as engines of one host do."""
+    output = tmp_path / "engine.json"
+    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
+    sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
+    with Endpoint(lambda number: Behaviour(first_s=0.05, gap_s=0.02)) as other:
+
+        def behave(number: int) -> Behaviour:
+            return Behaviour(first_s=0.1, gap_s=0.04) if other.running else Behaviour(first_s=0.05, gap_s=0.02)
+
+        with Endpoint(behave) as endpoint:
+            urls = ["--url", endpoint.url, "--beside", other.url]
+            found = document("profile", *urls, *what, *sweep, "--decode-tokens", "8")
+    assert found["contention"]["prefill"] == pytest.approx(2.0, abs=0.4)
+    assert found["contention"]["decode"] == pytest.approx(2.0, abs=0.4)
+    wrong = document("profile", "--distserve", str(output), "--beside", "http://x", *what, status=2)
+    assert "expected no --distserve" in wrong["error"]["message"]
+
+
 def test_profile_needs_to_know_the_memory(endpoint: Endpoint, tmp_path: Path) -> None:
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--output", str(tmp_path / "x.json")]
     error = document("profile", "--url", endpoint.url, *what, status=1)["error"]

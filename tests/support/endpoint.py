@@ -58,6 +58,7 @@ class Endpoint:
     def __init__(self, behave: Callable[[int], Behaviour] = lambda number: Behaviour()) -> None:
         self._behave = behave
         self.asked: list[Asked] = []
+        self.running = 0  # answers that are being given
         self._released = asyncio.Event()
         paths = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(path, self._answer, methods=["POST"]) for path in paths]
@@ -92,7 +93,15 @@ class Endpoint:
         behaviour = self._behave(len(self.asked) - 1)
         if behaviour.status != 200:
             return JSONResponse(behaviour.body, behaviour.status)
-        return StreamingResponse(self._stream(asked, behaviour), media_type="text/event-stream")
+        return StreamingResponse(self._counted(self._stream(asked, behaviour)), media_type="text/event-stream")
+
+    async def _counted(self, stream: AsyncIterator[str]) -> AsyncIterator[str]:
+        self.running += 1
+        try:
+            async for part in stream:
+                yield part
+        finally:
+            self.running -= 1
 
     async def _stream(self, asked: Asked, behaviour: Behaviour) -> AsyncIterator[str]:
         total = asked.body["max_tokens"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from kvstore_serving.load.report import Slo
 from kvstore_serving.planning import queueing
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.placement import Engines, Placement, Shape, nodes_of
-from kvstore_serving.planning.profile import DecodeTimes, Degree, PrefillTimes, Profile
+from kvstore_serving.planning.profile import Contention, DecodeTimes, Degree, PrefillTimes, Profile
 from kvstore_serving.planning.simulator import DoesNotFit, Fleet, Outage, simulate
 from kvstore_serving.planning.workload import Lengths, Synthetic, Workload
 
@@ -214,3 +215,25 @@ def test_every_request_ends_in_its_order(
         assert 0 <= share <= 1 + 1e-9, "nobody works more than all the time"
     again = simulate(one, made, load, warm_up=0)
     assert (again.ttft_s == run.ttft_s).all() and (again.tpot_s == run.tpot_s).all(), "a seed gives one result"
+
+
+def test_engines_of_one_node_slow_each_other_only_while_both_work() -> None:
+    """Prompts of 1 s and 120 steps of 10 ms, a request every 2 s: while the end of an answer is given, the next prompt is
+    computed. Both overlap for x: a prefill takes 1 + x / 3, and x = 2 (1.2 - (2 - (1 + x / 3))), so x = 1.2."""
+    made = msgspec.structs.replace(profile(), contention=Contention(prefill=1.5, decode=2.0))
+    load = requests(60, 1000, 121, gap_s=2.0)
+    alone = simulate(fleet(APART, made, nodes=1), requests(40, 1000, 121, gap_s=4.0), 1.0)
+    assert alone.ttft_s == pytest.approx(1.0) and alone.tpot_s == pytest.approx(0.01)
+    together = Fleet([Pool(made, 1, 2)], FAST, APART, batch_tokens=1)
+    beside = simulate(together, load, 1.0)
+    assert np.median(beside.ttft_s) == pytest.approx(1.4, rel=0.02)
+    assert np.median(beside.tpot_s) == pytest.approx((0.6 + 1.2) / 120, rel=0.02)
+    apart = simulate(Fleet([Pool(made, 2, 1)], FAST, APART, batch_tokens=1), load, 1.0)
+    assert apart.ttft_s == pytest.approx(1.0) and apart.tpot_s == pytest.approx(0.01)
+
+
+def test_what_one_engine_takes_from_another_is_the_measured_share() -> None:
+    """A decode engine that always works makes every prefill as much longer as the profile says."""
+    made = msgspec.structs.replace(profile(), contention=Contention(prefill=1.3))
+    run = simulate(Fleet([Pool(made, 1, 2)], FAST, APART, batch_tokens=1), requests(60, 500, 400, gap_s=1.0), 1.0)
+    assert np.median(run.ttft_s) == pytest.approx(0.65, rel=0.01)
