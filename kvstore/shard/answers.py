@@ -186,6 +186,7 @@ class Answers:
                 peer.rights, peer.login = NONE, None
                 error.request_id = request.id
                 raise
+            self.places.log_in(peer, self._state.now)
         peer.namespace = namespace
         peer.replicas = request.replicas
         self.sets.note_replicas(peer, self._store.get(peer.namespace))

@@ -24,6 +24,7 @@ from kvstore.auth.audit import Audit
 from kvstore.auth.policy import AuthFile
 from kvstore.auth.rights import ALL, NONE
 from kvstore.disk.tier import DiskTier
+from kvstore.networks import network_of
 from kvstore.shard.account import Share
 from kvstore.shard.answers import Answers
 from kvstore.shard.client_files import ClientFiles
@@ -297,7 +298,9 @@ class Shard:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
-        return Peer(self._state, sock, self._places.share(address[0]), address[1], self._to_flush, self._forget)
+        host, port = address[:2]
+        share = self._places.share(network_of(host) if self._state.newcomer is NONE else host)
+        return Peer(self._state, sock, share, host, port, self._to_flush, self._forget)
 
     def _local_peer(self, sock: socket.socket) -> Peer | None:
         """-> the peer at a Unix socket; None if its user is not one of those who may connect there."""
@@ -316,6 +319,7 @@ class Shard:
             self._state,
             sock,
             share,
+            share.address,
             process,
             self._to_flush,
             self._forget,

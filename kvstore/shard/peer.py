@@ -71,20 +71,22 @@ class Peer:
         state: ShardState,
         sock: socket.socket,
         share: Share,
+        host: str,
         port: int,
         to_flush: Line[Peer],
         on_close: Callable[[Peer], None],
         leases: Leases | None = None,
         files: ClientFiles | None = None,
     ) -> None:
-        """leases, files: of a client on this host, what it was lent and what it shares; None: it is not at the Unix
-        socket."""
+        """host, port: its address. leases, files: of a client on this host, what it was lent and what it shares; None:
+        it is not at the Unix socket."""
         self.sock = sock
         self.leases = leases
         self.files = files
         self.share = share
         self.place = Place.DOOR  # until it is given another one
-        self.address = f"{share.address}:{port}"
+        self.host = host
+        self.address = f"{host}:{port}"
         self.closed = False
         self.closing = False  # close when all replies are sent
         self.rights: Rights = state.newcomer
@@ -308,6 +310,13 @@ class Peer:
         sent, self._sent = self._sent, None
         if sent is not None and sent.release is not None:
             sent.release(all_sent)
+
+    def count_for(self, share: Share) -> None:
+        """Count it for another share from now on, when it holds nothing but replies."""
+        held = self._replies_bytes + self._sending_replies_bytes
+        self.share.give_back(REPLIES, held)
+        share.take(REPLIES, held)
+        self.share = share
 
     # ---- the end ---------------------------------------------------------------------------------------------
 

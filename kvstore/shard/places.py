@@ -7,6 +7,8 @@ A shard has places for clients, some more for the cluster's members, and a few a
 * A connection that finds no place waits at the door. There it may ask what an operator asks (PING, INFO), while
   its requests for blocks are refused with an error that says why, until a place is free. When the door is full, the
   oldest connection of the address that has the most there gives way: so a newcomer always gets in and is answered.
+* Who has not logged in counts for its network (`network_of`), and for its own address after that: the hosts of one
+  network have one /64, too. Without logins everybody counts for its own address.
 * Whoever shows the node's cookie in HELLO, as the supervisors of the cluster do, gets a place of a member. Those are
   the node's own health checks, and the movers of blocks.
 
@@ -51,14 +53,14 @@ class Places:
         self._account = account
         self._cookie = cookie.encode()
         self._close_idle = close_idle
-        self._shares: dict[str, Share] = {}  # by address
+        self._shares: dict[str, Share] = {}  # by address or network
         self._gone: set[Share] = set()  # of addresses without a connection that still hold something
         self._clients = 0
         self._door: dict[Peer, None] = {}  # the oldest first
         self._search_again: dict[Share | None, float] = {}
 
     def share(self, address: str) -> Share:
-        """-> the share of an address, for a connection that is about to be added."""
+        """-> the share of an address or a network, for a connection that is about to be added."""
         gone, self._gone = self._gone, set()
         for share in gone:
             self._forget(share)
@@ -111,6 +113,15 @@ class Places:
             self.remove(peer)
             peer.place, peer.share = Place.MEMBER, members
             members.connections += 1
+
+    def log_in(self, peer: Peer, now: float) -> None:
+        """A connection has logged in, before anything but replies was held for it."""
+        if peer.share.address == peer.host or peer.place is Place.MEMBER:
+            return
+        self.remove(peer)
+        peer.count_for(self.share(peer.host))
+        peer.place = Place.DOOR
+        self.add(peer, now)
 
     def is_cookie(self, cookie: str) -> bool:
         """Whether this is what members show."""

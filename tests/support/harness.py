@@ -322,7 +322,7 @@ class RawClient:
         self, server: Server | ShardAddress, handshake: bool = True, receive_buffer: int = 0, source: str = ""
     ) -> None:
         """server: its first shard, or one of its shards. source: the address to connect from."""
-        self.sock = socket.socket()
+        self.sock = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
         if source:
             self.sock.bind((source, 0))
         if receive_buffer:

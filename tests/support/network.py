@@ -34,6 +34,7 @@ from typing import Final
 import pytest
 
 TAP_DEVICE: Final = Path("/dev/net/tun")
+NONLOCAL_BIND: Final = Path("/proc/sys/net/ipv6/ip_nonlocal_bind")
 CLONE_NEWNET: Final = 0x40000000
 NOWHERE: Final = "02:00:00:00:00:01"  # a hardware address that nobody has
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
@@ -137,6 +138,13 @@ class Network:
         run_ip("-n", namespace, "link", "set", "dev", "eth0", "up")
         self._addresses[host] = address
         return address
+
+    def own(self, host: str, network: str) -> None:
+        """Make every address of an IPv6 network one of the host's: what it runs can listen there and connect from
+        there."""
+        run_ip("-n", self.namespace(host), "route", "add", "local", network, "dev", "lo")
+        with self.inside(host):
+            NONLOCAL_BIND.write_text("1")  # of the namespace that this thread is in
 
     def address(self, host: str) -> str:
         """The address of a host that was added."""
