@@ -218,8 +218,8 @@ def test_every_request_ends_in_its_order(
 
 
 def test_engines_of_one_node_slow_each_other_only_while_both_work() -> None:
-    """Prompts of 1 s and 120 steps of 10 ms, a request every 2 s: while the end of an answer is given, the next prompt is
-    computed. Both overlap for x: a prefill takes 1 + x / 3, and x = 2 (1.2 - (2 - (1 + x / 3))), so x = 1.2."""
+    """Prompts of 1 s and 120 steps of 10 ms, a request every 2 s: while the end of an answer is given, the next prompt
+    is computed. Both overlap for x: a prefill takes 1 + x / 3, and x = 2 (1.2 - (2 - (1 + x / 3))), so x = 1.2."""
     made = msgspec.structs.replace(profile(), contention=Contention(prefill=1.5, decode=2.0))
     load = requests(60, 1000, 121, gap_s=2.0)
     alone = simulate(fleet(APART, made, nodes=1), requests(40, 1000, 121, gap_s=4.0), 1.0)
