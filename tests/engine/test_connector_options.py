@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvstore_client.vllm.connector.options import ConnectorOptions
-from kvstore_client.vllm.shared.store_options import parse_options
+from kvstore_client.vllm.shared.store_options import StoreOptions, parse_options
+from kvstore_client.vllm.tier.options import TierOptions
+from tests.support.harness import ROOT
 
 ENDPOINT = "tcp://127.0.0.1:7070"
 
@@ -89,3 +92,11 @@ def test_other_options_are_read_the_same_way() -> None:
 )
 def test_an_endpoint_is_what_the_client_takes(endpoint: str | list[str]) -> None:
     assert parse({"endpoint": endpoint}).endpoint == endpoint
+
+
+@pytest.mark.parametrize(("kind", "document"), [(ConnectorOptions, "vllm.md"), (TierOptions, "vllm-tier.md")])
+def test_every_option_is_in_the_table_of_its_document(kind: type[StoreOptions], document: str) -> None:
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert set(kind.__struct_fields__) <= named, set(kind.__struct_fields__) - named
