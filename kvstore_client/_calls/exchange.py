@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
 
 from kvstore import wire
 from kvstore.wire.zmtp import frame
+from kvstore_client._calls.batches import chunks, keyed_message, take
 from kvstore_client._calls.borrowed import Lingering
 from kvstore_client._calls.options import Options
 from kvstore_client._links.buffers import BlockSource
@@ -26,7 +27,9 @@ from kvstore_client._links.link import Link
 from kvstore_client._links.sending import Sending, send_all
 from kvstore_client._links.sharing import share
 from kvstore_client._links.staging import Staging
+from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS, Timeout
+from kvstore_client.keys import KeyArray
 from kvstore_client.memory import SharedRegion
 
 log = logging.getLogger("kvstore_client")
@@ -47,6 +50,25 @@ class Exchange:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.lingering = Lingering()  # what was borrowed and is still in use
+
+    def calls(
+        self,
+        packed: KeyArray,
+        groups: Iterable[tuple[Link, Numbers]],
+        request: Callable[[int, int, int], wire.KeyedRequest],
+    ) -> list[Call]:
+        """-> calls about keys, for `run`. `groups`: a link, and the positions of all keys that it is asked about.
+        `request(id, number of keys, bytes of a key)`: the header of one call."""
+
+        def message(call: Call) -> Message:
+            keys = take(packed, call.positions)
+            return keyed_message(request(call.id, *keys.shape), keys)
+
+        return [
+            Call(link, self.core.next_id(), some, message)
+            for link, positions in groups
+            for some in chunks(positions, wire.MAX_KEYS)
+        ]
 
     def run(
         self,

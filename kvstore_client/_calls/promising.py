@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore_client._calls.batches import chunks, keyed_message, take
 from kvstore_client._calls.exchange import Exchange
 from kvstore_client._calls.options import Options
-from kvstore_client._links.call import Call, Message, protocol_error
+from kvstore_client._links.call import Call, protocol_error
 from kvstore_client._links.link import Link
 from kvstore_client._links.view import Numbers
 from kvstore_client.errors import TRANSPORT_ERRORS, KVStoreError
@@ -99,16 +98,11 @@ class Promiser:
         """Tell the shards that these keys will not be set. A shard that cannot be told ends the promise by itself."""
         deadline_ms = int(WITHDRAW_S * 1000)
 
-        def message(call: Call) -> Message:
-            keys = take(packed, call.positions)
-            return keyed_message(wire.Withdraw(call.id, deadline_ms, len(keys), keys.shape[1]), keys)
+        def request(number: int, keys: int, key_bytes: int) -> wire.Withdraw:
+            return wire.Withdraw(number, deadline_ms, keys, key_bytes)
 
-        calls = [
-            Call(each.link, self._core.next_id(), each.positions, message)
-            for each in told
-            if each.alive and len(each.positions)
-        ]
-        self._exchange.run(calls, time.monotonic() + WITHDRAW_S)
+        groups = [(each.link, each.positions) for each in told if each.alive]
+        self._exchange.run(self._exchange.calls(packed, groups, request), time.monotonic() + WITHDRAW_S)
 
     def _ask(
         self,
@@ -120,14 +114,9 @@ class Promiser:
     ) -> list[Call]:
         ttl_ms, deadline_ms = max(1, int(ttl_s * 1000)), options.deadline_ms
 
-        def message(call: Call) -> Message:
-            keys = take(packed, call.positions)
-            return keyed_message(wire.Promise(call.id, deadline_ms, len(keys), keys.shape[1], ttl_ms), keys)
+        def request(number: int, keys: int, key_bytes: int) -> wire.Promise:
+            return wire.Promise(number, deadline_ms, keys, key_bytes, ttl_ms)
 
-        calls = [
-            Call(link, self._core.next_id(), some, message)
-            for link, positions in groups
-            for some in chunks(positions, wire.MAX_KEYS)
-        ]
+        calls = self._exchange.calls(packed, groups, request)
         self._exchange.run(calls, deadline)
         return calls

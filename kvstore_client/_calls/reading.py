@@ -88,18 +88,12 @@ class Reader:
         states = np.zeros(len(packed), dtype=np.uint8)
         deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
 
-        def message(call: Call) -> Message:
-            keys = take(packed, call.positions)
-            request = wire.Contains(call.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s, promised)
-            return keyed_message(request, keys)
+        def request(number: int, keys: int, key_bytes: int) -> wire.Contains:
+            return wire.Contains(number, deadline_ms, keys, key_bytes, refresh, pin_s, promised)
 
         rounds = Rounds(self._core, packed, np.arange(len(packed)), self._replicas, options.timeout_s)
         while groups := rounds.next():
-            calls = [
-                Call(link, self._core.next_id(), some, message)
-                for link, positions in groups
-                for some in chunks(positions, wire.MAX_KEYS)
-            ]
+            calls = self._exchange.calls(packed, groups, request)
             self._exchange.run(calls, rounds.deadline, rounds.patience_s)
             for call in calls:
                 reply = call.reply
@@ -125,15 +119,10 @@ class Reader:
             return int(absent[0]) if len(absent) else len(packed)
         deadline_ms, refresh, pin_s = options.deadline_ms, options.refresh, options.pin_s
 
-        def message(call: Call) -> Message:
-            keys = take(packed, call.positions)
-            request = wire.MatchPrefix(call.id, deadline_ms, len(keys), keys.shape[1], refresh, pin_s)
-            return keyed_message(request, keys)
+        def request(number: int, keys: int, key_bytes: int) -> wire.MatchPrefix:
+            return wire.MatchPrefix(number, deadline_ms, keys, key_bytes, refresh, pin_s)
 
-        calls = [
-            Call(links[0], self._core.next_id(), some, message)
-            for some in chunks(np.arange(len(packed)), wire.MAX_KEYS)
-        ]
+        calls = self._exchange.calls(packed, [(links[0], np.arange(len(packed)))], request)
         self._exchange.run(calls, time.monotonic() + options.timeout_s)
         length = 0
         for call in calls:

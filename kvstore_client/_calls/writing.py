@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.wire import Outcome
-from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, set_message, staged_message, take
+from kvstore_client._calls.batches import milliseconds, set_message, staged_message, take
 from kvstore_client._calls.chains import Part, requests_of
 from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
@@ -252,9 +252,10 @@ class Writer:
         self, view: View, packed: KeyArray, positions: Numbers, readers: Numbers, deadline: float
     ) -> list[Call]:
         """Delete the block at `positions[i]` from the links `readers[i]`. -> the calls, done."""
+        deadline_ms = milliseconds(max(0.001, deadline - time.monotonic()))
 
-        def request(call: Call, keys: KeyArray, deadline_ms: int) -> wire.Delete:
-            return wire.Delete(call.id, deadline_ms, len(keys), keys.shape[1])
+        def request(number: int, keys: int, key_bytes: int) -> wire.Delete:
+            return wire.Delete(number, deadline_ms, keys, key_bytes)
 
         return self._tell(request, view, packed, positions, readers, deadline)
 
@@ -268,8 +269,8 @@ class Writer:
                 return present
             raise self._core.no_shards()
 
-        def request(call: Call, keys: KeyArray, deadline_ms: int) -> wire.Expire:
-            return wire.Expire(call.id, deadline_ms, len(keys), keys.shape[1], options.ttl_s)
+        def request(number: int, keys: int, key_bytes: int) -> wire.Expire:
+            return wire.Expire(number, options.deadline_ms, keys, key_bytes, options.ttl_s)
 
         readers = view.readers(packed, self._replicas)
         for call in self._tell(request, view, packed, np.arange(len(packed)), readers, deadline):
@@ -284,28 +285,19 @@ class Writer:
 
     def _tell(
         self,
-        request: Callable[[Call, KeyArray, int], wire.KeyedRequest],
+        request: Callable[[int, int, int], wire.KeyedRequest],
         view: View,
         packed: KeyArray,
         positions: Numbers,
         readers: Numbers,
         deadline: float,
     ) -> list[Call]:
-        """Send the links `readers[i]` a request, `request(call, keys, deadline_ms)`, about the block at `positions[i]`.
-        -> the calls, done."""
-        deadline_ms = milliseconds(max(0.001, deadline - time.monotonic()))
+        """Send the links `readers[i]` a request about the block at `positions[i]`. -> the calls, done. `request`: as of
+        `Exchange.calls`."""
         numbers = readers.reshape(-1)
         asked = numbers != NOBODY
-
-        def message(call: Call) -> Message:
-            keys = take(packed, call.positions)
-            return keyed_message(request(call, keys, deadline_ms), keys)
-
-        calls = [
-            Call(link, self._core.next_id(), some, message)
-            for link, mine in view.split(numbers[asked], positions.repeat(readers.shape[1])[asked])
-            for some in chunks(mine, wire.MAX_KEYS)
-        ]
+        groups = view.split(numbers[asked], positions.repeat(readers.shape[1])[asked])
+        calls = self._exchange.calls(packed, groups, request)
         self._exchange.run(calls, deadline)
         return calls
 

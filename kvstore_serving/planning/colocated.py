@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import simpy
 
-from kvstore_serving.planning.engine import Engine, Lane, Steps
+from kvstore_serving.planning.engine import BatchedEngine, Steps
 from kvstore_serving.planning.jobs import Job
 from kvstore_serving.planning.placement import Shape
 from kvstore_serving.planning.profile import Profile
 
 
-class ColocatedEngine(Engine):
+class ColocatedEngine(BatchedEngine):
     """`done`: called with each job that has its last token. `chunk_tokens`: the budget of a step; 0: no chunks."""
 
     def __init__(
@@ -30,17 +30,12 @@ class ColocatedEngine(Engine):
         max_batch: int,
         chunk_tokens: int,
     ) -> None:
-        super().__init__(env, profile, shape)
+        super().__init__(env, profile, shape, done, max_batch)
         self.pending = 0  # tokens of prompts that are not computed, and of answers that are not there
         self._contention = profile.contention
-        self._most, self._requests = max_batch, 0
         self._chunk = chunk_tokens
-        self._waiting: deque[Job] = deque()
-        self._done = done
-        self._lanes = [Lane() for _ in range(shape.pp)]
         self._prefilling: list[deque[tuple[Job, int]]] = [deque() for _ in range(shape.pp)]  # with tokens there are
         self._completing: list[list[Job]] = [[] for _ in range(shape.pp)]  # whose last tokens the present step computes
-        self._wakes: list[simpy.Event | None] = [None] * shape.pp
         for number in range(shape.pp):
             env.process(self._run(number))
 
@@ -73,15 +68,7 @@ class ColocatedEngine(Engine):
         self._wake_one()
 
     def _admit(self, number: int) -> None:
-        """Begin jobs for which there is memory."""
-        while self._waiting and self._requests < self._most:
-            job = self._waiting[0]
-            tokens = job.context + job.left
-            if self.used + tokens > self.capacity and self.used:
-                return
-            self._waiting.popleft()
-            self._reserve(tokens)
-            self._requests += 1
+        for job in self._begin():
             job.begun_s = self.env.now
             self._prefilling[number].append((job, job.hits))
 
@@ -119,8 +106,7 @@ class ColocatedEngine(Engine):
             complete, tokens, squares = self._chunks(number, decoding) if not self.down else ([], 0.0, 0.0)
             decodes = decoding and (self._chunk or not tokens)
             if not decodes and not tokens:
-                self._wakes[number] = wake = env.event()
-                yield wake
+                yield self._idle(number)
                 continue
             took = self.step_s(decoding, lane.context) if decodes else self.stages_s
             if tokens:
@@ -152,16 +138,9 @@ class ColocatedEngine(Engine):
             lane.join()
 
     def _wake_one(self) -> None:
-        for wake in self._wakes:
-            if wake is not None and not wake.triggered:
-                wake.succeed()
+        for number in range(len(self._lanes)):
+            if self._rouse(number):
                 return
 
     def _fixed(self, requests: int) -> float:
         return next(fixed for start, fixed, _, _ in self._pieces if requests >= start)
-
-    def _end(self, job: Job) -> None:
-        self.used -= job.context
-        self._requests -= 1
-        job.last_s = self.env.now
-        self._done(job)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final, TypeAlias
 
 import simpy
@@ -133,3 +134,52 @@ class Lane:
         self.ready.clear()
         self.context = 0.0
         return lost
+
+
+class BatchedEngine(Engine):
+    """An engine that decodes, in as many batches as it has stages. It reserves memory for all of a job, prompt and
+    answer, before it begins it. `_done`: called with each job that has its last token."""
+
+    def __init__(
+        self, env: simpy.Environment, profile: Profile, shape: Shape, done: Callable[[Job], None], max_batch: int
+    ) -> None:
+        """max_batch: the most requests at once."""
+        super().__init__(env, profile, shape)
+        self._most, self._requests = max_batch, 0
+        self._waiting: deque[Job] = deque()
+        self._done = done
+        self._lanes = [Lane() for _ in range(shape.pp)]
+        self._wakes: list[simpy.Event | None] = [None] * shape.pp  # of lanes with nothing to do
+
+    def _begin(self) -> Iterator[Job]:
+        """The jobs for which there is memory, the longest waiting first. One that is larger than all memory is begun
+        alone."""
+        while self._waiting and self._requests < self._most and not self.down:
+            job = self._waiting[0]
+            tokens = job.context + job.left
+            if self.used + tokens > self.capacity and self.used:
+                return
+            self._waiting.popleft()
+            self._reserve(tokens)
+            self._requests += 1
+            yield job
+
+    def _end(self, job: Job) -> None:
+        """A job has its last token."""
+        self.used -= job.context
+        self._requests -= 1
+        job.last_s = self.env.now
+        self._done(job)
+
+    def _idle(self, number: int) -> simpy.Event:
+        """What a lane with nothing to do waits for."""
+        self._wakes[number] = wake = self.env.event()
+        return wake
+
+    def _rouse(self, number: int) -> bool:
+        """-> whether the lane had nothing to do; now it looks again."""
+        wake = self._wakes[number]
+        if wake is None or wake.triggered:
+            return False
+        wake.succeed()
+        return True

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import simpy
 
-from kvstore_serving.planning.engine import Engine, Lane, Steps
+from kvstore_serving.planning.engine import BatchedEngine, Engine, Steps
 from kvstore_serving.planning.jobs import Job
 from kvstore_serving.planning.placement import Shape
 from kvstore_serving.planning.profile import Profile
@@ -129,7 +129,7 @@ class PrefillEngine(Engine):
             self._done(self, job)
 
 
-class DecodeEngine(Engine):
+class DecodeEngine(BatchedEngine):
     """`fetch`: called with a job for which there is memory; `arrived` is called when its blocks are there. `done`:
     called with each job that has its last token."""
 
@@ -143,15 +143,11 @@ class DecodeEngine(Engine):
         max_batch: int,
     ) -> None:
         """max_batch: the most requests at once."""
-        super().__init__(env, profile, shape)
+        super().__init__(env, profile, shape, done, max_batch)
         self.pending = 0  # tokens that are reserved, or wait for memory
         self._contention = profile.contention.decode
-        self._most, self._requests = max_batch, 0
-        self._waiting: deque[Job] = deque()
         self._fetching: dict[Job, None] = {}
-        self._fetch, self._done = fetch, done
-        self._lanes = [Lane() for _ in range(shape.pp)]
-        self._wakes: list[simpy.Event | None] = [None] * shape.pp
+        self._fetch = fetch
         for number in range(shape.pp):
             env.process(self._run(number))
 
@@ -173,9 +169,7 @@ class DecodeEngine(Engine):
         self._fetching.pop(job, None)
         number = min(range(len(self._lanes)), key=lambda each: self._lanes[each].load)
         self._lanes[number].ready.append(job)
-        wake = self._wakes[number]
-        if wake is not None and not wake.triggered:
-            wake.succeed()
+        self._rouse(number)
 
     def fail(self) -> list[Job]:
         """Lose everything. -> the jobs that are to be done elsewhere."""
@@ -193,14 +187,7 @@ class DecodeEngine(Engine):
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._requests < self._most and not self.down:
-            job = self._waiting[0]
-            tokens = job.context + job.left
-            if self.used + tokens > self.capacity and self.used:
-                return
-            self._waiting.popleft()
-            self._reserve(tokens)
-            self._requests += 1
+        for job in self._begin():
             self._fetching[job] = None
             self._fetch(self, job)
 
@@ -209,8 +196,7 @@ class DecodeEngine(Engine):
         while True:
             lane.join()
             if not lane.ends:
-                self._wakes[number] = wake = env.event()
-                yield wake
+                yield self._idle(number)
                 continue
             epoch = self.epoch
             took = yield from self.work(self.step_s(len(lane.ends), lane.context), self._contention)
@@ -218,9 +204,6 @@ class DecodeEngine(Engine):
                 continue
             self.busy_s += took / len(self._lanes)
             for job in lane.advance():
-                self.used -= job.context
                 self.pending -= job.context
-                self._requests -= 1
-                job.last_s = env.now
-                self._done(job)
+                self._end(job)
             self._admit()

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvstore_serving.proxy import sse
 from kvstore_serving.proxy.ask import COMPLETIONS
-from kvstore_serving.proxy.prefill import prefill_only, prefill_shown
+from kvstore_serving.proxy.prefill import beside, prefill_only, prefill_shown
 from kvstore_serving.proxy.serving import Request
 from kvstore_serving.proxy.transcript import Diverged, Follower, Transcript
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Stream
@@ -52,16 +52,13 @@ class StreamedAnswer:
     async def run(self) -> None:
         """Answer the request. Raises `UserGone`."""
         request = self._request
-        prefill: asyncio.Task[None] | None = None
+        prefill = None
         if request.decision.prefill is not None:
-            work = prefill_shown(request, self._early) if self._shown else prefill_only(request)
-            prefill = asyncio.create_task(work)
+            prefill = prefill_shown(request, self._early) if self._shown else prefill_only(request)
         try:
-            await self._answer()
+            async with beside(prefill):
+                await self._answer()
         finally:
-            if prefill is not None:
-                prefill.cancel()
-                await asyncio.gather(prefill, return_exceptions=True)
             self._measure()
 
     # ---- engines, one after the other ------------------------------------------------------------------------

@@ -6,13 +6,12 @@ the user before D's answer is here in full, so a failure is answered by asking a
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any, Final
 
 import msgspec
 
-from kvstore_serving.proxy.prefill import prefill_only
+from kvstore_serving.proxy.prefill import beside, prefill_only
 from kvstore_serving.proxy.serving import Request
 from kvstore_serving.proxy.upstream import Answer, EngineFailed, EngineRefused
 
@@ -32,13 +31,8 @@ _decode: Final = msgspec.json.Decoder(_Document).decode
 
 async def serve(request: Request) -> None:
     """Answer a request that is not a stream."""
-    prefill = asyncio.create_task(prefill_only(request)) if request.decision.prefill is not None else None
-    try:
+    async with beside(prefill_only(request) if request.decision.prefill is not None else None):
         await _serve(request)
-    finally:
-        if prefill is not None:
-            prefill.cancel()
-            await asyncio.gather(prefill, return_exceptions=True)
 
 
 async def _serve(request: Request) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, Final
 
 from kvstore_serving.proxy.serving import Request, engine_span
@@ -47,6 +47,18 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
                     chunks.put_nowait(chunk)
     finally:
         chunks.put_nowait(None)
+
+
+@contextlib.asynccontextmanager
+async def beside(prefill: Coroutine[Any, Any, None] | None) -> AsyncGenerator[None, None]:
+    """The prefill, if there is one, goes on during the body, and ends with it."""
+    task = asyncio.create_task(prefill) if prefill is not None else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.contextmanager
