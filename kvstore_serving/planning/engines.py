@@ -192,7 +192,7 @@ class DecodeEngine(BatchedEngine):
             self._fetch(self, job)
 
     def _run(self, number: int) -> Steps:
-        env, lane = self.env, self._lanes[number]
+        lane = self._lanes[number]
         while True:
             lane.join()
             if not lane.ends:
