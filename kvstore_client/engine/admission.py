@@ -22,8 +22,10 @@ TRIAL: Final = 1 / 8
 LEAST_BLOCKS: Final = 0.5
 # For how long further loads wait for the first one, which tells how fast the store is.
 FIRST_LOAD_S: Final = 0.25
-# The least time that a load is given: less is a matter of chance.
+# The least time that a load, or a lookup, is given: less is a matter of chance.
 LEAST_S: Final = 0.05
+# A lookup may take such a part of the time in which all would be computed that the store may have.
+LOOKUP_SHARE: Final = 0.1
 
 
 class Pace:
@@ -78,6 +80,15 @@ class Admission:
             return blocks
         hoped = self._hoped_per_s(arriving)
         return math.ceil(blocks * TRIAL) if self._ahead + blocks <= hoped * seconds else 0
+
+    def patience_s(self, blocks: int, computing_s: float) -> float:
+        """How long to wait to be told what the store has of a prompt: so many blocks at most. 0: it would be computed
+        all the same."""
+        if self._always:
+            return math.inf
+        if self.judge(blocks, computing_s) == 0:
+            return 0.0
+        return max(LEAST_S, LOOKUP_SHARE * self._most_s(computing_s))
 
     def begin(self, blocks: int, computing_s: float) -> float:
         """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it, and then as

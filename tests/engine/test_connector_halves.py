@@ -128,6 +128,70 @@ def test_what_would_arrive_too_late_is_computed_but_host_memory_is_always_loaded
     assert matched(engine) == 5
 
 
+def test_behind_a_store_that_is_too_slow_nobody_waits_even_for_its_answer(start: StartEngine) -> None:
+    admission = Admission(timeout_s=5)
+    engine = start(admission=admission)
+    store(engine, PROMPT, 5)
+    engine.half.loads.computing.add([(0, 10**6)], 1.0)
+    engine.lookups.answering = False
+    assert matched(engine) is None, "it may be fast"
+    admission.arriving.add(1, 1.0)
+    admission.begin(0, 0.0)
+    admission.end(0)
+    engine.lookups.asked_at = time.monotonic()
+    requests = [engine.add([number, *PROMPT], max_tokens=40) for number in (101, 102, 103)]
+    step = engine.step()
+    assert set(step.output.num_scheduled_tokens) == {each.request_id for each in requests} and not step.plan.loads
+    engine.run()
+    expected = engine.add(PROMPT, side="do_remote_prefill")
+    assert engine.half.loads.matched_tokens(expected, 0) is None, "what another engine computes is waited for"
+    engine.abort(expected)
+
+
+def test_what_is_computed_before_the_store_has_answered_is_counted_and_not_saved_again(start: StartEngine) -> None:
+    admission = Admission(timeout_s=5)
+    engine = start(admission=admission, keep=False, budget=2 * BLOCK_TOKENS)
+    admission.arriving.add(1, 1.0)
+    admission.begin(0, 0.0)
+    admission.end(0)
+    engine.half.loads.computing.add([(0, 10**6)], 1.0)
+    store(engine, PROMPT, 4)
+    engine.lookups.answering, engine.lookups.asked_at = False, time.monotonic()
+    request = engine.add(PROMPT)
+    assert saved_blocks(engine, request, engine.step().plan.saves) == [0, 1], "it may be that the store lacks them"
+    engine.lookups.answering = True
+    assert engine.step().plan.saves is None
+    assert saved_blocks(engine, request, engine.step().plan.saves) == [4]
+    assert engine.counters.take()["declined_tokens"] == 4 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_computed_although_the_store_has_it_is_copied_for_the_cpu_tier_alone(
+    start: StartEngine, keep: bool
+) -> None:
+    engine = start(keep=keep)
+    store(engine, PROMPT, 4)
+    request = engine.add(PROMPT, asks={"max_load_tokens": 2 * BLOCK_TOKENS})
+    engine.step()
+    engine.transfer()
+    engine.step()
+    assert saved_blocks(engine, request, engine.step().plan.saves) == ([2, 3, 4] if keep else [4])
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_a_request_waits_for_a_lookup_for_a_part_of_the_time_that_computing_takes(
+    start: StartEngine, after_s: float
+) -> None:
+    admission = Admission(timeout_s=5)
+    engine = start(admission=admission)
+    engine.half.loads.computing.add([(0, 5 * BLOCK_TOKENS)], 5.0)
+    engine.lookups.answering = False
+    engine.lookups.asked_at = time.monotonic() - after_s
+    request = engine.add(PROMPT)
+    assert (request.request_id in engine.step().output.num_scheduled_tokens) is bool(after_s)
+    engine.abort(request)
+
+
 def test_a_request_may_do_without_loads_or_have_a_part_of_one(start: StartEngine) -> None:
     engine = start()
     store(engine, PROMPT, 5)

@@ -445,3 +445,27 @@ def test_a_store_that_is_hopelessly_slow_is_found_out_by_its_first_block(
         assert Job(transfer, keys, empty_rows(40), left_s=5.0).wait() == [True] * 40
         transfer.close()
         guard.close()
+
+
+def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
+    start_server: StartServer, new_namespace: MakeNamespace, small_chunks: int
+) -> None:
+    """Not as a chunk that is late: what came is used, and tells how fast the store is."""
+    server = start_server("--unix-socket", "off")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(40)
+    put(server, namespace, keys)
+    with SlowLink(server.port) as link:
+        guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=Counters())
+        transfer = TransferIn(guard, threads=1, counters=Counters())
+        assert Job(transfer, keys[:1], empty_rows(1)).wait() == [True]
+        transfer.take_pace()
+        link.bytes_per_s = 200_000  # 0.33 s for a block
+        rows = empty_rows(40)
+        hits = Job(transfer, keys, rows, left_s=6.0, chunks=1).wait()  # 1.14 s for the first chunk
+        came = hits.index(False)
+        assert 1 <= came < small_chunks and not any(hits[came:])
+        assert [row.tobytes() for row in rows[:came]] == [block_of(key, BLOCK_BYTES) for key in keys[:came]]
+        assert transfer.take_pace()[0] == came
+        transfer.close()
+        guard.close()

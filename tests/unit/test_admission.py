@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvstore_client.engine import admission as module
-from kvstore_client.engine.admission import FIRST_LOAD_S, HOPE_S, LEAST_S, Admission, Pace
+from kvstore_client.engine.admission import FIRST_LOAD_S, HOPE_S, LEAST_S, LOOKUP_SHARE, Admission, Pace
 
 
 class Clock:
@@ -96,6 +96,54 @@ def test_a_store_that_gave_nothing_at_all_is_tried_again_too(clock: Clock) -> No
     assert admission.judge(50, 0.5) == 7
     admission.arrived(0, 0.0)  # nothing was on its way
     assert admission.judge(50, 0.5) == 7
+
+
+def test_a_lookup_is_waited_for_as_long_as_it_can_pay(clock: Clock) -> None:
+    admission = Admission(timeout_s=5)
+    assert admission.patience_s(50, math.inf) == pytest.approx(LOOKUP_SHARE * 5)
+    assert admission.patience_s(50, 2.0) == pytest.approx(LOOKUP_SHARE * 2.0)
+    assert admission.patience_s(50, 1e-9) == LEAST_S
+    admission.begin(50, 2.0)
+    assert admission.patience_s(50, 2.0) > 0, "the first load will tell soon"
+    admission.arrived(1, 1.0)
+    admission.end(50)
+    assert admission.patience_s(50, 2.0) == 0
+    clock.now += 20 * HOPE_S
+    assert admission.patience_s(50, 2.0) > 0, "the store is tried again"
+    assert Admission(timeout_s=5, always=True).patience_s(50, 1e-9) == math.inf
+
+
+@pytest.mark.parametrize("stored_per_s", [0.0, 0.5, 7.6, 40.0, 90.0, 110.0, 1000.0])
+@pytest.mark.parametrize("one_takes_s", [0.1, 0.5, 2.0])
+def test_requests_one_after_another_are_no_slower_than_computing(
+    clock: Clock, stored_per_s: float, one_takes_s: float
+) -> None:
+    """But for the first load, which tells how fast the store is, and a trial of a part of a load now and then. Its
+    clock is the test's, so what is added up here are decisions."""
+    admission, blocks = Admission(timeout_s=5), round(100 * one_takes_s)
+    parked_s, loads, first_s = 0.0, 0, 0.0
+    began = clock.now
+    for _ in range(200):
+        load = admission.judge(blocks, one_takes_s)
+        assert load is not None
+        left = blocks
+        if load:
+            loads += 1
+            within_s = admission.begin(load, one_takes_s * load / blocks)
+            needed_s = load / stored_per_s if stored_per_s else math.inf
+            took_s = min(within_s, needed_s)
+            clock.now += took_s
+            parked_s += took_s
+            came = load if needed_s <= within_s else math.floor(stored_per_s * took_s)
+            admission.arrived(came, took_s)
+            admission.end(load)
+            left -= came
+            first_s = first_s or took_s
+        clock.now += one_takes_s * left / blocks
+    passed_s, computed_s = clock.now - began, 200 * one_takes_s
+    assert passed_s <= 1.05 * computed_s + first_s + LEAST_S
+    if stored_per_s >= 110:
+        assert loads == 200 and parked_s == pytest.approx(200 * blocks / stored_per_s)
 
 
 def test_always_means_always(clock: Clock) -> None:

@@ -144,7 +144,8 @@ class LoadPlanner:
             return None
         in_host = groups.presence(books.tier.find(names[local * groups.count : len(keys) * groups.count]) >= 0)
         stored = books.lookups.poll(waiting.lookup)
-        if stored is None and not coming and groups.run(in_host, local) < len(in_host):
+        waiting.unheard = stored is None and not coming and groups.run(in_host, local) < len(in_host)
+        if waiting.unheard and self._waits_for_lookup(request, waiting, local, len(keys)):
             return None
         waiting.waits = coming > (stored or 0)
         there = groups.stored(len(in_host), local, max(coming, stored or 0), waiting.lookup.states)
@@ -172,6 +173,14 @@ class LoadPlanner:
         if handed_over:  # perhaps with a block that the prompt fills in part
             tokens = min(tokens, request.num_prompt_tokens - local * books.block_tokens)
         return tokens if tokens >= self._min_hit_tokens else 0
+
+    def _waits_for_lookup(self, request: Request, waiting: WaitingRequest, local: int, end: int) -> bool:
+        """Whether to wait for the store to say which of these blocks it has. If not, they are computed."""
+        if waiting.lookup is None or self._books.hand_overs.is_expected(request):
+            return True
+        waited_s = time.monotonic() - waiting.lookup.asked_at
+        computing_s = self._computing_s(request, local * self._books.block_tokens, end * self._books.block_tokens)
+        return waited_s < self.admission.patience_s((end - local) * max(1, self._books.groups.whole), computing_s)
 
     def _computing_s(self, request: Request, first: int, end: int) -> float:
         """How long it would take, had the engine no store, until it had computed these tokens of the request, behind

@@ -25,6 +25,7 @@ class WaitingRequest:
     lookup: PrefixLookup | None = None  # None: the store is not asked for this request
     next_lookup: PrefixLookup | None = None  # asked because the answer of `lookup` is old
     declined: int = 0  # blocks that the store has, and that are computed because that is sooner
+    unheard: bool = False  # what the store has was not waited for, because computing it is sooner
     waits: bool = False  # its load is to wait for blocks that others compute
     local: int = 0  # leading blocks in the engine's own cache
     awaited: str | None = None  # the other request whose load it waited for, to share that load's blocks
@@ -39,6 +40,7 @@ class TrackedRequest:
     lookup: PrefixLookup | None  # None: there is none, or its result was used
     next_save: int  # blocks before this one are in the store, or were handed to the workers to save
     stored: int | None = None  # leading blocks the store has, once known
+    computes_from: int | None = None  # from this block on it computes whatever the store has; None: what that lacks
     last_job: int = -1  # the last job that copies out of this request's blocks
     loading: bool = False  # its load is under way
     outdated: bool = False  # its blocks may have been computed with older weights

@@ -82,6 +82,8 @@ class SavePlanner:
         tracked = self.tracked[request.request_id] = TrackedRequest(
             request, waiting.options, waiting.lookup, next_save=waiting.local, loading=load is not None
         )
+        if waiting.unheard:
+            tracked.computes_from = waiting.local + external_tokens // self._books.block_tokens
         self._settle_lookup(tracked)
         if tracked.stored is not None:
             tracked.next_save = tracked.stored
@@ -104,9 +106,14 @@ class SavePlanner:
         if lookup is None or self._books.lookups.poll(lookup) is None:
             return
         tracked.lookup = None
-        if lookup.certain:
-            tracked.stored = lookup.stored or 0
-            tracked.next_save = min(tracked.next_save, tracked.stored)
+        if not lookup.certain:
+            return
+        stored = tracked.stored = lookup.stored or 0
+        if tracked.computes_from is None or stored < tracked.computes_from:
+            tracked.next_save = min(tracked.next_save, stored)
+            return
+        self._books.counters.add("declined_tokens", (stored - tracked.computes_from) * self._books.block_tokens)
+        tracked.next_save = max(tracked.next_save, stored)
 
     def save_rest(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan to save the blocks that a finished request leaves unsaved."""
@@ -180,8 +187,11 @@ class SavePlanner:
             return 0
         request = tracked.request
         self._settle_lookup(tracked)
-        # After a failed load the engine computes again from the first missing block on: go back with it.
-        first = min(tracked.next_save, request.num_computed_tokens // books.block_tokens)
+        first = tracked.next_save
+        # After a failed load the engine computes again from the first missing block on: go back with it. And what it
+        # computes although the store has it, the CPU tier may lack.
+        if tracked.stored is None or books.tier.keep:
+            first = min(first, request.num_computed_tokens // books.block_tokens)
         # A hash exists once the block's tokens are known, so drafts that may be rejected are never saved.
         chain = books.keys.of(request)
         whole = groups.table_blocks(block_ids, min(computed_tokens // books.block_tokens, len(chain)))
