@@ -27,7 +27,7 @@ from kvstore.wire.nixl import shared_nixl
 from kvstore_client import _arguments
 from kvstore_client._calls.batches import first_occurrences
 from kvstore_client._calls.chains import Parent, chains_of
-from kvstore_client._calls.exchange import Exchange
+from kvstore_client._calls.exchange import Exchange, Steps, drive
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.promising import Promiser
 from kvstore_client._calls.reading import Reader
@@ -39,7 +39,7 @@ from kvstore_client._links.buffers import BlockSource, ResultMemory, writable_ro
 from kvstore_client._links.core import Core
 from kvstore_client._links.credentials import Credentials
 from kvstore_client._links.lanes import MAX_CONNECTIONS
-from kvstore_client._links.link import SharedMemory
+from kvstore_client._links.link import Link, SharedMemory
 from kvstore_client.endpoints import parse_endpoints, with_tls
 from kvstore_client.errors import KVStoreError, Timeout
 from kvstore_client.keys import Keys, Namespace, pack_keys
@@ -315,7 +315,7 @@ class KVStoreClient:
         rows = writable_rows(out, self.namespace.block_bytes)
         if len(rows) < len(packed):
             raise ValueError(f"out: {len(rows)} rows for {len(packed)} keys: expected a row for each key")
-        present = self._place(packed, rows, list(range(len(packed))), None, options)
+        present = drive(self._place(packed, rows, list(range(len(packed))), None, options))
         gaps = np.flatnonzero(~present)
         length = int(gaps[0]) if len(gaps) else len(packed)
         self._core.stats.hits += length
@@ -330,7 +330,7 @@ class KVStoreClient:
         block_bytes = self.namespace.block_bytes
         rows = self._results.take(len(packed) * block_bytes).reshape(-1, block_bytes)
         first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, None, first, unique, options)
+        present = drive(self._get_into(packed, rows, None, first, unique, options))
         self._count(present)
         flat = memoryview(rows.reshape(-1)).toreadonly()
         blocks = [
@@ -357,7 +357,21 @@ class KVStoreClient:
         promise ends, is missing at once. Raises `IndexError` for a slot outside `out`, `ValueError` for two equal
         slots.
         """
-        options = self._options(timeout_s, wait_s=_arguments.seconds("wait_s", wait_s, MAX_TIMEOUT_S, zero=True))
+        return drive(self._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s, alone=True))
+
+    def _get_into_steps(
+        self,
+        keys: Keys,
+        out: Any,
+        slots: Iterable[int] | None = None,
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
+        alone: bool = False,
+    ) -> Steps[npt.NDArray[np.bool_]]:
+        """`get_into` in steps, for a thread that has many calls under way."""
+        wait_s = _arguments.seconds("wait_s", wait_s, MAX_TIMEOUT_S, zero=True)
+        options = self._options(timeout_s, wait_s=wait_s, alone=alone)
         if options.timeout_s + options.wait_s > MAX_TIMEOUT_S:
             raise ValueError(
                 f"wait_s={wait_s} and timeout_s={options.timeout_s:g}: expected {MAX_TIMEOUT_S:g} s together at most"
@@ -372,9 +386,13 @@ class KVStoreClient:
             raise IndexError(f"slot {wrong}: out has {len(rows)} rows")
         if slots is not None and len(set(places)) != len(places):
             raise ValueError("slots: one is named twice: expected a row of its own for each block")
-        present = self._place(packed, rows, places, None if slots is None else places, options)
+        present = yield from self._place(packed, rows, places, None if slots is None else places, options)
         self._count(present)
         return present
+
+    def _asked(self, keys: Keys) -> frozenset[Link]:
+        """The shards that a read of these keys asks first."""
+        return self._shards.asked(pack_keys(keys), self.replicas)
 
     @contextlib.contextmanager
     def borrow(
@@ -508,11 +526,11 @@ class KVStoreClient:
         places: Sequence[int],
         slots: Sequence[int] | None,
         options: Options,
-    ) -> npt.NDArray[np.bool_]:
+    ) -> Steps[npt.NDArray[np.bool_]]:
         """Read blocks into `rows[places[i]]`. The block of a repeated key is read once and copied. `slots`: the same as
         `places`, or None if those are 0, 1, 2 …"""
         first, unique = first_occurrences(packed)
-        present = self._get_into(packed, rows, slots, first, unique, options)
+        present = yield from self._get_into(packed, rows, slots, first, unique, options)
         if len(unique) < len(packed):
             for position, origin in enumerate(first.tolist()):
                 if origin != position and present[position]:
@@ -527,11 +545,11 @@ class KVStoreClient:
         first: npt.NDArray[np.intp],
         unique: npt.NDArray[np.intp],
         options: Options,
-    ) -> npt.NDArray[np.bool_]:
+    ) -> Steps[npt.NDArray[np.bool_]]:
         if not len(packed):
             return np.zeros(0, dtype=np.bool_)
-        found: npt.NDArray[np.bool_] = self._reader.get_into(packed, unique, rows, slots, options)[first]
-        return found
+        found = yield from self._reader.get_into(packed, unique, rows, slots, options)
+        return np.asarray(found[first])
 
     def _count(self, present: npt.NDArray[np.bool_]) -> None:
         hits = int(present.sum())

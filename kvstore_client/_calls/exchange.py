@@ -2,14 +2,21 @@
 
 No shard waits for another: shards that are up are sent to while the rest connects, a full socket leaves the turn to
 the next one, and a shard that stays silent fails only its own requests.
+
+What a call does is written once, in steps: as a generator that yields an `Awaited` where it has to wait, is sent
+whether that holds, and returns the result. `drive` runs one call on the calling thread, which blocks where the call
+waits, connects or finds a socket full. A multiplexer (`kvstore_client.engine.multiplexer`) runs many calls on one
+thread, which never does: there, too, the call yields what it awaits (not `alone`). A call may be ended wherever it
+waits: `close` has the generator give up what it asked for, and after that no byte is written to the caller's memory.
+Only one thread at a time may run a generator; it need not always be the same.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,12 +35,13 @@ from kvstore_client._links.sending import Sending, send_all
 from kvstore_client._links.sharing import share
 from kvstore_client._links.staging import Staging
 from kvstore_client._links.view import Numbers
-from kvstore_client.errors import TRANSPORT_ERRORS, Timeout
+from kvstore_client.errors import TRANSPORT_ERRORS, ConnectionLost, KVStoreError, Timeout
 from kvstore_client.keys import KeyArray
 from kvstore_client.memory import SharedRegion
 
 log = logging.getLogger("kvstore_client")
 
+T = TypeVar("T")
 _T = TypeVar("_T", bound=wire.Reply)
 
 # The share of a call's time that is kept for reading the answers of fast shards after a slow one took no more requests.
@@ -41,7 +49,34 @@ ANSWER_SHARE: Final = 0.1
 MOST_ANSWER_S: Final = 0.2
 SHARE_S: Final = 1.0  # for a shard on this host to map memory
 _LOOK_S: Final = 0.05
+_ROOM_S: Final = 0.005  # how often a thread that runs many calls looks whether a full socket takes bytes again
 _READ_BYTES: Final = 64 << 20
+
+
+class Awaited(NamedTuple):
+    """ready: whether to go on; any thread may ask, at any time, and it never blocks. deadline: go on by then anyhow.
+    core: of the client whose links must be read meanwhile. calls: whose answers are awaited."""
+
+    core: Core
+    ready: Callable[[], bool]
+    deadline: float
+    calls: Sequence[Call] = ()
+
+
+Steps: TypeAlias = "Generator[Awaited, bool, T]"
+
+
+def drive(steps: Steps[T]) -> T:
+    """Run a call on this thread. -> its result. An exception that comes while it waits (Ctrl-C) ends the call."""
+    try:
+        core, ready, deadline, _ = next(steps)
+        while True:
+            core, ready, deadline, _ = steps.send(core.wait(ready, deadline))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        steps.close()
 
 
 class Exchange:
@@ -78,27 +113,40 @@ class Exchange:
         enough: Callable[[], bool] | None = None,
         groups: Sequence[Sequence[Call]] = (),
     ) -> None:
+        """`steps` on the calling thread."""
+        drive(self.steps(calls, deadline, patience_s, enough, groups))
+
+    def steps(
+        self,
+        calls: Sequence[Call],
+        deadline: float,
+        patience_s: float | None = None,
+        enough: Callable[[], bool] | None = None,
+        groups: Sequence[Sequence[Call]] = (),
+        alone: bool = True,
+    ) -> Steps[None]:
         """Send all calls and wait for all answers, or until `enough()`. At `deadline`, every call is done in any case.
 
         `patience_s`: a request to a shard that is silent for so long is given up, because another shard can be asked.
         The answers of calls that `enough` left undone are read and ignored when they come. `groups`: all calls, in
         groups of which one is sent when the turn of the one before it is over, and the rest at once after a turn in
-        which not all came.
+        which not all came. `alone`: the calling thread may block.
         """
         try:
             left = list(groups) or [calls]
             while len(left) > 1:
                 turn = Turn(left[0])
-                self.send(left.pop(0), deadline, patience_s, more=True)
-                if not self.core.wait(turn.over, min(deadline, time.monotonic() + turn.turn_s)):
+                yield from self._sent(left.pop(0), deadline, patience_s, alone, more=True)
+                if not (yield Awaited(self.core, turn.over, min(deadline, time.monotonic() + turn.turn_s), calls)):
                     left = [[call for group in left for call in group]]
-            self.send(left[0], deadline, patience_s)
-            self.wait(calls, deadline, patience_s, enough)
+            yield from self._sent(left[0], deadline, patience_s, alone)
+            yield from self._answered(calls, deadline, patience_s, enough)
             again = [call for call in calls if call.retry]
             if again and not (enough is not None and enough()):
-                self.send_again(again, deadline, patience_s)
-                self.wait(again, deadline, patience_s, enough)
-        except BaseException:  # KeyboardInterrupt
+                self._renew(again)
+                yield from self._sent(again, deadline, patience_s, alone)
+                yield from self._answered(again, deadline, patience_s, enough)
+        except BaseException:  # KeyboardInterrupt, or the call is ended while it waits
             # Nobody waits for the answers any more, so no byte of them may be written to the caller's memory.
             for call in calls:
                 if call.unfinished:
@@ -170,25 +218,20 @@ class Exchange:
 
     def send_again(self, calls: Sequence[Call], deadline: float, patience_s: float | None) -> None:
         """Send calls again whose connection had died without notice, or has no place."""
+        self._renew(calls)
+        self.send(calls, deadline, patience_s)
+
+    def _renew(self, calls: Sequence[Call]) -> None:
         for call in calls:
             refusal = call.error
             if call.without_place and refusal is not None:
                 self.core.give_up_lane(call.link, refusal)
             call.renew(self.core.next_id())
-        self.send(calls, deadline, patience_s)
 
     def send(self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool = False) -> None:
         """Send the calls. Links that are up are sent to first, while the others connect; calls to links that cannot be
         connected fail. `more`: other calls are sent afterwards."""
-        now = time.monotonic()
-        if patience_s is not None:
-            deadline = min(deadline, now + patience_s)
-        self.lingering.sweep()
-        by_link: dict[Link, list[Call]] = {}
-        for call in calls:
-            by_link.setdefault(call.link, []).append(call)
-        if more or len(by_link) > 1:
-            deadline -= min(MOST_ANSWER_S, ANSWER_SHARE * max(0.0, deadline - now))
+        by_link, deadline = self._to_send(calls, deadline, patience_s, more)
         up = [link for link in by_link if link.sock is not None]
         down = [link for link in by_link if link not in up]
         connecting = self.core.connect_links(down, deadline) if down else ()
@@ -200,13 +243,78 @@ class Exchange:
                         call.answer.fail(error)
             self._send(by_link, [link for link, error in done if error is None], deadline)
 
+    def _to_send(
+        self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool
+    ) -> tuple[dict[Link, list[Call]], float]:
+        """-> the calls by link, and when they must be sent."""
+        now = time.monotonic()
+        if patience_s is not None:
+            deadline = min(deadline, now + patience_s)
+        self.lingering.sweep()
+        by_link: dict[Link, list[Call]] = {}
+        for call in calls:
+            by_link.setdefault(call.link, []).append(call)
+        if more or len(by_link) > 1:
+            deadline -= min(MOST_ANSWER_S, ANSWER_SHARE * max(0.0, deadline - now))
+        return by_link, deadline
+
     def _send(self, by_link: dict[Link, list[Call]], links: Sequence[Link], deadline: float) -> None:
-        for link in links:
-            for call in by_link[link]:
-                call.connection = link.connections
-        sendings = [Sending(link, by_link[link]) for link in links]
+        sendings = [_sending(link, by_link[link]) for link in links]
         for sending in send_all(sendings, deadline, self.core.look_after, self.core.wait):
-            self.core.break_link(sending.link, Timeout(f"{sending.link}: it takes no requests"))
+            self._takes_nothing(sending.link)
+
+    def _takes_nothing(self, link: Link) -> None:
+        self.core.break_link(link, Timeout(f"{link}: it takes no requests"))
+
+    def _sent(
+        self, calls: Sequence[Call], deadline: float, patience_s: float | None, alone: bool, more: bool = False
+    ) -> Steps[None]:
+        if alone:
+            self.send(calls, deadline, patience_s, more)
+        else:
+            yield from self._send_beside(calls, deadline, patience_s, more)
+
+    def _send_beside(self, calls: Sequence[Call], deadline: float, patience_s: float | None, more: bool) -> Steps[None]:
+        """`send` for a thread that has other calls under way: links connect on other threads, and a full socket is
+        looked at again. For requests whose pieces wait for nothing."""
+        core = self.core
+        by_link, deadline = self._to_send(calls, deadline, patience_s, more)
+        down = [link for link in by_link if link.sock is None]
+        for link in down:
+            core.connect_beside(link)
+        active = [_sending(link, by_link[link]) for link in by_link if link not in down]
+
+        def one_is_connected() -> bool:
+            return any(not core.is_connecting(link) for link in down)
+
+        try:
+            while True:
+                active = [sending for sending in active if not sending.advance(0.0)]
+                now = time.monotonic()
+                for link in [link for link in down if now >= deadline or not core.is_connecting(link)]:
+                    down.remove(link)
+                    try:
+                        core.ensure_up(link, now)
+                    except KVStoreError as error:
+                        for call in by_link[link]:
+                            call.answer.fail(error)
+                    else:
+                        active.append(_sending(link, by_link[link]))
+                if not active and not down:
+                    return
+                if now >= deadline:
+                    break
+                yield Awaited(core, one_is_connected, min(deadline, now + (_ROOM_S if active else _LOOK_S)), calls)
+                core.look_after()
+            for sending in active:
+                began = sending.began
+                sending.abandon(Timeout(f"{sending.link}: it did not take the request by its deadline"))
+                if began:
+                    self._takes_nothing(sending.link)
+        except BaseException:
+            for sending in active:
+                sending.abandon(ConnectionLost(f"{sending.link}: the call was broken off"))
+            raise
 
     def wait(
         self,
@@ -216,6 +324,15 @@ class Exchange:
         enough: Callable[[], bool] | None = None,
     ) -> None:
         """Wait until all answers are there, or until `enough()`. Calls without an answer in time fail."""
+        drive(self._answered(calls, deadline, patience_s, enough))
+
+    def _answered(
+        self,
+        calls: Sequence[Call],
+        deadline: float,
+        patience_s: float | None,
+        enough: Callable[[], bool] | None = None,
+    ) -> Steps[None]:
         answers = [call.answer for call in calls]
 
         def ready() -> bool:
@@ -227,7 +344,10 @@ class Exchange:
             return done or (enough is not None and enough())
 
         while True:
-            self._wait(calls, ready, deadline, patience_s)
+            if patience_s is None:
+                yield Awaited(self.core, ready, deadline, calls)
+            else:
+                yield from self._wait_for_each(calls, ready, deadline, patience_s)
             if not any(call.read_lent() for call in calls):
                 break
             if enough is not None and enough():
@@ -244,14 +364,12 @@ class Exchange:
             while call.read_lent():  # another thread may have read it meanwhile
                 pass
 
-    def _wait(
-        self, calls: Sequence[Call], ready: Callable[[], bool], deadline: float, patience_s: float | None
-    ) -> None:
-        core, began = self.core, time.monotonic()
-        if patience_s is None:
-            core.wait(ready, deadline)
-            return
-        while not core.wait(ready, min(deadline, time.monotonic() + min(_LOOK_S, patience_s / 2))):
+    def _wait_for_each(
+        self, calls: Sequence[Call], ready: Callable[[], bool], deadline: float, patience_s: float
+    ) -> Steps[None]:
+        """Wait, and give up requests to shards that are silent for `patience_s`."""
+        core, began, look_s = self.core, time.monotonic(), min(_LOOK_S, patience_s / 2)
+        while not (yield Awaited(core, ready, min(deadline, time.monotonic() + look_s), calls)):
             now = time.monotonic()
             if now >= deadline or core.closed:
                 return
@@ -259,6 +377,12 @@ class Exchange:
                 silent_s = min(now - began, call.link.silence_s(now))
                 if not call.done and silent_s >= patience_s:
                     core.lost(call.link, call.answer)
+
+
+def _sending(link: Link, calls: Sequence[Call]) -> Sending:
+    for call in calls:
+        call.connection = link.connections
+    return Sending(link, calls)
 
 
 def outcome(call: Call, expected: type[_T], fail_open: bool) -> _T | None:

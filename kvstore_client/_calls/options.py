@@ -30,6 +30,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     # Reads
     prefix: bool = False  # the keys are a chain, and only its leading run is wanted
     wait_s: float = 0.0  # wait for blocks that were promised, so long beside `timeout_s`
+    alone: bool = True  # the calling thread has no other call under way, so it may block
 
     @property
     def deadline_ms(self) -> int:

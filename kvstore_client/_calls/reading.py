@@ -20,7 +20,7 @@ from kvstore import wire
 from kvstore_client._calls.batches import chunks, keyed_message, milliseconds, take
 from kvstore_client._calls.borrowed import Borrowed
 from kvstore_client._calls.copied import Copied
-from kvstore_client._calls.exchange import Exchange, outcome
+from kvstore_client._calls.exchange import Exchange, Steps, drive, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._calls.rounds import Rounds
@@ -141,7 +141,7 @@ class Reader:
         rows: npt.NDArray[np.uint8],
         slots: Sequence[int] | None,
         options: Options,
-    ) -> Present:
+    ) -> Steps[Present]:
         """Read the blocks at positions `unique` into their rows. -> one bool per position.
 
         With `options.prefix`, every shard sends the leading run of the keys that it is asked for. So all blocks before
@@ -152,7 +152,7 @@ class Reader:
         missing = unique
         while len(missing):
             view = self._core.view
-            self._read_into(packed, missing, target, options, wait_until)
+            yield from self._read_into(packed, missing, target, options, wait_until)
             if not options.wait_s or self._core.view is view:
                 break
             # The owners have changed: what was waited for in vain may be promised, or have come, elsewhere.
@@ -161,7 +161,7 @@ class Reader:
 
     def _read_into(
         self, packed: KeyArray, positions: Numbers, target: IntoTarget, options: Options, wait_until: float
-    ) -> None:
+    ) -> Steps[None]:
         """Read the blocks at these positions, and wait for promised ones until `wait_until`."""
         wait_s = max(0.0, wait_until - time.monotonic())
         rounds = Rounds(self._core, packed, positions, self._replicas, options.timeout_s + wait_s, waits=wait_s > 0)
@@ -170,8 +170,9 @@ class Reader:
             calls = self._get_calls(packed, groups, target, options, 0, bool(lacking), wait_until)
             # Shards that wait for blocks must all wait at once.
             turns = () if options.wait_s else in_turn(calls)
-            self._exchange.run(calls, rounds.deadline, rounds.patience_s, groups=turns)
-            self._settle(rounds, calls, target.present, packed, target)
+            alone = options.alone
+            yield from self._exchange.steps(calls, rounds.deadline, rounds.patience_s, groups=turns, alone=alone)
+            yield from self._settle(rounds, calls, target.present, packed, target, alone)
             copied = Copied(packed, calls) if lacking else None
             for link, owned in lacking:
                 found = owned[target.present[owned]]
@@ -192,7 +193,7 @@ class Reader:
                 calls = self._get_calls(packed, groups, target, options, 0, False)
                 borrowed.calls.extend(calls)
                 self._exchange.run(calls, rounds.deadline, rounds.patience_s, groups=in_turn(calls))
-                self._settle(rounds, calls, target.present, packed, target)
+                drive(self._settle(rounds, calls, target.present, packed, target, True))
             self._end(rounds, options)
         except BaseException:
             borrowed.end()
@@ -228,7 +229,7 @@ class Reader:
                 for call in calls:
                     if call.unfinished:
                         call.link.abandon(call.answer)
-            self._settle(rounds, calls, present, packed, target)
+            drive(self._settle(rounds, calls, present, packed, target, True))
         self._end(rounds, options)
 
     def _arriving(
@@ -336,8 +337,8 @@ class Reader:
         ]
 
     def _settle(
-        self, rounds: Rounds, calls: Sequence[Call], present: Present, packed: KeyArray, target: BlockTarget
-    ) -> None:
+        self, rounds: Rounds, calls: list[Call], present: Present, packed: KeyArray, target: BlockTarget, alone: bool
+    ) -> Steps[None]:
         for call in calls:
             assert isinstance(call.answer, PlacedBlocks)
             call.answer.settle()
@@ -345,10 +346,12 @@ class Reader:
         if target.bad:
             bad, target.bad = target.bad, []
             self._core.stats.checksum_errors += len(bad)
-            self._discard(packed, bad, calls, target.macs is None, rounds.deadline)
+            yield from self._discard(packed, bad, calls, target.macs is None, rounds.deadline, alone)
         rounds.settle(calls, present)
 
-    def _discard(self, packed: KeyArray, bad: list[int], calls: Sequence[Call], checked: bool, deadline: float) -> None:
+    def _discard(
+        self, packed: KeyArray, bad: list[int], calls: Sequence[Call], checked: bool, deadline: float, alone: bool
+    ) -> Steps[None]:
         """Have the shards that sent wrong bytes delete the blocks. `checked`: only if they are damaged there, too,
         because the fault may be our own; MACs a shard cannot check.
 
@@ -367,7 +370,7 @@ class Reader:
             for call in calls
             if len(some := np.intersect1d(call.positions, wrong))
         ]
-        self._exchange.run(discards, time.monotonic() + timeout_s)
+        yield from self._exchange.steps(discards, time.monotonic() + timeout_s, alone=alone)
         for call in discards:
             error = call.error
             if isinstance(error, (*TRANSPORT_ERRORS, NotAuthorized)):

@@ -18,6 +18,7 @@ from kvstore_client._calls.exchange import Exchange, outcome
 from kvstore_client._calls.options import Options
 from kvstore_client._calls.repairs import Repairs
 from kvstore_client._links.call import Call, Message
+from kvstore_client._links.link import Link
 from kvstore_client._links.view import NOBODY, Place
 from kvstore_client.errors import TRANSPORT_ERRORS
 from kvstore_client.keys import KeyArray, Namespace
@@ -132,6 +133,14 @@ class Shards:
             )
             for place in places
         ]
+
+    def asked(self, packed: KeyArray, replicas: int) -> frozenset[Link]:
+        """The shards that a read of these keys asks first, now."""
+        view = self._core.view
+        if not view.links:
+            return frozenset()
+        first = view.readers(packed, replicas, self._core.turn)[:, 0]
+        return frozenset(view.links[number] for number in np.unique(first).tolist() if number != NOBODY)
 
     def _present(self, packed: KeyArray, places: list[Place], options: Options) -> dict[Place, bool]:
         """Whether each of these shards has the block; shards that do not answer are left out."""

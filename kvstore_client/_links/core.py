@@ -87,10 +87,11 @@ class Core:
     def _new_process_state(self) -> None:
         self._pid = os.getpid()
         self._leading = Leading(lambda: [*self.links, *self._retired], self.look_after)
-        self.wait = self._leading.wait
+        self.wait, self.wake = self._leading.wait, self._leading.wake
         self._map_lock = threading.Lock()
         self._lane_readers = LaneReaders(self._wake)
         self._prober = Prober(lambda: self.connections, self._connect_again)
+        self._connecting: set[Link] = set()  # on threads of their own
         self._retired: dict[Link, float] = {}  # links that left the view -> when no call can need them any more
         self._looked_after = 0.0
 
@@ -364,6 +365,31 @@ class Core:
             threads.shutdown()
 
         return results()
+
+    def connect_beside(self, link: Link) -> None:
+        """Start to connect a link on a thread of its own, unless one does already, or it would fail at once. Never
+        blocks; `is_connecting` tells when it is over, and who waits is woken then."""
+        with self._map_lock:
+            if link in self._connecting or link.broken is not None or link.retired or self.closed:
+                return
+            self._connecting.add(link)
+        try:
+            threading.Thread(target=self._connect_beside, args=[link], name="kvstore-connect", daemon=True).start()
+        except RuntimeError:  # the system has no more threads, or the process ends
+            self._connecting.discard(link)
+
+    def _connect_beside(self, link: Link) -> None:
+        try:
+            self.ensure_up(link, time.monotonic() + DEAD_AFTER_S)
+        except KVStoreError as error:  # who needs the link finds out
+            log.debug("%s: %s", link, error)
+        finally:
+            self._connecting.discard(link)
+            self._wake()
+
+    def is_connecting(self, link: Link) -> bool:
+        """Whether a thread of `connect_beside` still tries to."""
+        return link in self._connecting
 
     def ensure_up(self, link: Link, deadline: float) -> None:
         """Connect the link unless it is up. Raises at once if it is broken; also if it is not up by `deadline`."""

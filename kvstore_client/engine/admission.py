@@ -91,14 +91,12 @@ class Admission:
         return max(LEAST_S, LOOKUP_SHARE * self._most_s(computing_s))
 
     def begin(self, blocks: int, computing_s: float) -> float:
-        """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it, and then as
-        long as computing takes."""
-        arriving = self.arriving.per_s
-        before = self._ahead / arriving if arriving else 0.0
+        """A load of so many blocks begins. -> how long it may take from when its turn begins, in seconds: as long as
+        computing takes."""
         if not self._ahead:
             self._first_began = time.monotonic()
         self._ahead += blocks
-        return min(before, self._timeout_s) + max(LEAST_S, self._most_s(computing_s))
+        return max(LEAST_S, self._most_s(computing_s))
 
     def arrived(self, blocks: float, seconds: float) -> None:
         """So many blocks came from the store while some were on their way for so long."""

@@ -16,7 +16,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
+from kvstore_client._calls.exchange import Steps
 from kvstore_client._links.block_mac import mac_of
+from kvstore_client._links.link import Link
 from kvstore_client.client import KVStoreClient
 from kvstore_client.engine.client_options import DEFAULT_OPTIONS, ClientOptions
 from kvstore_client.engine.local_first import LocalFirstStore
@@ -103,6 +105,7 @@ class StoreGuard:
         self._refused_until = 0.0
         self._next_log = 0.0
         self._unlogged = 0
+        self._unanswered = 0  # what the client has counted of blocks that a shard did not answer for, and was told
         self.new_locks()
         _forkable.add(self)
         try:
@@ -125,14 +128,37 @@ class StoreGuard:
         blocks are misses in the result of ``operation``; the failure of the shard is counted and logged as well."""
         try:
             client = self._client or self._connect()
-            before = client.stats.unanswered
             result = operation(client)
         except Exception as error:
             self.failed(error)
             return miss
-        if client.stats.unanswered > before:
-            self.failed(client.why_unanswered())
+        self._note_unanswered(client)
         return result
+
+    def steps(self, operation: Callable[[Store], Steps[T]], miss: T) -> Steps[T]:
+        """The same for an operation in steps. Connecting to a store that has refused this client blocks; then it has no
+        call under way."""
+        try:
+            client = self._client or self._connect()
+            result = yield from operation(client)
+        except Exception as error:
+            self.failed(error)
+            return miss
+        self._note_unanswered(client)
+        return result
+
+    def asked(self, keys: Sequence[bytes]) -> frozenset[Link]:
+        """The shards that a read of these keys asks first, as far as they are known."""
+        client = self._client
+        return client._asked(keys) if client is not None else frozenset()
+
+    def _note_unanswered(self, client: Store) -> None:
+        """Count and log that a shard has failed, once for each time that the client counted it."""
+        unanswered = client.stats.unanswered
+        with self._log_lock:
+            news, self._unanswered = unanswered > self._unanswered, max(unanswered, self._unanswered)
+        if news:
+            self.failed(client.why_unanswered())
 
     def close(self) -> None:
         """Disconnect. Every later call is a miss. Never raises."""

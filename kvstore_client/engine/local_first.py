@@ -19,6 +19,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client._calls.exchange import Steps, drive
+from kvstore_client._links.link import Link
 from kvstore_client.client import KVStoreClient
 from kvstore_client.errors import KVStoreError
 from kvstore_client.results import ClientStats, SetResult
@@ -101,16 +103,35 @@ class LocalFirstStore:
     ) -> Present:
         """Receive block i into `out[slots[i]]`, from the local store if it has it. What the other one had is set in the
         local store soon. wait_s: for blocks that were promised to the fleet's store."""
+        return drive(self._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s, alone=True))
+
+    def _get_into_steps(
+        self,
+        keys: Sequence[bytes],
+        out: Any,
+        slots: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
+        alone: bool = False,
+    ) -> Steps[Present]:
+        """`get_into` in steps, for a thread that has many calls under way."""
         call = _Call(self._timeout_s if timeout_s is None else timeout_s)
-        present = self.local.get_into(keys, out, slots, timeout_s=call.local_s)
+        present = yield from self.local._get_into_steps(keys, out, slots, timeout_s=call.local_s, alone=alone)
         lacking = np.flatnonzero(~present)
         if len(lacking):
             places = lacking.tolist()
             some, rows = [keys[at] for at in places], [slots[at] for at in places]
-            found = self.remote.get_into(some, out, rows, wait_s=wait_s, timeout_s=call.left_s)
+            found = yield from self.remote._get_into_steps(
+                some, out, rows, wait_s=wait_s, timeout_s=call.left_s, alone=alone
+            )
             present[lacking] = found
             self._promote(keys, lacking[found].tolist(), out, slots)
         return present
+
+    def _asked(self, keys: Sequence[bytes]) -> frozenset[Link]:
+        """The shards that a read of these keys asks first, of both stores."""
+        return self.local._asked(keys) | self.remote._asked(keys)
 
     def set(
         self,

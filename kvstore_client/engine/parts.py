@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client._calls.exchange import Steps, drive
+from kvstore_client._links.link import Link
 from kvstore_client.client import KVStoreClient
 from kvstore_client.engine.local_first import LocalFirstStore, Present
 from kvstore_client.errors import KVStoreError
@@ -156,12 +158,30 @@ class PartsStore:
     ) -> Present:
         """Receive block i into `out[slots[i]]`. `out`: rows of all these parts, C-contiguous. wait_s: for promised
         blocks."""
+        return drive(self._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s, alone=True))
+
+    def _get_into_steps(
+        self,
+        keys: Sequence[bytes],
+        out: npt.NDArray[np.uint8],
+        slots: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
+        alone: bool = False,
+    ) -> Steps[Present]:
+        """`get_into` in steps, for a thread that has many calls under way."""
         count = len(self._parts)
         rows = out.reshape(len(out) * count, -1)
         places = [slot * count + part for slot in slots for part in range(count)]
-        return self._whole(
-            self._store.get_into(part_keys(keys, self._parts), rows, places, wait_s=wait_s, timeout_s=timeout_s)
+        present = yield from self._store._get_into_steps(
+            part_keys(keys, self._parts), rows, places, wait_s=wait_s, timeout_s=timeout_s, alone=alone
         )
+        return self._whole(present)
+
+    def _asked(self, keys: Sequence[bytes]) -> frozenset[Link]:
+        """The shards that a read of these keys asks first."""
+        return self._store._asked(part_keys(keys, self._parts))
 
     def set(
         self,

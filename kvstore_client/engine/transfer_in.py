@@ -1,32 +1,48 @@
 """Blocks on their way from the store to host memory, in the background of an engine.
 
-A few threads run one job each. A job fetches its blocks chunk by chunk straight into their rows. While the engine
-places a chunk that arrived, a chunk of another job is on the wire.
+Any number of jobs, two threads: one has the calls of all jobs under way (`multiplexer`), the other one places what
+arrived. With a server on the host in front of the store there is a third. A job fetches its blocks chunk by chunk
+straight into their rows. While the engine places a chunk that arrived, chunks of other jobs are on the wire.
 
-No copy is made here: blocks go from the socket to the caller's rows. Whatever fails, ``done`` is called exactly once
-for each job, so that the caller can always release its memory.
+Jobs come to their turn in the order in which they came, two at a time, so that many jobs do not all take from each
+other. While a chunk is on the wire for long, its job does not count: it waits for a slow shard, which others may not
+need. Two such jobs at most wait for a shard; others that need it come to their turn after them. A job that waits for
+blocks that were promised has its turn at once.
+
+Every job ends: by its time, which begins with its turn; or, if its turn has not come, after as long as a call of the
+store may take. It is always in one of four states (see `Job`), each with an end: its time, the call's
+deadline, the return of ``arrived``. ``done`` is called by the thread that places, once, after the last byte has come.
+
+No copy is made here: blocks go from the socket to the caller's rows.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeAlias
+from queue import SimpleQueue
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from kvstore_client._calls.exchange import Steps
+from kvstore_client._links.link import Link
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
-
-Rows: TypeAlias = "npt.NDArray[np.uint8]"
+from kvstore_client.engine.jobs import Arrived, Hits, Job, Rows, State, Within
+from kvstore_client.engine.multiplexer import Multiplexer
 
 # Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
-CHUNK_BYTES: Final = 32 << 20
+CHUNK_BYTES: Final = 16 << 20
 # Where blocks are waited for, they are placed as they come, and more jobs have rows of their own.
 WAITED_CHUNK_BYTES: Final = 8 << 20
+# Jobs that have their turn at a time, each with a chunk on the wire: more would only take from each other. One whose
+# chunk is on the wire for longer than `SLOW_S` does not count; so many of those may wait for one shard.
+AT_A_TIME: Final = 2
+SLOW_S: Final = 0.1
 # The first chunk of a job is such a part of it, and after this part of its time a job must be as far as it should be:
 # so a store that is too slow is found out soon. Before any block has come from a store, the first chunk is one block,
 # and the job ends if it would take so many times its time.
@@ -34,30 +50,28 @@ FIRST_CHUNK: Final = 1 / 8
 GRACE: Final = 0.1
 HOPELESS: Final = 2.0
 
-Arrived: TypeAlias = "Callable[[int, npt.NDArray[np.bool_]], bool]"
+log = logging.getLogger("kvstore_client")
 
 
 class TransferIn:
-    """Fetches blocks of one namespace. ``threads`` jobs run at a time; other jobs wait for their turn. Thread-safe.
+    """Fetches blocks of one namespace. Thread-safe. Valid in one process only.
 
-    The rows belong to the caller; a job may write to its rows until its ``done`` is called. ``waits``: jobs wait for
-    blocks that were promised, each until its deadline. ``parts``: what is fetched are parts, of which a block has so
-    many, mostly by as many jobs; counters count whole blocks.
+    The rows belong to the caller; a job may write to its rows until its ``done`` is called. ``parts``: what is fetched
+    are parts, of which a block has so many, mostly by as many jobs; counters count whole blocks.
     """
 
-    def __init__(
-        self, guard: StoreGuard, *, threads: int, counters: Counters, waits: bool = False, parts: int = 1
-    ) -> None:
+    def __init__(self, guard: StoreGuard, *, counters: Counters, parts: int = 1) -> None:
         self._guard = guard
         self._counters = counters
-        self._waits = waits
         self._parts = parts
-        self._missed = "unkept_blocks" if waits else "missed_blocks"
-        self.chunk_blocks = max(1, (WAITED_CHUNK_BYTES if waits else CHUNK_BYTES) // parts // guard.block_bytes)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-transfer-in")
-        self._idle = threading.Condition()
-        self._jobs = 0
+        self.chunk_blocks = max(1, CHUNK_BYTES // parts // guard.block_bytes)
+        self.waited_chunk_blocks = max(1, WAITED_CHUNK_BYTES // parts // guard.block_bytes)
+        self._changed = threading.Condition()
+        self._jobs: dict[Job, None] = {}  # in the order in which they came
         self._closed = False
+        self._multiplexer: Multiplexer | None = None  # most ranks of some engines never load
+        self._to_place: SimpleQueue[tuple[Job, Hits | None] | None] = SimpleQueue()
+        self._placing: threading.Thread | None = None
         self._tried = False  # whether a block has ever come
         self._corrupt = 0  # the client's checksum errors that are in the counter already
         self._fetching = 0  # chunks on their way
@@ -67,125 +81,264 @@ class TransferIn:
     @property
     def waiting(self) -> int:
         """Jobs that are queued or running."""
-        return self._jobs
+        return len(self._jobs)
 
     def submit(
         self,
         keys: Sequence[bytes],
-        out: Rows | Callable[[], Rows],
+        out: Rows | Callable[[], Rows | None],
         slots: Sequence[int],
         *,
-        deadline: float,
+        within: Within,
         arrived: Arrived,
         done: Callable[[], None],
-    ) -> None:
+        waits: bool = False,
+    ) -> Job:
         """Fetch block ``keys[i]`` into row ``out[slots[i]]``, chunk by chunk. Never blocks. ``out`` may be a function
-        that returns the rows when the job's turn has come; each transfer thread can then have rows of its own.
+        that returns the rows when the job's turn has come; None: there are none, it is asked again when another job
+        has ended.
 
         After each chunk, ``arrived(first, hits)`` is called: ``hits[j]`` says whether block ``first + j`` is in its
-        row. It returns whether to fetch the next chunk. ``deadline``, on the clock of ``time.monotonic()``: blocks that
-        have not arrived by then are misses; a job that cannot end by then, at the pace at which its blocks arrive, may
-        end sooner. ``done()`` is always called, and last. Both are called from a transfer's
-        thread; after ``close``, this call itself calls ``done()``.
+        row. It returns whether to fetch the next chunk. ``within``: blocks that have not arrived by then are misses; a
+        job that cannot end by then, at the pace at which its blocks arrive, may end sooner. ``waits``: blocks that were
+        promised are waited for; the time begins now. ``done()`` is always called, and last. Both are called from the
+        thread that places; after ``close``, this call itself calls ``done()``.
         """
-        with self._idle:
-            self._jobs += 1
-        try:
-            self._threads.submit(self._run, keys, out, slots, deadline, arrived, done)
-        except RuntimeError:  # shut down
-            self._finish(done)
+        job = Job(keys, out, slots, within, waits, arrived, done)
+        if waits:
+            within.begin(job.asked_at)
+        with self._changed:
+            closed = self._closed
+            if not closed:
+                self._jobs[job] = None
+                if self._multiplexer is None:
+                    self._placing = threading.Thread(target=self._place, name="kvstore-place", daemon=True)
+                    self._placing.start()
+                    self._multiplexer = Multiplexer(self._plan)
+        if closed:
+            job.state = State.OVER
+            done()
+        else:
+            self._wake()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End a job soon, wherever it is. Never blocks; ``done`` is called as ever."""
+        job.stopped = True
+        if (task := job.task) is not None:
+            task.stopped = True
+        self._wake()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no job is left. -> False if ``timeout_s`` passed first."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._jobs, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self) -> None:
-        """End all jobs, and wait for that. A chunk on the wire ends by its deadline; all later blocks are misses."""
-        self._closed = True
-        self._threads.shutdown(wait=True)
-
-    def _run(
-        self,
-        keys: Sequence[bytes],
-        out: Rows | Callable[[], Rows],
-        slots: Sequence[int],
-        deadline: float,
-        arrived: Arrived,
-        done: Callable[[], None],
-    ) -> None:
-        try:
-            rows = out() if callable(out) else out
-            began = time.monotonic()
-            tries = not self._tried and not self._waits
-            first, end = 0, 1 if tries else min(self.chunk_blocks, math.ceil(len(keys) * FIRST_CHUNK))
-            while first < len(keys):
-                share = 1.0 if self._waits else GRACE + (1 - GRACE) * end / len(keys)
-                until = began + (deadline - began) * share
-                hits = self._fetch(keys[first:end], rows, slots[first:end], until)
-                self._tried = self._tried or bool(hits.any())
-                if not arrived(first, hits):
-                    break
-                needed = (time.monotonic() - began) * len(keys) / end
-                if tries and hits.all() and needed > HOPELESS * (deadline - began):
-                    self._counters.add("missed_blocks", (len(keys) - end) / self._parts)
-                    break
-                tries = False
-                first, end = end, min(len(keys), end + self.chunk_blocks)
-        except Exception as error:
-            self._guard.failed(error)
-        finally:
-            self._finish(done)
-
-    def _finish(self, done: Callable[[], None]) -> None:
-        try:
-            done()
-        finally:
-            with self._idle:
-                self._jobs -= 1
-                self._idle.notify_all()
-
-    def _fetch(self, keys: Sequence[bytes], out: Rows, slots: Sequence[int], deadline: float) -> npt.NDArray[np.bool_]:
-        started = time.monotonic()
-        nothing = np.zeros(len(keys), dtype=np.bool_)
-        left = deadline - started
-        if left <= 0 or self._closed:
-            self._counters.add(self._missed, len(keys) / self._parts)
-            return nothing
-        timeout_s = min(left, self._guard.timeout_s)
-        wait_s = left - timeout_s if self._waits else 0.0
-
-        def get(client: Store) -> npt.NDArray[np.bool_]:
-            hits = client.get_into(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s)
-            self._count_corrupt(client.stats.checksum_errors)
-            return hits
-
-        with self._idle:
-            self._fetching += 1
-            if self._fetching == 1:
-                self._fetching_since = started
-        hits = self._guard.call(get, nothing)
-        arrived = int(hits.sum())
-        with self._idle:
-            self._fetching -= 1
-            now = time.monotonic()
-            blocks, seconds = self._arrived
-            self._arrived = blocks + arrived, seconds + now - self._fetching_since
-            self._fetching_since = now
-        self._counters.add("transfer_in_blocks", arrived / self._parts)
-        self._counters.add("transfer_in_bytes", arrived * self._guard.block_bytes)
-        self._counters.add("transfer_in_seconds", time.monotonic() - started)
-        self._counters.add(self._missed, (len(keys) - arrived) / self._parts)
-        return hits
+        """End all jobs, and wait for that. Blocks that have not come are misses."""
+        with self._changed:
+            self._closed = True
+            multiplexer, placing = self._multiplexer, self._placing
+        if multiplexer is None or placing is None:
+            return
+        multiplexer.close()
+        with self._changed:
+            for job in self._jobs:
+                if job.state is State.QUEUED:
+                    self._to_placer(job)
+        self._to_place.put(None)
+        placing.join()
 
     def take_pace(self) -> tuple[float, float]:
-        """-> blocks that arrived since the last call, and for how many seconds some were on their way."""
-        with self._idle:
+        """-> blocks that arrived since the last call, and for how many seconds some were on their way. Without jobs
+        that waited for promised blocks."""
+        with self._changed:
             (arrived, seconds), self._arrived = self._arrived, (0, 0.0)
         return arrived / self._parts, seconds
 
+    def _wake(self) -> None:
+        if self._multiplexer is not None:
+            self._multiplexer.wake()
+
+    # ---- on the thread that has all calls under way --------------------------------------------------------------
+
+    def _plan(self) -> float:
+        """Send the chunks whose turn it is. -> when to look again."""
+        now = time.monotonic()
+        with self._changed:
+            jobs = list(self._jobs)
+        look_again, turns, held_up = math.inf, 0, Counter[Link]()
+        for job in jobs:
+            if not job.began or job.waits or job.state is State.OVER:
+                continue
+            task = job.task
+            if job.state is not State.ON_THE_WIRE or task is None:
+                turns += 1
+            elif now - job.sent_at < SLOW_S:
+                turns += 1
+                look_again = min(look_again, job.sent_at + SLOW_S)
+            else:
+                job.slow_shards = task.awaited_shards
+                look_again = min(look_again, now + SLOW_S)
+            held_up.update(job.slow_shards)
+        for job in jobs:
+            if job.state is not State.QUEUED:
+                continue
+            deadline = job.within.deadline
+            ends_at = job.asked_at + self._guard.timeout_s if deadline is None else deadline
+            try:
+                if job.stopped or not job.keys:
+                    self._to_placer(job)
+                elif now >= ends_at:
+                    self._give_up(job)
+                elif job.began or ((job.waits or self._may_begin(job, turns, held_up)) and self._has_rows(job)):
+                    turns += not (job.began or job.waits)
+                    self._send(job, now)
+                    look_again = min(look_again, now + SLOW_S)
+                else:
+                    look_again = min(look_again, ends_at)
+            except Exception as error:  # the caller's ``out``, or a defect of ours: the others go on
+                self._guard.failed(error)
+                self._to_placer(job)
+        return look_again
+
+    def _give_up(self, job: Job) -> None:
+        """Its time is over: all that is left is missing."""
+        job.first, job.end = job.end, len(job.keys)
+        missing = job.end - job.first
+        self._counters.add(job.missed, missing / self._parts)
+        self._to_placer(job, np.zeros(missing, dtype=np.bool_))
+
+    def _may_begin(self, job: Job, turns: int, held_up: Counter[Link]) -> bool:
+        if turns >= AT_A_TIME:
+            return False
+        if not held_up:
+            return True
+        if job.shards is None:
+            job.shards = self._guard.asked(job.keys)
+        return not any(held_up[shard] >= AT_A_TIME for shard in job.shards)
+
+    def _has_rows(self, job: Job) -> bool:
+        if job.rows is None:
+            job.rows = job.out() if callable(job.out) else job.out
+        return job.rows is not None
+
+    def _next_chunk(self, job: Job) -> tuple[int, int]:
+        most = self.waited_chunk_blocks if job.waits else self.chunk_blocks
+        if job.end:
+            return job.end, min(len(job.keys), job.end + most)
+        return 0, 1 if not (self._tried or job.waits) else min(most, math.ceil(len(job.keys) * FIRST_CHUNK))
+
+    def _send(self, job: Job, now: float) -> None:
+        if not job.began:
+            job.began = now
+            job.tries = not (self._tried or job.waits)
+        deadline = job.within.begin(now)
+        job.first, job.end = self._next_chunk(job)
+        share = 1.0 if job.waits else GRACE + (1 - GRACE) * job.end / len(job.keys)
+        job.state, job.sent_at = State.ON_THE_WIRE, now
+        assert self._multiplexer is not None
+        job.task = task = self._multiplexer.start(
+            self._fetch(job, job.began + (deadline - job.began) * share), lambda hits: self._came(job, hits)
+        )
+        if job.stopped:  # before it had a task
+            task.stopped = True
+
+    def _fetch(self, job: Job, until: float) -> Steps[Hits]:
+        keys, slots, out = job.keys[job.first : job.end], job.slots[job.first : job.end], job.rows
+        started = time.monotonic()
+        nothing = np.zeros(len(keys), dtype=np.bool_)
+        left = until - started
+        if left <= 0:
+            self._counters.add(job.missed, len(keys) / self._parts)
+            return nothing
+        timeout_s = min(left, self._guard.timeout_s)
+        wait_s = left - timeout_s if job.waits else 0.0
+
+        def get(client: Store) -> Steps[Hits]:
+            assert out is not None
+            hits = yield from client._get_into_steps(keys, out, slots, wait_s=wait_s, timeout_s=timeout_s)
+            self._count_corrupt(client.stats.checksum_errors)
+            return hits
+
+        hits = nothing
+        self._count_fetching(not job.waits, started, 0)
+        try:
+            hits = yield from self._guard.steps(get, nothing)
+        finally:
+            arrived = int(hits.sum())
+            self._count_fetching(-(not job.waits), time.monotonic(), 0 if job.waits else arrived)
+        self._counters.add("transfer_in_blocks", arrived / self._parts)
+        self._counters.add("transfer_in_bytes", arrived * self._guard.block_bytes)
+        self._counters.add("transfer_in_seconds", time.monotonic() - started)
+        self._counters.add(job.missed, (len(keys) - arrived) / self._parts)
+        return hits
+
+    def _came(self, job: Job, hits: Hits | None) -> None:
+        """Its chunk has ended. On the thread of its task."""
+        job.task = None
+        if time.monotonic() - job.sent_at < SLOW_S:
+            job.slow_shards = frozenset()
+        self._tried = self._tried or bool(hits is not None and hits.any())
+        self._to_placer(job, hits)
+
+    def _to_placer(self, job: Job, hits: Hits | None = None) -> None:
+        """Have what came of a job placed. None: there is nothing more to be told of it."""
+        job.state = State.PLACING
+        self._to_place.put((job, hits))
+        self._wake()
+
+    def _count_fetching(self, more: int, now: float, arrived: int) -> None:
+        with self._changed:
+            blocks, seconds = self._arrived
+            on_their_way = now - self._fetching_since if self._fetching else 0.0
+            self._arrived = blocks + arrived, seconds + on_their_way
+            self._fetching += more
+            self._fetching_since = now
+
     def _count_corrupt(self, total: int) -> None:
-        with self._idle:  # another thread may have counted a later total
+        with self._changed:
             news = max(0, total - self._corrupt)
             self._corrupt += news
         self._counters.add("checksum_errors", news)
+
+    # ---- on the thread that places -------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        while (item := self._to_place.get()) is not None:
+            job, hits = item
+            goes_on = False
+            try:
+                goes_on = hits is not None and not job.stopped and self._placed(job, hits)
+            except Exception as error:
+                self._guard.failed(error)
+            with self._changed:
+                goes_on = goes_on and not self._closed
+                if goes_on:
+                    job.state = State.QUEUED
+            if not goes_on:
+                self._finish(job)
+            self._wake()
+
+    def _placed(self, job: Job, hits: Hits) -> bool:
+        """Tell of a chunk. -> whether to fetch the next one."""
+        if not job.arrived(job.first, hits) or job.end == len(job.keys):
+            return False
+        time_s = job.within.seconds
+        needed_s = (time.monotonic() - job.began) * len(job.keys) / max(1, job.end)
+        if job.tries and hits.all() and needed_s > HOPELESS * time_s:
+            self._counters.add("missed_blocks", (len(job.keys) - job.end) / self._parts)
+            return False
+        job.tries = False
+        return True
+
+    def _finish(self, job: Job) -> None:
+        job.state, job.rows = State.OVER, None
+        try:
+            job.done()
+        except Exception:  # a defect: the other jobs go on
+            log.exception("kvstore: the end of a load failed; please report it")
+            self._counters.add("defects")
+        with self._changed:
+            del self._jobs[job]
+            self._changed.notify_all()

@@ -25,10 +25,11 @@ import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
 from kvstore_client.engine.parts import PartialBlocks, in_remote, part_keys
-from kvstore_client.engine.transfer_in import CHUNK_BYTES
 
 Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
+# Payload of one round trip, at most: enough for full wire speed.
+CHUNK_BYTES: Final = 32 << 20
 # So long a part of a block is kept whose other parts do not come, because the engine that sends them is gone.
 PART_TTL_S: Final = 30.0
 # So many blocks, as many as may wait to be sent, may be in the store in part.
@@ -85,7 +86,7 @@ class TransferOut:
         self._partial = PartialBlocks(parts, most=PARTIAL_SHARE * limit)
         self._counters = counters
         self._done = done
-        self._batch = max(1, CHUNK_BYTES // guard.block_bytes)
+        self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
         self._queue: deque[_Waiting] = deque()
         self._first: deque[_Waiting] = deque()  # those that are handed over
         self._changed = threading.Condition()
@@ -148,7 +149,7 @@ class TransferOut:
                 queue = self._first or self._queue
                 if not queue:
                     return
-                batch = [queue.popleft() for _ in range(min(self._batch, len(queue)))]
+                batch = [queue.popleft() for _ in range(min(self.chunk_blocks, len(queue)))]
                 self._sending = len(batch)
             started = time.monotonic()
             self._send(batch)

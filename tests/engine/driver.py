@@ -7,8 +7,11 @@ the log file.
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -63,6 +66,8 @@ def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(spec["environment"])
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGUSR2, tell_what_is_under_way)
     try:
         serve(spec, pipe)
     except BaseException:
@@ -70,6 +75,21 @@ def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)  # past the interpreter's own end, which takes it seconds with all that is imported
+
+
+def tell_what_is_under_way(*_: object) -> None:
+    """Write to the log what the connector's halves wait for: an engine that gives no answer waits for one of them."""
+    for each in gc.get_objects():
+        if type(each).__name__ == "SchedulerHalf":
+            print(f"scheduler: {each.under_way}, waiting {each.loads._waiting}, loading {each.loads._loading}", flush=True)
+        elif type(each).__name__ == "TransferIn":
+            for job in list(each._jobs):
+                told = {
+                    name: value for name, value in vars(job).items() if name not in ("keys", "out", "slots", "rows")
+                }
+                print(f"job: {told}", flush=True)
+        elif type(each).__name__ == "Task" and type(each).__module__ == "kvstore_client.engine.multiplexer":
+            print(f"task: stopped {each.stopped}, awaits {each.awaited}", flush=True)
 
 
 def serve(spec: dict[str, Any], pipe: Connection) -> None:
@@ -271,15 +291,15 @@ def lose_blocks(delivered: int) -> None:
     """See ``Serving.deliver``."""
     from kvstore_client import KVStoreClient
 
-    get_into = KVStoreClient.get_into
+    get_into = KVStoreClient._get_into_steps
 
     def get_some(client: Any, keys: Any, out: Any, slots: Any, **how: Any) -> Any:
-        hits = get_into(client, keys, out, slots, **how)
+        hits = yield from get_into(client, keys, out, slots, **how)
         hits[delivered:] = False
         out[slots[delivered:]] = 0xFF
         return hits
 
-    KVStoreClient.get_into = get_some  # type: ignore[method-assign]
+    KVStoreClient._get_into_steps = get_some  # type: ignore[method-assign]
 
 
 def fork_processes() -> None:

@@ -6,7 +6,9 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -185,7 +187,10 @@ class Engine:
     def _receive(self, timeout_s: float) -> Any:
         """What the engine says next; None when it ended."""
         if not self._pipe.poll(timeout_s):
-            pytest.fail(f"no answer within {timeout_s} s; the log ends:\n{self.log_text()[-4000:]}")
+            for number in (signal.SIGUSR1, signal.SIGUSR2):  # it writes what its threads do, and what it waits for
+                os.kill(self._process.pid or 0, number)
+                time.sleep(1.0)
+            pytest.fail(f"no answer within {timeout_s} s; the log ends:\n{self.log_text()[-20000:]}")
         try:
             return self._pipe.recv()
         except EOFError:

@@ -437,11 +437,12 @@ def test_an_aborted_request_keeps_its_blocks_until_its_load_is_over_on_all_ranks
     request = engine.add(PROMPT)
     engine.step()
     engine.abort(request)
-    for rank in engine.ranks:
-        engine.step()
+    for number, rank in enumerate(engine.ranks):
+        assert engine.step().plan.cancelled == [request.request_id][number:], "each rank may end it now"
         assert engine.half.under_way["loading"] == 1 and engine.scheduler.kv_cache_manager.usage > 0
         rank.finish_load(deliver=1)
     engine.step()
+    assert "failed_loads" not in engine.counters.take(), "nobody computes what did not come"
     assert not any(engine.half.under_way.values()) and engine.scheduler.kv_cache_manager.usage == 0
 
 

@@ -82,7 +82,7 @@ def test_chunks_come_back_after_the_cpu_tier_evicted_them(server: Server, start_
 def test_chunks_go_to_and_come_from_the_rows_of_the_cpu_tier_themselves(
     server: Server, start_tier: START_TIER, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_blocks, get_into = KVStoreClient.set, KVStoreClient.get_into
+    set_blocks, get_into = KVStoreClient.set, KVStoreClient._get_into_steps
     seen: list[Any] = []
 
     def watched_set(client: KVStoreClient, keys: Any, blocks: Any, *rest: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def test_chunks_go_to_and_come_from_the_rows_of_the_cpu_tier_themselves(
         return get_into(client, keys, out, *rest, **options)
 
     monkeypatch.setattr(KVStoreClient, "set", watched_set)
-    monkeypatch.setattr(KVStoreClient, "get_into", watched_get)
+    monkeypatch.setattr(KVStoreClient, "_get_into_steps", watched_get)
     keys = offload_keys(3)
     engines = [start_tier(server.endpoint), start_tier(server.endpoint)]
     engines[0].save(keys)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
 
+from kvstore_client import KVStoreClient
 from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
-from tests.support.harness import Server, make_keys, make_namespace, wait_until
+from tests.support.harness import Server, make_keys, make_namespace, namespace_info, wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
@@ -16,7 +18,7 @@ with warnings.catch_warnings():
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.vllm.connector.layout import BlockLayout
     from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan
-    from kvstore_client.vllm.connector.worker import LOADING_THREADS, WorkerHalf
+    from kvstore_client.vllm.connector.worker import STAGED_LOADS, STAGED_WAITING_LOADS, WorkerHalf
 
 
 def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> None:
@@ -28,18 +30,47 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
     worker = WorkerHalf(
         guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
     )
-    keys = make_keys(1 + 2 * LOADING_THREADS)
+    keys = make_keys(1 + 2 * STAGED_LOADS)
     worker.begin_step(StepPlan(saves=Saves(0, keys[:1], [None], block_ids=[0], slots=[3], how=[SendAs()])))
     worker.save()
     worker.order_copies()
     loaded: set[str] = set()
     with server.stopped():
-        for number, key in enumerate(keys[1:]):  # more than there are threads for the network
+        for number, key in enumerate(keys[1:]):  # more than have rows at a time
             worker.load(Load(f"network {number}", keys=[key], block_ids=[4], within_s=4.0))
         worker.load(Load("host", host_slots=[3], host_block_ids=[2]))
         wait_until(lambda: loaded.update(worker.take_loaded()) or "host" in loaded, 1.0)
         assert loaded == {"host"} and not worker.take_failed_block_ids()
     assert (swapped_out(layout, 2) == swapped_out(layout, 0)).all()
     wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == len(keys), 10)
+    worker.close()
+    guard.close()
+
+
+def test_many_loads_take_no_thread_each_and_end_when_their_requests_do(server: Server) -> None:
+    """Loads that wait for blocks of another engine, which never come."""
+    layout = BlockLayout(caches("LBHNC"), BLOCKS)
+    counters = Counters()
+    namespace = make_namespace(layout.block_bytes, "worker-waits")
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=5, counters=counters)
+    worker = WorkerHalf(
+        guard, layout, store=RankStore(guard.namespace, 64), timeout_s=5, replica=(0, 1), counters=counters
+    )
+    keys = make_keys(STAGED_WAITING_LOADS + 8)
+    threads = threading.active_count()
+    with KVStoreClient(server.endpoint, namespace) as producer, producer.promise(keys):
+        for number, key in enumerate(keys):
+            how = {"slots": [number]} if number < 40 else {}
+            worker.load(Load(str(number), keys=[key], block_ids=[4], within_s=60.0, waits=True, **how))
+        wait_until(lambda: namespace_info(producer).awaited == len(keys), what="all wait at a time")
+        assert threading.active_count() == threads + 2
+        worker.begin_step(StepPlan(cancelled=["3", "5", "no such request"]))
+        loaded: set[str] = set()
+        wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == 2, 5.0)
+        assert loaded == {"3", "5"} and worker.take_failed_block_ids() == {4}
+        wait_until(lambda: namespace_info(producer).awaited == len(keys) - 2, what="the store was told")
+        worker.begin_step(StepPlan(cancelled=list(map(str, range(len(keys))))))
+        wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == len(keys), 5.0)
+    assert not counters.take().get("defects")
     worker.close()
     guard.close()

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore_client import KVStoreClient, Lookup, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.local_first import LocalFirstStore
 from kvstore_client.engine.parts import lookup_in_remote, promise_in_remote
 from kvstore_client.engine.transfer_in import TransferIn
@@ -172,13 +173,13 @@ def test_transfers_go_through_both(near: Server, far: Server, namespace: Namespa
         assert {outcome for _, outcome in sent} == {SendOutcome.STORED}
         with KVStoreClient(far.endpoint, namespace) as client:
             assert client.contains(keys).all()
-        into = TransferIn(guard, threads=1, counters=counters)
+        into = TransferIn(guard, counters=counters)
         target, finished = np.zeros((8, BLOCK), dtype=np.uint8), []
         into.submit(
             keys,
             target,
             range(8),
-            deadline=time.monotonic() + 2,
+            within=Within(2),
             arrived=lambda first, hits: bool(hits.all()),
             done=lambda: finished.append(True),
         )

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore_client import KVStoreClient, Lookup, Namespace
 from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.parts import PartsStore, lookup_in_remote, part_keys, promise_in_remote
 from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
@@ -90,12 +91,12 @@ def test_transfers_move_whole_blocks(server: Server, namespace: Namespace) -> No
     assert sent == list(zip([*range(len(KEYS))] * 2, outcomes, strict=True))
     rows = np.zeros_like(BLOCKS)
     ended: list[bool] = []
-    into = TransferIn(guard, threads=1, counters=counters)
+    into = TransferIn(guard, counters=counters)
     into.submit(
         KEYS,
         rows,
         range(len(KEYS)),
-        deadline=float("inf"),
+        within=Within(float("inf")),
         arrived=lambda _first, hits: bool(hits.all()),
         done=lambda: ended.append(True),
     )

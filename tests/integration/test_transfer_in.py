@@ -14,6 +14,7 @@ import pytest
 from kvstore_client import KVStoreClient, Namespace
 from kvstore_client.engine import transfer_in as transfer_module
 from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.transfer_in import TransferIn
 from tests.support.harness import (
     MakeNamespace,
@@ -46,9 +47,9 @@ def counters() -> Counters:
 def start_in(counters: Counters) -> Iterator[StartIn]:
     started: list[tuple[TransferIn, StoreGuard]] = []
 
-    def start(server: Server, namespace: Namespace, threads: int = 2, timeout_s: float = TIMEOUT_S) -> TransferIn:
+    def start(server: Server, namespace: Namespace, timeout_s: float = TIMEOUT_S) -> TransferIn:
         guard = StoreGuard(server.endpoint, namespace, timeout_s=timeout_s, counters=counters)
-        transfer = TransferIn(guard, threads=threads, counters=counters)
+        transfer = TransferIn(guard, counters=counters)
         started.append((transfer, guard))
         return transfer
 
@@ -78,19 +79,21 @@ class Job:
         *,
         left_s: float = 10.0,
         chunks: int = 1000,
+        waits: bool = False,
     ) -> None:
         """chunks: so many are asked for."""
         self.chunks: list[tuple[int, list[bool]]] = []
         self.done_at: list[float] = []
         self._asked_for = chunks
         self.started = time.monotonic()
-        transfer.submit(
+        self.job = transfer.submit(
             keys,
             rows,
             list(range(len(keys))) if slots is None else slots,
-            deadline=self.started + left_s,
+            within=Within(left_s),
             arrived=self._arrived,
             done=lambda: self.done_at.append(time.monotonic()),
+            waits=waits,
         )
 
     def _arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
@@ -168,7 +171,7 @@ def test_a_chunk_is_in_its_rows_when_it_is_told_of(
         keys,
         lambda: rows,
         slots,
-        deadline=time.monotonic() + 10,
+        within=Within(10),
         arrived=arrived,
         done=done.set,
     )
@@ -219,7 +222,7 @@ def test_damaged_blocks_of_many_jobs_at_a_time_are_each_counted_once(
     keys = make_keys(24)
     for key in keys:
         put_damaged(server, namespace, key)
-    transfer = start_in(server, namespace, threads=4)
+    transfer = start_in(server, namespace)
     for job in [Job(transfer, [key], empty_rows(1)) for key in keys]:
         assert job.wait() == [False]
     assert counters.take()["checksum_errors"] == len(keys)
@@ -239,16 +242,16 @@ def test_a_total_that_is_told_late_is_not_counted_twice(
 def test_a_frozen_store_is_given_up_at_the_deadline(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
 ) -> None:
-    """Of all jobs, also of those that had to wait for their turn."""
+    """The time of a job begins with its turn: two at a time wait for a shard."""
     server, namespace = start_server(), new_namespace(BLOCK_BYTES)
     keys = make_keys(8)
     put(server, namespace, keys)
     transfer = start_in(server, namespace, timeout_s=30)
     with server.stopped():
         jobs = [Job(transfer, keys, empty_rows(8), left_s=0.5) for _ in range(5)]
-        for job in jobs:
+        for number, job in enumerate(jobs):
             assert job.wait() == [False] * 8
-            assert job.seconds < 0.5 + SLACK_S
+            assert job.seconds < 0.5 * (number // 2 + 1) + SLACK_S
     assert counters.take()["missed_blocks"] == 40
 
 
@@ -303,7 +306,7 @@ def test_a_store_killed_between_two_chunks_is_a_miss_for_the_others(
         return True
 
     transfer = start_in(server, namespace)
-    transfer.submit(keys, empty_rows(12), range(12), deadline=time.monotonic() + 30, arrived=arrived, done=done.set)
+    transfer.submit(keys, empty_rows(12), range(12), within=Within(30), arrived=arrived, done=done.set)
     assert done.wait(3 * TIMEOUT_S + SLACK_S)
     assert hits == [True] + [False] * 11
     server.restart()
@@ -327,7 +330,7 @@ def test_whatever_goes_wrong_in_a_job_it_is_done(
         keys,
         fail if broken == "out" else empty_rows(2),
         [7, 0] if broken == "slots" else [0, 1],
-        deadline=time.monotonic() + 10,
+        within=Within(10),
         arrived=fail if broken == "arrived" else lambda first, hits: False,
         done=done.set,
     )
@@ -341,7 +344,7 @@ def test_jobs_wait_for_their_turn_and_all_come_to_it(
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(6)
     put(server, namespace, keys)
-    transfer = start_in(server, namespace, threads=1)
+    transfer = start_in(server, namespace)
     jobs = [Job(transfer, keys, empty_rows(6)) for _ in range(20)]
     assert transfer.drain(10) and transfer.waiting == 0
     assert all(job.wait() == [True] * 6 for job in jobs)
@@ -352,11 +355,12 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
 ) -> None:
     namespace, keys = new_namespace(BLOCK_BYTES), make_keys(6)
     guard = StoreGuard(server.endpoint, namespace, timeout_s=5.0, counters=counters)
-    transfer = TransferIn(guard, threads=4, counters=counters, waits=True)
+    transfer = TransferIn(guard, counters=counters)
     rows = empty_rows(6)
     with KVStoreClient(server.endpoint, namespace) as producer:
         promise = producer.promise(keys)
-        job, late = Job(transfer, keys, rows, left_s=30), Job(transfer, keys, empty_rows(6), left_s=0.3)
+        job = Job(transfer, keys, rows, left_s=30, waits=True)
+        late = Job(transfer, keys, empty_rows(6), left_s=0.3, waits=True)
         assert late.wait() == [] or not any(late.wait())
         assert late.seconds < 5
         put(server, namespace, keys[:4])
@@ -368,7 +372,7 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
         assert [bytes(row) for row in rows[:4]] == blocks_of(keys[:4], BLOCK_BYTES)
         # Whoever ends while it waits does not wait on.
         with producer.promise(keys[4:]):
-            job = Job(transfer, keys[4:], empty_rows(2), left_s=30)
+            job = Job(transfer, keys[4:], empty_rows(2), left_s=30, waits=True)
             wait_until(lambda: namespace_info(producer).awaited, what="it waits")
             guard.close()
             transfer.close()
@@ -414,7 +418,7 @@ def test_a_job_that_falls_behind_its_time_ends_sooner(
     put(server, namespace, keys)
     with SlowLink(server.port) as link:
         guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=Counters())
-        transfer = TransferIn(guard, threads=1, counters=Counters())
+        transfer = TransferIn(guard, counters=Counters())
         link.bytes_per_s = 50_000  # 52 s for all
         job = Job(transfer, keys, empty_rows(40), left_s=4.0, chunks=1)
         assert job.wait().count(False) >= 1
@@ -435,7 +439,7 @@ def test_a_store_that_is_hopelessly_slow_is_found_out_by_its_first_block(
     put(server, namespace, keys)
     with SlowLink(server.port) as link:
         guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=counters)
-        transfer = TransferIn(guard, threads=1, counters=counters)
+        transfer = TransferIn(guard, counters=counters)
         link.bytes_per_s = 200_000  # 0.3 s for a block, 13 s for all
         job = Job(transfer, keys, empty_rows(40), left_s=5.0)
         assert job.wait() == [True]
@@ -457,7 +461,7 @@ def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
     put(server, namespace, keys)
     with SlowLink(server.port) as link:
         guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=Counters())
-        transfer = TransferIn(guard, threads=1, counters=Counters())
+        transfer = TransferIn(guard, counters=Counters())
         assert Job(transfer, keys[:1], empty_rows(1)).wait() == [True]
         transfer.take_pace()
         link.bytes_per_s = 200_000  # 0.33 s for a block
@@ -469,3 +473,89 @@ def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
         assert transfer.take_pace()[0] == came
         transfer.close()
         guard.close()
+
+
+# ---- many jobs at a time -----------------------------------------------------------------------------------------
+
+
+def keys_of(server: Server, endpoints: Sequence[str], namespace: Namespace, count: int) -> list[bytes]:
+    """Keys whose owner is this one of several servers."""
+    with KVStoreClient(endpoints, namespace) as client:
+        mine = [key for key in make_keys(8 * count) if client.locate(key, ask=False)[0].endpoint == server.endpoint]
+    return mine[:count]
+
+
+@pytest.mark.exclusive
+def test_a_slow_shard_holds_up_only_the_jobs_that_need_it(
+    start_server: StartServer, new_namespace: MakeNamespace, counters: Counters, small_chunks: int
+) -> None:
+    """Two jobs wait for it, the others for their turn behind them, and some jobs need another shard."""
+    servers, namespace = [start_server(), start_server()], new_namespace(BLOCK_BYTES)
+    endpoints = [server.endpoint for server in servers]
+    slow, fast = [keys_of(server, endpoints, namespace, 6) for server in servers]
+    with KVStoreClient(endpoints, namespace) as client:
+        client.set(slow + fast, blocks_of(slow + fast, BLOCK_BYTES), deferred=False)
+    guard = StoreGuard(endpoints, namespace, timeout_s=2.0, counters=counters)
+    transfer = TransferIn(guard, counters=counters)
+    assert Job(transfer, slow + fast, empty_rows(12)).wait() == [True] * 12
+    with servers[0].stopped():
+        held_up = [Job(transfer, slow, empty_rows(6), left_s=4.0) for _ in range(12)]
+        others = [Job(transfer, fast, empty_rows(6)) for _ in range(12)]
+        wait_until(lambda: all(job.done_at for job in others), 10.0)
+        assert all(job.wait() == [True] * 6 for job in others)
+        assert not any(job.done_at for job in held_up)
+        assert [bool(job.job.began) for job in held_up] == [True] * 2 + [False] * 10
+        assert not any(any(job.wait(20.0)) for job in held_up)
+    transfer.close()
+    guard.close()
+
+
+def test_jobs_that_wait_for_promised_blocks_hold_up_nobody(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn
+) -> None:
+    namespace, keys = new_namespace(BLOCK_BYTES), make_keys(40)
+    put(server, namespace, keys[:4])
+    transfer = start_in(server, namespace)
+    threads = threading.active_count()
+    with KVStoreClient(server.endpoint, namespace) as producer, producer.promise(keys[4:]):
+        waiting = [Job(transfer, [key], empty_rows(1), left_s=30, waits=True) for key in keys[4:]]
+        wait_until(lambda: namespace_info(producer).awaited == len(waiting), what="all wait at a time")
+        assert threading.active_count() == threads + 2
+        assert Job(transfer, keys[:4], empty_rows(4)).wait(5.0) == [True] * 4
+        put(server, namespace, keys[4:])
+        assert all(job.wait() == [True] for job in waiting)
+    assert transfer.take_pace()[0] == 4, "what was waited for says nothing of the store's pace"
+
+
+def test_a_job_that_is_cancelled_ends_wherever_it_is(
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters, small_chunks: int
+) -> None:
+    """On the wire, queued, or where it waits for promised blocks; and its rows are its owner's again."""
+    server, namespace = start_server(), new_namespace(BLOCK_BYTES)
+    keys = make_keys(8)
+    put(server, namespace, keys)
+    transfer = start_in(server, namespace, timeout_s=30)
+    rows = [empty_rows(8) for _ in range(7)]
+    with server.stopped():
+        jobs = [Job(transfer, keys, some, left_s=30, waits=some is rows[6]) for some in rows]
+        wait_until(lambda: sum(bool(job.job.began) for job in jobs) == 3)
+        for job in jobs:
+            transfer.cancel(job.job)
+        for job, some in zip(jobs, rows, strict=True):
+            assert job.wait(5.0) == []
+            some[:] = 0xEE
+    again = Job(transfer, keys, empty_rows(8))
+    assert again.wait() == [True] * 8
+    assert all((some == 0xEE).all() for some in rows)
+    transfer.cancel(again.job)  # too late
+    assert len(again.done_at) == 1 and not counters.take().get("missed_blocks")
+
+
+def test_a_job_whose_turn_does_not_come_ends_all_the_same(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn, counters: Counters
+) -> None:
+    """Its caller has no rows to give, for instance."""
+    transfer = start_in(server, new_namespace(BLOCK_BYTES), timeout_s=0.3)
+    job = Job(transfer, make_keys(3), lambda: None)
+    assert job.wait() == [False] * 3 and 0.3 <= job.seconds < 0.3 + SLACK_S
+    assert counters.take() == {"missed_blocks": 3}

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from kvstore import _cext
-from kvstore_client.engine.transfer_in import Rows
+from kvstore_client.engine.jobs import Rows
 from kvstore_client.memory import host_memory
 from kvstore_client.vllm.connector.cache_pages import dense_runs, kind, merged_caches, pages_of_bytes
 from kvstore_client.vllm.connector.device import Addresses, Fence, Runs, SideStreams, pinned_rows

@@ -73,6 +73,7 @@ class LoadPlanner:
         self._arriving: dict[bytes, str] = {}  # key -> the request whose load brings it
         self._failed: set[str] = set()  # requests of which a load has failed
         self._planned: list[Load] = []  # that no step's plan has yet
+        self._cancelled: list[str] = []  # requests that have ended during their load, which no plan has named yet
         self._hit_sources: tuple[str, int, int] = ("", 0, 0)  # of the last load: request, tokens of host, of store
 
     @property
@@ -319,6 +320,11 @@ class LoadPlanner:
         self._work_s = None
         return loads
 
+    def take_cancelled(self) -> list[str]:
+        """The requests whose loads may end early, since the last call."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
     # What becomes of a load.
 
     def lost(self, block_ids: set[int], request_ids: Iterable[str]) -> None:
@@ -352,7 +358,7 @@ class LoadPlanner:
             books.events.forget(key)
         books.tier.link(load.keys, load.parents)
         books.tier.abort([slot for slot, is_good in zip(load.fetched, good, strict=True) if not is_good])
-        if load.failed:
+        if load.failed and not load.cancelled:
             books.counters.add("failed_loads")
             books.lookups.forget()
             if request_id in self._tracked:
@@ -360,9 +366,12 @@ class LoadPlanner:
         return load
 
     def forget(self, request: Request) -> None:
-        """The request has ended. Its load, if one is under way, goes on."""
+        """The request has ended. Its load, if one is under way, may end early."""
         self._waiting.pop(request.request_id, None)
         self._failed.discard(request.request_id)
+        if (load := self._loading.get(request.request_id)) is not None:
+            load.cancelled = True
+            self._cancelled.append(request.request_id)
 
     def reset(self) -> None:
         """What the store was asked for is of no use any more."""

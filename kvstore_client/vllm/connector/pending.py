@@ -71,6 +71,7 @@ class PendingLoad:
     from_store: int = 0  # blocks that come from the store
     waits: bool = False  # for blocks that others compute
     began: float = 0.0
+    cancelled: bool = False  # its request has ended
     failed: set[int] = field(default_factory=set)  # cache blocks that some rank could not load
 
 

@@ -39,8 +39,8 @@ class Load:
 
     The worker copies ``host_slots[i]`` to cache block ``host_block_ids[i]``. It fetches block ``keys[i]`` from the
     store into ``slots[i]``, where the block stays for later, and copies it to cache block ``block_ids[i]``. With
-    ``slots`` None it fetches into staging rows of its own instead. What has not come ``within_s`` is missing; with
-    ``waits``, blocks that are promised are waited for so long.
+    ``slots`` None it fetches into staging rows of its own instead. What has not come ``within_s``, from when its turn
+    begins, is missing; with ``waits``, blocks that are promised are waited for so long, from now on.
     """
 
     request_id: str
@@ -80,6 +80,7 @@ class Saves:
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """The workers' tasks in one step.
 
+    cancelled: requests that have ended while their load is under way; it may end at once, and is reported as ever.
     held: finished request -> a job; the engine keeps the request's blocks until all copies up to that job are made.
     reusing: blocks of preempted requests, or blocks behind a window, may be given to others in this step, so copies out
         of them must end first.
@@ -87,6 +88,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """
 
     loads: list[Load] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     saves: Saves | None = None
     held: dict[str, int] = field(default_factory=dict)
     reusing: bool = False

@@ -1,7 +1,7 @@
 """A load on one rank: the parts of its blocks that arrive, and their copies into the cache.
 
-Each part is fetched by a transfer of its own, in a thread of its own, and placed as it arrives. A block is loaded when
-all its parts are. Blocks that the host pool has are placed at the end, all their parts.
+Each part is fetched by a transfer of its own and placed as it arrives. A block is loaded when all its parts are. Blocks
+that the host pool has are placed at the end, all their parts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,42 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.engine.transfer_in import Rows
+from kvstore_client.engine.jobs import Job, Rows
 from kvstore_client.vllm.connector.device import Fence
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load
+
+
+class Staging:
+    """Rows for blocks that get no slot of the host pool: so many sets of them, one for each transfer that has its turn.
+    Thread-safe."""
+
+    def __init__(self, make: Callable[[], Rows], most: int, made_now: bool = False) -> None:
+        """make: makes a set. made_now: all are made now; otherwise each when it is first needed."""
+        self._make = make
+        self._unmade = 0 if made_now else most
+        self._free: list[Rows] = [make() for _ in range(most)] if made_now else []
+        self._lock = threading.Lock()
+
+    def take(self) -> Rows | None:
+        """-> a set; None: all are taken. Raises what ``make`` raises."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if not self._unmade:
+                return None
+            self._unmade -= 1
+        try:
+            return self._make()
+        except BaseException:
+            with self._lock:
+                self._unmade += 1
+            raise
+
+    def give_back(self, rows: Rows) -> None:
+        """Nothing reads or writes them any more."""
+        with self._lock:
+            self._free.append(rows)
 
 
 class RankLoad:
@@ -27,6 +59,7 @@ class RankLoad:
         self.load = load
         self.layout = layout
         self.parts: list[PartLoad] = []  # what is fetched
+        self.jobs: list[Job] = []  # that fetch it
         self.fence: Fence | None = None  # what its copies wait for
         self._pool = pool
         self._ended = 0
@@ -67,26 +100,31 @@ class RankLoad:
                 rows = [slot * parts + part for slot in self.load.host_slots]
                 copies.append(self.layout.swap_in(self._pool, rows, block_ids, self.fence, part))
         finally:
-            for each in self.parts:
-                each.finish()
             for copy in copies:
                 copy.wait()
         self._placed_here.update(block_ids)
 
 
 class PartLoad:
-    """One part of these blocks; used by one transfer thread."""
+    """One part of these blocks; used by one thread at a time."""
 
-    def __init__(self, load: RankLoad, part: int, rows: Callable[[], Rows], slots: Sequence[int]) -> None:
-        """rows, slots: where it arrives; ``rows()`` returns the same rows to each call of one thread."""
+    def __init__(self, load: RankLoad, part: int, rows: Rows | Staging, slots: Sequence[int]) -> None:
+        """rows, slots: where it arrives; or what lends the rows."""
         self.part = part
-        self.rows = rows
         self.slots = slots
+        self._staging = rows if isinstance(rows, Staging) else None
+        self._rows = rows if not isinstance(rows, Staging) else None
         self.placed = 0
         self.seconds = 0.0  # spent placing
         self.there: set[int] = set()  # cache blocks that have this part
         self._load = load
         self._copies: deque[tuple[Copy, Sequence[int]]] = deque()
+
+    def begin(self) -> Rows | None:
+        """Its turn has come. -> the rows; None: there are none to lend."""
+        if self._rows is None and self._staging is not None:
+            self._rows = self._staging.take()
+        return self._rows
 
     def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
         """Start to place the leading run of a chunk. Blocks after a gap are of no use, since the engine computes from
@@ -97,15 +135,21 @@ class PartLoad:
             self._settle()
         if run:
             slots, block_ids = self.slots[first : first + run], self._load.load.block_ids[first : first + run]
-            copy = self._load.layout.swap_in(self.rows(), slots, block_ids, self._load.fence, self.part)
+            assert self._rows is not None
+            copy = self._load.layout.swap_in(self._rows, slots, block_ids, self._load.fence, self.part)
             self._copies.append((copy, block_ids))
         self.seconds += time.monotonic() - started
         return run == len(hits)
 
     def finish(self) -> None:
-        """Wait for all copies."""
-        while self._copies:
-            self._settle()
+        """Wait for all copies, and give back what was lent."""
+        try:
+            while self._copies:
+                self._settle()
+        finally:
+            rows, self._rows = self._rows, None
+            if rows is not None and self._staging is not None:
+                self._staging.give_back(rows)
 
     def _settle(self) -> None:
         copy, block_ids = self._copies.popleft()

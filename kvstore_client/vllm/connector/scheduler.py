@@ -83,6 +83,7 @@ class SchedulerHalf:
         # Loads are taken before anything can fail: if a promised load were lost, its request would be parked for ever.
         return StepPlan(
             loads=self.loads.plan(output.num_scheduled_tokens),
+            cancelled=self.loads.take_cancelled(),
             held=self.saves.take_held(),
             reusing=bool(output.preempted_req_ids) or self.books.groups.windows,
             idle=not output.total_num_scheduled_tokens,

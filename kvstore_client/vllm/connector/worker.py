@@ -14,29 +14,31 @@ parts.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import NamedTuple, cast
 
 from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.parts import part_keys
-from kvstore_client.engine.transfer_in import Rows, TransferIn
-from kvstore_client.engine.transfer_out import SendAs, SendOutcome, TransferOut
+from kvstore_client.engine.transfer_in import TransferIn
+from kvstore_client.engine.transfer_out import CHUNK_BYTES, SendAs, SendOutcome, TransferOut
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
-from kvstore_client.vllm.connector.rank_load import PartLoad, RankLoad
+from kvstore_client.vllm.connector.rank_load import PartLoad, RankLoad, Staging
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# Requests that load at the same time: while one places the blocks that arrived, the other receives.
-LOADING_THREADS = 2
-# Requests that wait at the same time for blocks that another engine computes.
-WAITING_THREADS = 16
+# Loads at a time whose blocks get no slot of the CPU tier; others wait for their turn. Two are on the wire, and two may
+# wait for a slow shard.
+STAGED_LOADS = 4
+# The same, of those that wait for blocks that another engine computes.
+STAGED_WAITING_LOADS = 16
 # How long a step without tokens waits for the end of a transfer. Without this wait, such steps would spin and take the
 # GIL from the transfers.
 IDLE_WAIT_S = 0.0003
@@ -86,21 +88,18 @@ class WorkerHalf:
         slots = store.slots
         parts = layout.parts
         self._pool = layout.pool(slots * parts, shared=store_on_host)
-        self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters, parts=parts)
-        self._waiting_in = TransferIn(
-            guard, threads=WAITING_THREADS * parts, counters=counters, waits=True, parts=parts
-        )
+        self._in = TransferIn(guard, counters=counters, parts=parts)
         # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
         # room for the blocks of the next steps; they displace the oldest blocks in the queue.
-        limit = len(self._pool) // 2 - min(self._in.chunk_blocks, len(self._pool) // 4)
+        chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
+        limit = len(self._pool) // 2 - min(chunk_blocks, len(self._pool) // 4)
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent, parts=parts)
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="kvstore-swap-in")
-        # Two chunks for each transfer thread, so that one can be placed while the next arrives. Made now: to lock pages
-        # takes time that a request would wait for.
-        self._rows: SimpleQueue[Rows] = SimpleQueue()
-        for _ in range(LOADING_THREADS):
-            self._rows.put(layout.pool(2 * self._in.chunk_blocks))
-        self._staging = threading.local()
+        # Two chunks for each load, so that one can be placed while the next arrives. Made now: to lock pages takes time
+        # that a request would wait for. Most engines never wait for blocks of others.
+        self._staged_blocks, self._waited_blocks = 2 * self._in.chunk_blocks, 2 * self._in.waited_chunk_blocks
+        self._staging = Staging(lambda: layout.pool(self._staged_blocks), STAGED_LOADS, made_now=True)
+        self._waiting_staging = Staging(lambda: layout.pool(self._waited_blocks), STAGED_WAITING_LOADS * parts)
         self._copying: deque[OrderedCopies] = deque()
         self._copied_job = -1
         self._held: dict[str, int] = {}
@@ -112,6 +111,7 @@ class WorkerHalf:
         self._to_compute: list[set[str]] = []  # by part, the layers that its blocks wait for
         self._copied_parts = 0  # of the job that is being copied
         self._lock = threading.Lock()
+        self._loading: dict[str, RankLoad] = {}  # from the store
         self._finished: set[str] = set()
         self._failed_block_ids: set[int] = set()
         self._failed_to_tell: set[int] = set()
@@ -131,9 +131,8 @@ class WorkerHalf:
     def load(self, load: Load) -> None:
         """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
         missing blocks, or `take_failed_requests` itself."""
-        transfer = self._waiting_in if load.waits else self._in
-        rows = self._waiting_rows if load.waits else self._staging_rows
-        most = 2 * transfer.chunk_blocks
+        staging = self._waiting_staging if load.waits else self._staging
+        most = self._waited_blocks if load.waits else self._staged_blocks
         loading = RankLoad(load, self._layout, self._pool)
         try:
             loading.fence = self._layout.fence()
@@ -149,19 +148,32 @@ class WorkerHalf:
             return
         for part in range(self._layout.parts):
             loading.parts.append(
-                PartLoad(loading, part, lambda: self._pool, self._rows_of(load.slots, part))
+                PartLoad(loading, part, self._pool, self._rows_of(load.slots, part))
                 if load.slots is not None
-                else PartLoad(loading, part, rows, [index % most for index in range(len(load.keys))])
+                else PartLoad(loading, part, staging, [index % most for index in range(len(load.keys))])
             )
+        within = Within(load.within_s)
+        with self._lock:
+            self._loading[load.request_id] = loading
         for each in loading.parts:
-            transfer.submit(
-                self._part_keys(load.keys, each.part),
-                each.rows,
-                each.slots,
-                deadline=time.monotonic() + load.within_s,
-                arrived=each.arrived,
-                done=lambda: self._part_loaded(loading),
+            loading.jobs.append(
+                self._in.submit(
+                    self._part_keys(load.keys, each.part),
+                    each.begin,
+                    each.slots,
+                    within=within,
+                    arrived=each.arrived,
+                    done=functools.partial(self._part_loaded, loading, each),
+                    waits=load.waits,
+                )
             )
+
+    def _cancel(self, request_id: str) -> None:
+        """Nobody needs this request's blocks any more: end its load soon. It is reported as ever."""
+        with self._lock:
+            loading = self._loading.get(request_id)
+        for job in loading.jobs if loading is not None else ():
+            self._in.cancel(job)
 
     def _rows_of(self, slots: Sequence[int], part: int) -> list[int]:
         """The rows of the host pool where this part of the blocks in these slots is."""
@@ -170,31 +182,26 @@ class WorkerHalf:
     def _part_keys(self, keys: Sequence[bytes], part: int) -> Sequence[bytes]:
         return part_keys(keys, range(part, part + 1)) if self._layout.parts > 1 else keys
 
-    def _staging_rows(self) -> Rows:
-        """The rows of the calling transfer thread."""
-        rows: Rows | None = getattr(self._staging, "rows", None)
-        if rows is None:
-            rows = self._staging.rows = self._rows.get()
-        return rows
-
-    def _waiting_rows(self) -> Rows:
-        """The same, made when it is first needed: most engines need none."""
-        rows: Rows | None = getattr(self._staging, "rows", None)
-        if rows is None:
-            rows = self._staging.rows = self._layout.pool(2 * self._waiting_in.chunk_blocks)
-        return rows
-
-    def _part_loaded(self, loading: RankLoad) -> None:
+    def _part_loaded(self, loading: RankLoad, part: PartLoad) -> None:
+        started = time.monotonic()
+        try:
+            part.finish()
+        except Exception:
+            self._failed(loading)
+        part.seconds += time.monotonic() - started
         if loading.part_ends():
             self._loaded(loading)
+
+    def _failed(self, loading: RankLoad) -> None:
+        logger.exception("kvstore: loading the blocks of request %s failed", loading.load.request_id)
+        self._counters.add("defects")
 
     def _loaded(self, loading: RankLoad) -> None:
         started = time.monotonic()
         try:
             loading.finish()
         except Exception:
-            logger.exception("kvstore: loading the blocks of request %s failed", loading.load.request_id)
-            self._counters.add("defects")
+            self._failed(loading)
         self._counters.add("swap_in_blocks", loading.placed)
         self._counters.add("swap_in_bytes", loading.placed * self._layout.block_bytes)
         self._counters.add("swap_in_seconds", loading.seconds + time.monotonic() - started)
@@ -202,6 +209,7 @@ class WorkerHalf:
 
     def _end(self, loading: RankLoad) -> None:
         with self._lock:
+            self._loading.pop(loading.load.request_id, None)
             self._finished.add(loading.load.request_id)
             if not self._recompute_whole:
                 self._failed_block_ids |= loading.missing
@@ -237,6 +245,8 @@ class WorkerHalf:
     def begin_step(self, plan: StepPlan) -> None:
         """Take in the step's plan."""
         self._idle = plan.idle
+        for request_id in plan.cancelled:
+            self._cancel(request_id)
         self._held.update(plan.held)
         self._saves = plan.saves
         self._to_compute = [set(layers) for layers in self._layout.layers] if plan.saves else []
@@ -381,7 +391,6 @@ class WorkerHalf:
         """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
         self._settle_copies()
         self._out.close(self._timeout_s)
-        self._guard.close()  # or loads would wait on for promised blocks
         self._in.close()
-        self._waiting_in.close()
+        self._guard.close()
         self._swaps.shutdown(wait=True)

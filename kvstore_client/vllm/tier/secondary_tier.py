@@ -44,6 +44,7 @@ from vllm.v1.kv_offload.tiering.base import JobId, JobResult, SecondaryTierManag
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import SendOutcome, TransferOut
 from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, PREFIX
@@ -59,13 +60,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-    from kvstore_client.engine.transfer_in import Rows
+    from kvstore_client.engine.jobs import Rows
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
 
 T = TypeVar("T")
 
-LOAD_THREADS = 2
 GENERATION_BYTES = 16
 # The share of the CPU tier that may wait to be sent. Waiting chunks are pinned there, as many again can be on the wire,
 # and the engine needs the rest.
@@ -186,7 +186,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups = ChunkLookups(lookup_guard, timeout_s=given.lookup_timeout_s, counters=self._counters)
         self._most_waiting = given.waiting_chunks or max(1, int(len(self._rows) * WAITING_SHARE))
         self._out = TransferOut(self._guard, limit=self._most_waiting, counters=self._counters, done=self._sent)
-        self._in = TransferIn(self._guard, threads=LOAD_THREADS, counters=self._counters)
+        self._in = TransferIn(self._guard, counters=self._counters)
         self._stores: dict[JobId, StoreJob] = {}  # only used by the scheduler's thread
         self._named: deque[Sequence[tuple[Hashable, SendOutcome]]] = deque()  # from the transfer's thread
         self._loads: deque[LoadJob] = deque()  # finished ones, from the transfer's threads
@@ -256,7 +256,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._unstarted.append(JobResult(job_id=job_id, success=False))
             return
         done = functools.partial(self._loads.append, job)
-        self._in.submit(job.names, rows, slots, deadline=now + self._timeout_s, arrived=job.arrived, done=done)
+        self._in.submit(job.names, rows, slots, within=Within(self._timeout_s), arrived=job.arrived, done=done)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results, self._unstarted = self._unstarted, []

@@ -1,0 +1,173 @@
+"""Calls in steps, many on one thread: each ends once, wherever it waits, and no wake-up is lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvstore_client._calls.exchange import Awaited, Steps, drive
+from kvstore_client._links.core import Core
+from kvstore_client._links.leading import Leading
+from kvstore_client.engine import multiplexer as module
+from kvstore_client.engine.multiplexer import Multiplexer, Task
+from tests.support.harness import wait_until
+
+FAR = 60.0
+
+
+def a_core() -> Core:
+    """What a multiplexer uses of a client's core: the real waiting, without links."""
+    leading = Leading(lambda: [], lambda: None)
+    core = SimpleNamespace(wait=leading.wait, wake=leading.wake, closed=False, leading=leading)
+    return cast("Core", core)
+
+
+def close(core: Core) -> None:
+    core.closed = True
+    cast("Any", core).leading.close()
+
+
+@pytest.fixture
+def cores() -> Iterator[list[Core]]:
+    made = [a_core(), a_core()]
+    yield made
+    for core in made:
+        close(core)
+
+
+class Ended:
+    """What became of some calls."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, list[Any]] = {}
+
+    def of(self, number: int) -> Callable[[Any], None]:
+        return lambda result: self.results.setdefault(number, []).append(result)
+
+
+def waits_for(core: Core, event: threading.Event, closed: list[int], deadline_s: float = FAR) -> Steps[str]:
+    try:
+        holds = yield Awaited(core, event.is_set, time.monotonic() + deadline_s)
+        return "held" if holds else "too late"
+    finally:
+        closed.append(1)
+
+
+def test_one_call_is_driven_on_the_calling_thread(cores: list[Core]) -> None:
+    event, closed = threading.Event(), list[int]()
+    assert drive(waits_for(cores[0], event, closed, 0.01)) == "too late"
+    event.set()
+    assert drive(waits_for(cores[0], event, closed)) == "held" and len(closed) == 2
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    core = cast("Core", SimpleNamespace(wait=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        drive(waits_for(core, event, closed))
+    assert len(closed) == 3, "it gave up what it had asked for"
+
+
+def test_every_call_ends_once_with_what_it_returns(cores: list[Core]) -> None:
+    """They wait for events that other threads set at any time, for two clients in turn."""
+    choose, ended, count = random.Random(1), Ended(), 200
+    multiplexer = Multiplexer(lambda: float("inf"))
+    events = [[threading.Event() for _ in range(3)] for _ in range(count)]
+
+    def call(number: int) -> Steps[int]:
+        for at, event in enumerate(events[number]):
+            assert (yield Awaited(cores[(number + at) % 2], event.is_set, time.monotonic() + FAR))
+        return number
+
+    for number in range(count):
+        multiplexer.start(call(number), ended.of(number))
+    todo = [(each, cores[(number + at) % 2]) for number in range(count) for at, each in enumerate(events[number])]
+    choose.shuffle(todo)
+
+    def set_some(some: list[tuple[threading.Event, Core]]) -> None:
+        for event, core in some:
+            event.set()
+            core.wake()
+
+    threads = [threading.Thread(target=set_some, args=[todo[at::3]]) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: len(ended.results) == count, 10.0)
+    assert all(ended.results[number] == [number] for number in range(count))
+    multiplexer.close()
+
+
+def test_calls_are_stopped_and_closed_wherever_they_wait(cores: list[Core]) -> None:
+    ended, never, closed = Ended(), threading.Event(), list[int]()
+    multiplexer = Multiplexer(lambda: float("inf"))
+    tasks = [multiplexer.start(waits_for(cores[n % 2], never, closed), ended.of(n)) for n in range(10)]
+    wait_until(lambda: all(task.awaited is not None for task in tasks))
+    for task in tasks[:4]:
+        task.stopped = True
+    multiplexer.wake()
+    wait_until(lambda: len(ended.results) == 4)
+    assert len(closed) == 4
+    multiplexer.close()
+    assert ended.results == {number: [None] for number in range(10)} and len(closed) == 10
+    multiplexer.start(waits_for(cores[0], never, closed), ended.of(10))  # too late
+    assert ended.results[10] == [None]
+    multiplexer.close()
+
+
+def test_a_client_that_is_closed_ends_the_waits_of_its_calls(cores: list[Core]) -> None:
+    ended, never, closed = Ended(), threading.Event(), list[int]()
+    multiplexer = Multiplexer(lambda: float("inf"))
+    task = multiplexer.start(waits_for(cores[0], never, closed), ended.of(0))
+    wait_until(lambda: task.awaited is not None)
+    close(cores[0])
+    wait_until(lambda: ended.results == {0: ["too late"]})
+    multiplexer.close()
+
+
+def test_news_is_looked_at_at_once_and_defects_end_no_thread(
+    cores: list[Core], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread may be idle, wait for a client, or be anywhere in between."""
+    monkeypatch.setattr(module, "AFTER_DEFECT_S", 0.0)
+    ended, never, seen = Ended(), threading.Event(), threading.Event()
+    multiplexer: Multiplexer
+
+    def plan() -> float:
+        seen.set()
+        if len(ended.results) == 1:
+            ended.results[-1] = []
+            raise ZeroDivisionError("a defect")
+        return float("inf")
+
+    multiplexer = Multiplexer(plan)
+
+    def looks() -> float:
+        seen.clear()
+        began = time.monotonic()
+        multiplexer.wake()
+        assert seen.wait(5.0)
+        return time.monotonic() - began
+
+    idle_s = sorted(looks() for _ in range(50))[25]
+    task: Task = multiplexer.start(waits_for(cores[0], never, []), ended.of(0))
+    wait_until(lambda: task.awaited is not None)
+    busy_s = sorted(looks() for _ in range(50))[25]
+    assert max(idle_s, busy_s) < 0.04, "nobody waited for the next look"
+    multiplexer.start(fails(cores[0]), ended.of(1))
+    wait_until(lambda: ended.results.get(1) == [None])
+    assert "a defect" in caplog.text and looks() < 5.0
+    multiplexer.close()
+    assert ended.results[0] == [None]
+
+
+def fails(core: Core) -> Steps[None]:
+    yield Awaited(core, lambda: True, 0.0)
+    raise ZeroDivisionError("a defect")
