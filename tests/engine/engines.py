@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.wire import NamespaceInfo
 from kvstore_client import KVStoreClient, Namespace
-from tests.engine import driver
+from tests.engine import driver, witness
 from tests.engine.driver import Answer, Ask
 from tests.support.harness import Server, rss_bytes, wait_until
 
@@ -79,6 +79,7 @@ class Engine:
             "engine": engine_arguments,
         }
         self.log = log
+        self._has_core = settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         context = nursery()
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=driver.run, args=(spec, log, far_end))
@@ -142,14 +143,28 @@ class Engine:
         state = self.result()
         assert not any(state.values()), f"{state}; the log ends:\n{self.log_text()[-4000:]}"
 
+    def witness(self) -> str:
+        """What all its processes are doing, and all threads of the test; it is in the log as well."""
+        return witness.ask(self._process.pid, self.log)
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
     @property
-    def rss_bytes(self) -> int:
-        """Resident memory of the engine and the processes it started."""
+    def processes(self) -> list[psutil.Process]:
+        """The engine and the processes it started."""
         process = psutil.Process(self._process.pid)
-        return sum(rss_bytes(each.pid) for each in [process, *process.children(recursive=True)])
+        return [process, *process.children(recursive=True)]
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory of all these."""
+        return sum(rss_bytes(each.pid) for each in self.processes)
+
+    @property
+    def has_core(self) -> bool:
+        """Whether its core runs in the driver's process, where ``settle`` and phases of requests need it."""
+        return self._has_core
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -185,7 +200,7 @@ class Engine:
     def _receive(self, timeout_s: float) -> Any:
         """What the engine says next; None when it ended."""
         if not self._pipe.poll(timeout_s):
-            pytest.fail(f"no answer within {timeout_s} s; the log ends:\n{self.log_text()[-4000:]}")
+            pytest.fail(f"no answer within {timeout_s} s; the log ends:\n{self.witness()}")
         try:
             return self._pipe.recv()
         except EOFError:
