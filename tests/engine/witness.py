@@ -100,6 +100,6 @@ def _described(scheduler: Any) -> str:
         )
     for half in halves:
         lines.append(f"  records: {half.under_way}")
-        for title in ("_waiting", "_loading", "_copying", "_held"):
-            lines += [f"  {title}[{key}] = {str(value)[:600]}" for key, value in list(getattr(half, title).items())]
+        for records in (half.loads._waiting, half.loads._loading, half.saves._copying, half.saves._held):
+            lines += [f"    {key}: {str(value)[:600]}" for key, value in list(records.items())]
     return "\n".join([*lines, ""])
