@@ -19,7 +19,7 @@ from kvstore.wire import NamespaceInfo
 from kvstore_client import KVStoreClient, Namespace
 from tests.engine import driver, witness
 from tests.engine.driver import Answer, Ask
-from tests.support.harness import Server, rss_bytes, wait_until
+from tests.support.harness import Server, wait_until
 
 START_S = 170.0  # the first start imports what all engines are forked with
 ANSWER_S = 60.0
@@ -155,11 +155,6 @@ class Engine:
         """The engine and the processes it started."""
         process = psutil.Process(self._process.pid)
         return [process, *process.children(recursive=True)]
-
-    @property
-    def rss_bytes(self) -> int:
-        """Resident memory of all these."""
-        return sum(rss_bytes(each.pid) for each in self.processes)
 
     @property
     def has_core(self) -> bool:
