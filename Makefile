@@ -28,8 +28,8 @@ coverage: ## the lines of kvstore, kvstore_client, kvstore_serving and kvstore_c
 gpu-test: ## the tests of the copies to and from a CUDA device, and their benchmark: PYTHON= an interpreter with torch for CUDA
 	@exec scripts/gpu_test.sh $(PYTEST_ARGS)
 
-soak: ## engines while the store fails, with sliding windows and of different sizes, too: KVSTORE_SOAK_S=600 seconds each
-	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-600} scripts/run.sh full python -m pytest -m soak
+soak: ## engines while the store fails, fills, drains or loses its disk, nine kinds: KVSTORE_SOAK_S=300 seconds each, KVSTORE_SOAK_SEED=, PYTEST_ARGS="-k disk"
+	@KVSTORE_SOAK_S=$${KVSTORE_SOAK_S:-300} scripts/run.sh full python -m pytest -m soak -rP $(PYTEST_ARGS)
 
 layouts: ## engines with every layout of a KV cache that vLLM runs on CPUs: states, latents, drafts, fp8
 	@KVSTORE_LAYOUTS=1 scripts/run.sh full python -m pytest tests/engine/test_state_models.py tests/engine/test_cache_layouts.py

@@ -1,7 +1,8 @@
-/* Makes the calls that read or write files below a folder fail with EIO, as soon as a trigger file exists.
+/* Makes the calls that read or write files below a folder fail or take long, as soon as a trigger file exists.
 
    Preloaded into a server: IO_ERRORS_FOLDER is the folder, IO_ERRORS_TRIGGER the file. The trigger's first bytes say
-   which calls fail: "read", "write", "sync" or "all". */
+   which calls fail with EIO: "read", "write", "sync" or "all". Or "full": what writes fails with ENOSPC. Or "slow":
+   every call takes 50 ms longer. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -16,30 +17,39 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+enum { SLOW = -1 };
+
+/* The error that calls of this kind fail with, SLOW, or 0. */
 static int triggered(const char *kind)
 {
     const char *trigger = getenv("IO_ERRORS_TRIGGER");
     char what[16] = "";
-    int fd, saved = errno, yes = 0;
+    int fd, saved = errno, error = 0;
     if (trigger == NULL)
         return 0;
     fd = (int)syscall(SYS_openat, AT_FDCWD, trigger, O_RDONLY | O_CLOEXEC);
     if (fd >= 0) {
-        if (syscall(SYS_read, fd, what, sizeof what - 1) > 0)
-            yes = strncmp(what, "all", 3) == 0 || strncmp(what, kind, strlen(kind)) == 0;
+        if (syscall(SYS_read, fd, what, sizeof what - 1) > 0) {
+            if (strncmp(what, "all", 3) == 0 || strncmp(what, kind, strlen(kind)) == 0)
+                error = EIO;
+            else if (strncmp(what, "full", 4) == 0 && strcmp(kind, "write") == 0)
+                error = ENOSPC;
+            else if (strncmp(what, "slow", 4) == 0)
+                error = SLOW;
+        }
         syscall(SYS_close, fd);
     }
     errno = saved;
-    return yes;
+    return error;
 }
 
 static int fails(int fd, const char *kind)
 {
     const char *folder = getenv("IO_ERRORS_FOLDER");
     char link[64], path[PATH_MAX];
-    int saved = errno;
+    int saved = errno, error;
     ssize_t size;
-    if (folder == NULL || !triggered(kind))
+    if (folder == NULL || (error = triggered(kind)) == 0)
         return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     size = readlink(link, path, sizeof path - 1);
@@ -49,7 +59,12 @@ static int fails(int fd, const char *kind)
     path[size] = 0;
     if (strncmp(path, folder, strlen(folder)) != 0)
         return 0;
-    errno = EIO;
+    if (error == SLOW) {
+        usleep(50000);
+        errno = saved;
+        return 0;
+    }
+    errno = error;
     return 1;
 }
 

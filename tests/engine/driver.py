@@ -7,11 +7,8 @@ the log file.
 
 from __future__ import annotations
 
-import faulthandler
-import gc
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -19,6 +16,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.engine import witness
 
 SETTLE_S = 25.0
 LABELS = ("tier", "direction", "side", "phase")  # of the connector's metrics
@@ -47,6 +46,7 @@ class Answer:
 
     seconds: from the order for all prompts of a ``generate``, from its own beginning in a ``play``. aborted: it was, so
     the other fields say nothing. keys: its full blocks' names in the store, if the engine's core runs in the driver.
+    step_s: the longest step of the play.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -56,18 +56,18 @@ class Answer:
     aborted: bool = False
     keys: list[bytes] = field(default_factory=list)
     params: dict[str, Any] | None = None  # for the next engine
+    step_s: float = 0.0
 
 
 def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
     """spec: model (path), connector (its options, or None), kv_role, beside (a MultiConnector's connectors: name and
     configuration, "kvstore" for this one; empty: no MultiConnector), load_failure_policy (empty: vLLM's default), fork
     (see ``fork_processes``), environment, engine (arguments of ``vllm.LLM``)."""
-    with log.open("wb") as file:
+    with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    witness.listen()
     os.environ.update(spec["environment"])
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGUSR2, tell_what_is_under_way)
     try:
         serve(spec, pipe)
     except BaseException:
@@ -75,21 +75,6 @@ def run(spec: dict[str, Any], log: Path, pipe: Connection) -> None:
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)  # past the interpreter's own end, which takes it seconds with all that is imported
-
-
-def tell_what_is_under_way(*_: object) -> None:
-    """Write to the log what the connector's halves wait for: an engine that gives no answer waits for one of them."""
-    for each in gc.get_objects():
-        if type(each).__name__ == "SchedulerHalf":
-            print(f"scheduler: {each.under_way}, waiting {each.loads._waiting}, loading {each.loads._loading}", flush=True)
-        elif type(each).__name__ == "TransferIn":
-            for job in list(each._jobs):
-                told = {
-                    name: value for name, value in vars(job).items() if name not in ("keys", "out", "slots", "rows")
-                }
-                print(f"job: {told}", flush=True)
-        elif type(each).__name__ == "Task" and type(each).__module__ == "kvstore_client.engine.multiplexer":
-            print(f"task: stopped {each.stopped}, awaits {each.awaited}", flush=True)
 
 
 def serve(spec: dict[str, Any], pipe: Connection) -> None:
@@ -130,7 +115,7 @@ class Serving:
         answers = [Answer() for _ in asks]
         begun: dict[int, tuple[str, float]] = {}  # the engine's own name, when
         left = set(range(len(asks)))
-        step = 0
+        step, step_s = 0, 0.0
         while left or self._busy():
             for number in left - begun.keys():
                 if asks[number].at <= step:
@@ -141,7 +126,10 @@ class Serving:
                     begun[number] = name, time.monotonic()
                     if self._core is not None:
                         answers[number].keys = list(self._core.scheduler.requests[name].block_hashes)
-            for output in engine.step():
+            stepping = time.monotonic()
+            outputs = engine.step()
+            step_s = max(step_s, time.monotonic() - stepping)
+            for output in outputs:
                 number = int(output.request_id.partition("/")[0])
                 if output.finished and number in left:
                     keys = answers[number].keys
@@ -154,6 +142,8 @@ class Serving:
                     engine.abort_request([begun[number][0]], internal=True)
                     answers[number].aborted = True
                     left.discard(number)
+        for answer in answers:
+            answer.step_s = step_s
         return answers
 
     def _due(self, abort: str | float | None, name: str, begun: float) -> bool:
@@ -189,7 +179,10 @@ class Serving:
             if metric.name.startswith("vllm:kvstore_"):
                 label = next((metric.labels[name] for name in LABELS if name in metric.labels), None)
                 name = metric.name.removeprefix("vllm:kvstore_")
-                numbers[f"{name}/{label}" if label else name] = metric.value
+                if hasattr(metric, "value"):
+                    numbers[f"{name}/{label}" if label else name] = metric.value
+                else:  # a histogram
+                    numbers[f"{name}/count"], numbers[f"{name}/sum"] = metric.count, metric.sum
         return numbers
 
     def state(self) -> dict[str, float]:

@@ -6,9 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -19,9 +17,9 @@ import pytest
 
 from kvstore.wire import NamespaceInfo
 from kvstore_client import KVStoreClient, Namespace
-from tests.engine import driver
+from tests.engine import driver, witness
 from tests.engine.driver import Answer, Ask
-from tests.support.harness import Server, rss_bytes, wait_until
+from tests.support.harness import Server, wait_until
 
 START_S = 170.0  # the first start imports what all engines are forked with
 ANSWER_S = 60.0
@@ -81,6 +79,7 @@ class Engine:
             "engine": engine_arguments,
         }
         self.log = log
+        self._has_core = settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         context = nursery()
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=driver.run, args=(spec, log, far_end))
@@ -144,14 +143,23 @@ class Engine:
         state = self.result()
         assert not any(state.values()), f"{state}; the log ends:\n{self.log_text()[-4000:]}"
 
+    def witness(self) -> str:
+        """What all its processes are doing, and all threads of the test; it is in the log as well."""
+        return witness.ask(self._process.pid, self.log)
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
     @property
-    def rss_bytes(self) -> int:
-        """Resident memory of the engine and the processes it started."""
+    def processes(self) -> list[psutil.Process]:
+        """The engine and the processes it started."""
         process = psutil.Process(self._process.pid)
-        return sum(rss_bytes(each.pid) for each in [process, *process.children(recursive=True)])
+        return [process, *process.children(recursive=True)]
+
+    @property
+    def has_core(self) -> bool:
+        """Whether its core runs in the driver's process, where ``settle`` and phases of requests need it."""
+        return self._has_core
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -187,10 +195,7 @@ class Engine:
     def _receive(self, timeout_s: float) -> Any:
         """What the engine says next; None when it ended."""
         if not self._pipe.poll(timeout_s):
-            for number in (signal.SIGUSR1, signal.SIGUSR2):  # it writes what its threads do, and what it waits for
-                os.kill(self._process.pid or 0, number)
-                time.sleep(1.0)
-            pytest.fail(f"no answer within {timeout_s} s; the log ends:\n{self.log_text()[-20000:]}")
+            pytest.fail(f"no answer within {timeout_s} s; the log ends:\n{self.witness()}")
         try:
             return self._pipe.recv()
         except EOFError:

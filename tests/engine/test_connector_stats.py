@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
-    from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES
+    from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
 TRANSFER_CONFIG = KVTransferConfig(
     kv_connector="KVStoreConnector",
@@ -66,12 +66,13 @@ def test_counters_add_up_over_ranks_and_time_and_gauges_keep_the_last_of_each_so
     assert total.data == {
         "counters": {"dropped_blocks": 3, "transfer_out_seconds": 0.5, "lookups": 1},
         "gauges": {"waiting_blocks/0": 3, "waiting_blocks/1": 5},
+        "histograms": {},
     }
     assert total.reduce() == {"dropped_blocks": 3, "transfer_out_seconds": 0.5, "lookups": 1, "waiting_blocks": 8}
 
 
 def test_stats_survive_both_of_the_engines_ways_between_processes() -> None:
-    stats = TransferStats.of({"lookups": 2}, {"waiting_blocks/0": 1})
+    stats = TransferStats.of({"lookups": 2}, {"waiting_blocks/0": 1}, {"held_back_seconds": [0.1, 0.0]})
     assert pickle.loads(pickle.dumps(stats)).data == stats.data
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())) == stats.data
 
@@ -80,6 +81,8 @@ def test_stats_are_empty_until_something_was_counted() -> None:
     assert TransferStats().is_empty()
     assert not TransferStats.of({"lookups": 1}).is_empty()
     assert not TransferStats.of({}, {"waiting_blocks/0": 0}).is_empty(), "a queue that emptied is news"
+    assert not TransferStats.of({}, histograms={"held_back_seconds": [0.0]}).is_empty()
+    assert TransferStats.of({}, histograms={"held_back_seconds": []}).is_empty()
     stats = TransferStats.of({"lookups": 1})
     stats.reset()
     assert stats.is_empty()
@@ -88,10 +91,11 @@ def test_stats_are_empty_until_something_was_counted() -> None:
 def test_the_engines_log_line_has_what_is_not_zero() -> None:
     collected = KVConnectorLogging(TRANSFER_CONFIG)
     collected.observe(TransferStats.of({"lookups": 2, "defects": 0}, {"waiting_blocks/0": 4}).to_dict())
-    collected.observe(TransferStats.of({"transfer_in_seconds": 0.12345}, {"waiting_blocks/0": 0}).to_dict())
+    held_back = {"held_back_seconds": [0.1, 0.5, 0.0]}
+    collected.observe(TransferStats.of({"transfer_in_seconds": 0.12345}, {"waiting_blocks/0": 0}, held_back).to_dict())
     lines: list[str] = []
     collected.log(lambda form, *parts: lines.append(form % parts))
-    assert lines == ["KV Transfer metrics: lookups=2, transfer_in_seconds=0.123"]
+    assert lines == ["KV Transfer metrics: lookups=2, transfer_in_seconds=0.123, longest_held_back_seconds=0.5"]
 
 
 def test_every_metric_is_exported_from_the_start(prometheus: KVConnectorProm) -> None:
@@ -100,6 +104,8 @@ def test_every_metric_is_exported_from_the_start(prometheus: KVConnectorProm) ->
         assert exported(metric.name, **({metric.label: value} if metric.label else {})) == 0, metric
     for metric in GAUGES.values():
         assert exported(metric.name) == 0, metric
+    for metric in HISTOGRAMS.values():
+        assert exported(f"{metric.name}_count") == 0, metric
 
 
 def test_numbers_arrive_at_their_metric_and_their_engine(prometheus: KVConnectorProm) -> None:
@@ -110,6 +116,15 @@ def test_numbers_arrive_at_their_metric_and_their_engine(prometheus: KVConnector
     assert exported("hit_tokens_total", tier="store") == 64
     assert exported("hit_tokens_total", tier="store", engine="1") == 96
     assert exported("transfer_bytes_total", direction="in") == 1e6
+
+
+def test_each_request_is_in_the_histogram_of_its_engine(prometheus: KVConnectorProm) -> None:
+    stats = TransferStats.of({}, histograms={"held_back_seconds": [0.0, 0.3]})
+    prometheus.observe(stats.aggregate(TransferStats.of({}, histograms={"held_back_seconds": [2.0]})).to_dict(), 1)
+    assert exported("held_back_seconds_count") == 0
+    assert exported("held_back_seconds_count", engine="1") == 3
+    assert exported("held_back_seconds_sum", engine="1") == pytest.approx(2.3)
+    assert exported("held_back_seconds_bucket", engine="1", le="0.5") == 2
 
 
 def test_a_gauge_is_the_sum_of_what_every_rank_said_last(prometheus: KVConnectorProm) -> None:
@@ -129,8 +144,10 @@ def test_an_engine_made_again_in_the_process_exports_again(prometheus: KVConnect
 
 def test_a_name_nobody_exports_is_said_once(prometheus: KVConnectorProm, said: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        prometheus.observe(TransferStats.of({"novelties": 1, "lookups": 1}, {"heights/0": 1}).to_dict())
-    assert [record.args for record in said.records] == [("novelties",), ("heights",)]
+        prometheus.observe(
+            TransferStats.of({"novelties": 1, "lookups": 1}, {"heights/0": 1}, {"ages": [1.0]}).to_dict()
+        )
+    assert [record.args for record in said.records] == [("novelties",), ("ages",), ("heights",)]
     assert exported("lookups_total") == 2
 
 

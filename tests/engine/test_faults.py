@@ -118,6 +118,15 @@ def test_a_server_killed_in_the_middle_of_a_load(place: Place, expected: Expecte
     check(expected, questions, place.engine.generate(*questions))
 
 
+def test_an_engine_tells_what_it_is_doing(place: Place) -> None:
+    """For when a test waits for it in vain."""
+    place.engine.order(prompt(15, LONG), prompt(16, LONG), max_tokens=140)
+    told = place.engine.witness()
+    place.engine.result()
+    for what in ("2 requests", f"prompt {LONG}", "records: {", "in generate", "test_faults.py"):
+        assert what in told, told
+
+
 def test_a_server_frozen_in_the_middle_of_a_load(place: Place, expected: Expected) -> None:
     questions = [prompt(20, LONG), prompt(21, LONG)]
     check(expected, questions, place.engine.generate(*questions))

@@ -160,6 +160,10 @@ class HandOvers:
             request, side, flight, promised, wait_s, now, now + self._single_flight_s, tail
         )
 
+    def knows(self, request: Request) -> bool:
+        """Whether others may compute the request's blocks, or wait for them."""
+        return request.request_id in self._shared
+
     def is_handed_over(self, request: Request) -> bool:
         """Whether another engine waits for the request's blocks."""
         shared = self._shared.get(request.request_id)

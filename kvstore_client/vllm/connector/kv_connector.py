@@ -224,7 +224,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         none: int | None = 0
         if half := self._scheduler:
-            tokens = self._never_raise(lambda: half.loads.matched_tokens(request, num_computed_tokens), none)
+            tokens = self._never_raise(lambda: half.matched_tokens(request, num_computed_tokens), none)
         else:
             tokens = None if self._start.is_coming() else 0
         return tokens, bool(tokens)
@@ -412,9 +412,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The counts since the last call. The engine adds them up over the workers, logs and exports them."""
         counters = self._counters.take()
         if self._role == KVConnectorRole.SCHEDULER:
-            stats = TransferStats.of(counters)
+            held_back = self._scheduler.held_back.take() if self._scheduler else []
+            stats = TransferStats.of(counters, histograms={"held_back_seconds": held_back})
             self._never_raise(lambda: self._traffic.observe(stats.data), None)
-            return stats if counters else None
+            return None if stats.is_empty() else stats
         waiting = self._worker.waiting_blocks if self._worker else 0
         if not counters and waiting == self._waiting_told:
             return None

@@ -161,7 +161,7 @@ class LoadPlanner:
         if from_store and not waiting.waits and not books.hand_overs.is_expected(request):
             least = max(1, groups.whole)  # what is transferred of a block, at least
             first = local + int(np.argmin(here))
-            computing_s = self._computing_s(request, first * books.block_tokens, (local + run) * books.block_tokens)
+            computing_s = self.computing_s(request, first * books.block_tokens, (local + run) * books.block_tokens)
             load = self.admission.judge(from_store * least, computing_s)
             if load is None:
                 return None
@@ -180,12 +180,12 @@ class LoadPlanner:
         if waiting.lookup is None or self._books.hand_overs.is_expected(request):
             return True
         waited_s = time.monotonic() - waiting.lookup.asked_at
-        computing_s = self._computing_s(request, local * self._books.block_tokens, end * self._books.block_tokens)
+        computing_s = self.computing_s(request, local * self._books.block_tokens, end * self._books.block_tokens)
         return waited_s < self.admission.patience_s((end - local) * max(1, self._books.groups.whole), computing_s)
 
-    def _computing_s(self, request: Request, first: int, end: int) -> float:
+    def computing_s(self, request: Request, first: int, end: int) -> float:
         """How long it would take, had the engine no store, until it had computed these tokens of the request, behind
-        the prompts of others."""
+        the prompts of others; `math.inf`: that is not known."""
         own = self.computing.seconds(first, end)
         return math.inf if own is None else self._work_before_s(request) + own
 
@@ -215,6 +215,7 @@ class LoadPlanner:
         if bringer is None or waiting.awaited not in (None, bringer):
             return False
         waiting.awaited = bringer
+        waiting.hoped_tokens = max(waiting.hoped_tokens, end * self._books.block_tokens)
         return True
 
     # What is loaded.

@@ -29,6 +29,7 @@ class WaitingRequest:
     waits: bool = False  # its load is to wait for blocks that others compute
     local: int = 0  # leading blocks in the engine's own cache
     awaited: str | None = None  # the other request whose load it waited for, to share that load's blocks
+    hoped_tokens: int = 0  # of its first tokens, those that this load was to bring
 
 
 @dataclass

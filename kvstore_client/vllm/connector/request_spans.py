@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_client.engine.trace_context import TraceContext, new_trace, parse_traceparent
 from kvstore_client.engine.trace_file import Slice, TraceFile, trace_events
+from kvstore_client.vllm.connector.held_back import HeldBack
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,6 +42,7 @@ class _Times:
     saving: float = 0.0
     finished: float = 0.0
     load: dict[str, Any] = field(default_factory=dict)
+    held_back: dict[str, float] = field(default_factory=dict)
     answered: float = 0.0
 
 
@@ -80,6 +82,12 @@ class RequestSpans:
             times.loaded = time.monotonic()
             times.load |= {"blocks": blocks, "failed_blocks": failed}
 
+    def held_back(self, request_id: str, found: HeldBack) -> None:
+        """The connector has held it back; a request that loses its blocks, several times."""
+        if (times := self._times.get(request_id)) is not None:
+            parts = {"asked_s": found.asked_s, "computing_s": found.computing_s, "held_back_s": found.seconds}
+            times.held_back = {name: round(times.held_back.get(name, 0.0) + part, 6) for name, part in parts.items()}
+
     def saving(self, request_id: str) -> None:
         """Blocks of it are on their way to the store."""
         times = self._times.get(request_id)
@@ -114,7 +122,7 @@ class RequestSpans:
 
         side = times.side
         store = "store, from P" if side == "P" else "store, to D"
-        add(side, "queue", times.arrived, times.allocated or times.finished)
+        add(side, "queue", times.arrived, times.allocated or times.finished, **times.held_back)
         add(store, "promise", times.added, times.answered)
         add(side, "load", times.allocated, times.loaded, **times.load)
         add(store, "get", times.allocated, times.loaded, **times.load)

@@ -8,11 +8,13 @@ Thread: the engine core's, for everything here. Nothing blocks: `PrefixLookups` 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore_client.engine.admission import Admission
 from kvstore_client.engine.computing_pace import ComputingPace
 from kvstore_client.vllm.connector.books import Books
+from kvstore_client.vllm.connector.held_back import HeldBackTimes
 from kvstore_client.vllm.connector.load_planner import LoadPlanner
 from kvstore_client.vllm.connector.plan import StepPlan, WorkerReport
 from kvstore_client.vllm.connector.save_planner import SavePlanner
@@ -57,6 +59,7 @@ class SchedulerHalf:
             prefix_caching=prefix_caching,
             steps_ahead=steps_ahead,
         )
+        self.held_back = HeldBackTimes()
 
     @property
     def under_way(self) -> dict[str, int]:
@@ -65,8 +68,16 @@ class SchedulerHalf:
             **self.loads.under_way,
             **self.saves.under_way,
             "hand_overs": self.books.hand_overs.under_way,
+            "held_back": len(self.held_back),
             "busy_slots": self.books.tier.busy,
         }
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """`LoadPlanner.matched_tokens`; how long the request waits for that is measured."""
+        tokens = self.loads.matched_tokens(request, computed_tokens)
+        if not self.books.hand_overs.knows(request):
+            self.held_back.asked(request.request_id, computed_tokens, again=tokens is None)
+        return tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave the request blocks and relies on ``external_tokens`` being loaded there."""
@@ -75,11 +86,21 @@ class SchedulerHalf:
             return
         if self.books.spans is not None:
             self.books.spans.allocated(request.request_id, external_tokens)
+        end = max(waiting.hoped_tokens, waiting.local * self.books.block_tokens + external_tokens)
+        self.held_back.allocated(request.request_id, end, partial(self.loads.computing_s, request))
         load = self.loads.begin(request, waiting, blocks, external_tokens)
+        if load is None:
+            self._hold_no_longer(request.request_id)
         self.saves.track(request, waiting, load, external_tokens)
+
+    def _hold_no_longer(self, request_id: str) -> None:
+        held_back = self.held_back.ended(request_id)
+        if held_back is not None and self.books.spans is not None:
+            self.books.spans.held_back(request_id, held_back)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that the engine just scheduled, without its saves."""
+        self.held_back.step()
         # Loads are taken before anything can fail: if a promised load were lost, its request would be parked for ever.
         return StepPlan(
             loads=self.loads.plan(output.num_scheduled_tokens),
@@ -94,6 +115,7 @@ class SchedulerHalf:
         self.loads.lost(output.invalid_block_ids or set(), output.failed_recving or ())
         for request_id in output.finished_recving or ():
             if (load := self.loads.end(request_id)) is not None:
+                self._hold_no_longer(request_id)
                 self.saves.loaded(request_id, whole=not load.failed)
         for request_id in output.finished_sending or ():
             self.saves.freed(request_id)
@@ -105,6 +127,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> bool:
         """Forget the request. True: the engine must keep its blocks until the workers name the request."""
         self.loads.forget(request)
+        self.held_back.forget(request.request_id)
         return self.saves.end(request)
 
     def reset(self) -> None:

@@ -1,14 +1,14 @@
 """The connector's counts, in the forms in which the engine collects, exports and logs them.
 
-Every rank and the scheduler count under the names of ``COUNTERS`` and ``GAUGES`` and hand a ``TransferStats`` to the
-engine. The engine adds these up over ranks and time. It gives the sum to its log line and, in the front end's process,
-to ``PromMetrics``. ``TrafficLog`` writes the connector's own log line, once a minute.
+Every rank and the scheduler count under the names of ``COUNTERS``, ``GAUGES`` and ``HISTOGRAMS`` and hand a
+``TransferStats`` to the engine. The engine adds these up over ranks and time. It gives the sum to its log line and, in
+the front end's process, to ``PromMetrics``. ``TrafficLog`` writes the connector's own log line, once a minute.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvstore.sizes import format_size
-from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, PREFIX
+from kvstore_client.vllm.shared.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, SECONDS_BUCKETS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,22 +30,29 @@ LOG_INTERVAL_S = 60.0
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
     """Counts since the last report and the newest gauges, of one source or of several merged ones.
 
-    data: {"counters": {name: number}, "gauges": {"name/source": number}}, which msgpack and pickle can carry.
+    data: {"counters": {name: number}, "gauges": {"name/source": number}, "histograms": {name: [number of each request,
+    ...]}}, which msgpack and pickle can carry.
     """
 
-    data: dict[str, dict[str, float]] = field(default_factory=dict)
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     @classmethod
-    def of(cls, counters: Mapping[str, float], gauges: Mapping[str, float] | None = None) -> TransferStats:
+    def of(
+        cls,
+        counters: Mapping[str, float],
+        gauges: Mapping[str, float] | None = None,
+        histograms: Mapping[str, Sequence[float]] | None = None,
+    ) -> TransferStats:
         """gauges: "name/source" -> value, where the source names the rank."""
-        return cls(data={"counters": dict(counters), "gauges": dict(gauges or {})})
+        numbers = {name: list(values) for name, values in (histograms or {}).items() if values}
+        return cls(data={"counters": dict(counters), "gauges": dict(gauges or {}), "histograms": numbers})
 
     def reset(self) -> None:
-        self.data = {"counters": {}, "gauges": {}}
+        self.data = {"counters": {}, "gauges": {}, "histograms": {}}
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
         """Add the numbers of another source, or of a later interval."""
@@ -53,16 +60,19 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         for name, number in other.data["counters"].items():
             counters[name] = counters.get(name, 0) + number
         self.data["gauges"].update(other.data["gauges"])
+        for name, numbers in other.data["histograms"].items():
+            self.data["histograms"].setdefault(name, []).extend(numbers)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """The numbers of the engine's "KV Transfer metrics" log line: those that are not 0, gauges summed over
-        sources."""
-        numbers = {**self.data["counters"], **sum_over_sources(self.data["gauges"])}
+        sources, and of histograms the largest."""
+        longest = {f"longest_{name}": max(numbers) for name, numbers in self.data["histograms"].items()}
+        numbers = {**self.data["counters"], **sum_over_sources(self.data["gauges"]), **longest}
         return {name: round(number, 3) for name, number in numbers.items() if number}
 
     def is_empty(self) -> bool:
-        return not self.data["counters"] and not self.data["gauges"]
+        return not any(self.data.values())
 
 
 def sum_over_sources(gauges: Mapping[str, float]) -> dict[str, float]:
@@ -119,6 +129,18 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, metric in GAUGES.items()
         }
+        self._histograms = {
+            name: create_metric_per_engine(
+                self._histogram_cls(
+                    name=PREFIX + metric.name,
+                    documentation=metric.meaning,
+                    buckets=SECONDS_BUCKETS,
+                    labelnames=labelnames,
+                ),
+                per_engine_labelvalues,
+            )
+            for name, metric in HISTOGRAMS.items()
+        }
         self._last: dict[int, dict[str, float]] = {engine: {} for engine in per_engine_labelvalues}
         self._unknown: set[str] = set()
 
@@ -128,6 +150,11 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             if name in self._counters:
                 self._counters[name][engine_idx].inc(number)
             else:
+                self._warn_once(name)
+        for name, numbers in transfer_stats_data["histograms"].items():
+            for number in numbers if name in self._histograms else ():
+                self._histograms[name][engine_idx].observe(number)
+            if name not in self._histograms:
                 self._warn_once(name)
         last = self._last[engine_idx]
         last.update(transfer_stats_data["gauges"])

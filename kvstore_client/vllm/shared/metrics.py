@@ -106,3 +106,11 @@ COUNTERS: Final[Mapping[str, Sample]] = {
 GAUGES: Final[Mapping[str, Metric]] = {
     "waiting_blocks": Metric("waiting_blocks", "Blocks in host memory that wait to be sent to the store."),
 }
+
+# Of each request, a number. The buckets: from what nobody feels to what a deadline allows.
+HISTOGRAMS: Final[Mapping[str, Metric]] = {
+    "held_back_seconds": Metric(
+        "held_back_seconds", "How much later a request began than without kvstore: it waited for the store in vain."
+    ),
+}
+SECONDS_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

@@ -1,0 +1,159 @@
+"""How long the connector holds requests back, by a clock that the test moves, with vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it is imported
+    pytest.importorskip("vllm")
+    from kvstore_client.vllm.connector import held_back
+    from kvstore_client.vllm.connector.held_back import MOST_UNTAKEN, HeldBackTimes
+    from tests.engine.scheduled_engine import BLOCK_TOKENS, ScheduledEngine
+
+PROMPT = range(5 * BLOCK_TOKENS + 3)
+PACE = 10.0 * BLOCK_TOKENS  # tokens a second: a block in 0.1 s
+
+
+def computing(first: int, end: int) -> float:
+    return (end - first) / PACE
+
+
+Start = Callable[..., ScheduledEngine]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the connector takes for the time a request is held back."""
+    clock = Clock()
+    monkeypatch.setattr(held_back, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+def engine_of(start: Start, blocks_in_store: int, **arguments: object) -> ScheduledEngine:
+    engine = start(**arguments)
+    engine.scheduler.connector.get_kv_connector_stats = lambda: None  # `taken` takes them
+    # The steps of this test say nothing of how fast an engine is.
+    engine.half.loads.computing.seconds = computing  # type: ignore[method-assign]
+    for rank in engine.ranks:
+        rank.held.update(engine.keys(PROMPT)[:blocks_in_store])
+    return engine
+
+
+def taken(engine: ScheduledEngine) -> list[float]:
+    return [round(seconds, 6) for seconds in engine.half.held_back.take()]
+
+
+def test_a_request_waits_for_the_store_as_long_as_the_engine_asks_in_every_step(start: Start, clock: Clock) -> None:
+    engine = engine_of(start, 0)
+    engine.lookups.answering = False
+    engine.add(PROMPT)
+    clock.now += 5.0  # nobody has asked for it
+    for _ in range(3):
+        engine.step()
+        clock.now += 0.25
+    assert taken(engine) == []
+    engine.lookups.answering = True
+    engine.step()
+    assert taken(engine) == [0.75]
+
+
+def test_while_the_engine_has_no_room_it_is_not_the_store_that_holds_a_request_back(start: Start, clock: Clock) -> None:
+    times = HeldBackTimes()
+    times.asked("a", 0, again=True)
+    times.step()
+    clock.now += 0.5
+    times.asked("a", 0, again=True)
+    times.step()
+    times.step()  # it was not asked for
+    clock.now += 7.0
+    times.asked("a", 0, again=True)
+    times.step()
+    clock.now += 0.25
+    times.asked("a", 0, again=False)
+    clock.now += 3.0  # there are no blocks for it
+    times.step()
+    times.asked("a", 0, again=False)
+    times.allocated("a", 0, computing)
+    found = times.ended("a")
+    assert found is not None
+    assert (found.asked_s, found.seconds) == (0.75, 0.75)
+
+
+@pytest.mark.parametrize(("load_s", "held_back_s"), [(0.4, 0.0), (0.9, 0.4)])
+def test_of_a_load_only_what_computing_would_not_have_taken_counts(
+    start: Start, clock: Clock, load_s: float, held_back_s: float
+) -> None:
+    engine = engine_of(start, 5)
+    engine.add(PROMPT)
+    engine.step()
+    clock.now += load_s
+    engine.transfer()
+    engine.step()
+    assert taken(engine) == [held_back_s]
+
+
+def test_a_load_that_fails_ends_as_one_that_does_not(start: Start, clock: Clock) -> None:
+    engine = engine_of(start, 5)
+    request = engine.add(PROMPT)
+    engine.step()
+    clock.now += 0.75
+    [rank] = engine.ranks
+    rank.finish_load(deliver=0)
+    engine.step()
+    engine.step()
+    assert taken(engine)[0] == 0.25
+    assert request.num_computed_tokens
+
+
+def test_a_request_that_waits_for_anothers_load_would_have_computed_what_that_brings(
+    start: Start, clock: Clock
+) -> None:
+    engine = engine_of(start, 5)
+    engine.add(PROMPT)
+    engine.add([*PROMPT, *range(1000, 1000 + 7)])
+    engine.step()
+    clock.now += 0.4
+    engine.transfer()
+    engine.step()
+    engine.step()
+    assert taken(engine) == [0.0, 0.0]
+
+
+def test_prompts_that_others_compute_have_times_of_their_own(start: Start, clock: Clock) -> None:
+    engine = engine_of(start, 5)
+    engine.add(PROMPT, side="do_remote_decode")
+    engine.run()
+    assert taken(engine) == []
+
+
+def test_times_that_nobody_takes_are_not_kept_for_ever(clock: Clock) -> None:
+    times = HeldBackTimes()
+    for number in range(MOST_UNTAKEN + 10):
+        times.asked(str(number), 0, again=False)
+        times.allocated(str(number), 0, computing)
+        times.ended(str(number))
+    assert len(times.take()) == MOST_UNTAKEN
+    assert not times.take() and not len(times)
+
+
+def test_a_request_that_is_aborted_leaves_nothing(start: Start, clock: Clock) -> None:
+    engine = engine_of(start, 5)
+    engine.lookups.answering = False
+    request = engine.add(PROMPT)
+    engine.step()
+    assert len(engine.half.held_back) == 1
+    engine.abort(request)
+    assert len(engine.half.held_back) == 0
