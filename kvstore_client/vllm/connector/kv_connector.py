@@ -412,9 +412,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The counts since the last call. The engine adds them up over the workers, logs and exports them."""
         counters = self._counters.take()
         if self._role == KVConnectorRole.SCHEDULER:
+            if not counters:
+                return None
             stats = TransferStats.of(counters)
             self._never_raise(lambda: self._traffic.observe(stats.data), None)
-            return stats if counters else None
+            return stats
         waiting = self._worker.waiting_blocks if self._worker else 0
         if not counters and waiting == self._waiting_told:
             return None
