@@ -91,6 +91,9 @@ cdef enum:
 
 cdef size_t _stream_bytes = kv_copy_stream_bytes()
 
+# So much is copied in less time than a thread may wait to get the GIL back, which another one keeps for up to 5 ms.
+cdef Py_ssize_t _locked_bytes = 512 << 10
+
 cdef struct Layer:
     char *base
     Py_ssize_t block_stride
@@ -289,8 +292,11 @@ cdef object _copy_rows(object views, object block_ids, object rows, object slots
         for i in range(layer_count):
             _collapse(&copy.layers[i], &held.views[i])
         if count and inner_bytes:
-            with nogil:
+            if count * layer_count * inner_bytes <= _locked_bytes:
                 _run(&copy, count)
+            else:
+                with nogil:
+                    _run(&copy, count)
     finally:
         free(copy.ids)
         free(copy.slots)
@@ -308,7 +314,7 @@ def gather(views, block_ids, out, slots=None):
 
     Raises IndexError for an id outside 0 .. blocks - 1 or a slot outside 0 .. rows - 1, ValueError or TypeError for
     arrays that do not fit or a read-only ``out``, always before any byte is copied. ``out`` must not overlap the views.
-    Copies without the GIL; thread-safe as long as no other thread writes to the same memory.
+    Copies of more than 512 KiB give the GIL away; thread-safe as long as no other thread writes to the same memory.
     """
     _copy_rows(views, block_ids, out, slots, False)
 

@@ -3,9 +3,8 @@
 Prompts that nobody has seen, several at a time and in chunks, with a few tokens of output (*nothing stored*); then the
 same prompts on another engine (*all stored*). Every call is timed by itself, around the connector's own method. Left
 out is for how long the engine's thread could run but had no core, because the model, the store and the connector's
-threads share the cores of this machine; the longest call with that is told, too. On the CPU a copy between cache and
-host memory is made within the call (`wait_for_save`), as no device does it beside the model. Needs vLLM; without it
-nothing is measured.
+threads share the cores of this machine; the longest call with that is told, too. Needs vLLM; without it nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from benchmarks.remote_kv_cache.report import Case, console, time_text
 
 NOTHING: Final = "nothing stored"
 EVERYTHING: Final = "all stored"
-COPIES: Final = "wait_for_save"  # the call that copies, where no device does
 _PROMPTS: Final = 8  # at a time
 _TOKENS: Final = 1000
 _OUTPUT_TOKENS: Final = 16

@@ -1,6 +1,8 @@
 """Blocks on their way from host memory to the store, in the background of an engine.
 
-One thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. When the queue is
+One thread takes batches from a bounded queue, asks which blocks the store has, and sets the others. A batch costs two
+requests however small it is, which the engine's cores pay for. So blocks wait for others, for `GATHER_S` at most, until
+`GATHER_BYTES` are there; nobody waits for them so soon, or they are handed over. When the queue is
 full, the oldest unsent blocks are dropped: the newest are the likeliest to be asked for again, and an engine never
 waits for its cache. Blocks that are handed over to another engine, which waits for them, go first and are not dropped.
 
@@ -30,6 +32,9 @@ Block: TypeAlias = "npt.NDArray[np.uint8] | memoryview"
 
 # Payload of one round trip, at most: enough for full wire speed.
 CHUNK_BYTES: Final = 32 << 20
+# So long a block waits for others at most before it is sent, while there are fewer bytes than that.
+GATHER_S: Final = 0.01
+GATHER_BYTES: Final = 8 << 20
 # So long a part of a block is kept whose other parts do not come, because the engine that sends them is gone.
 PART_TTL_S: Final = 30.0
 # So many blocks, as many as may wait to be sent, may be in the store in part.
@@ -87,10 +92,17 @@ class TransferOut:
         self._counters = counters
         self._done = done
         self.chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
+        # With little room, blocks do not wait until others are dropped for them.
+        self._enough = max(1, min(self.chunk_blocks, limit // 2, GATHER_BYTES // guard.block_bytes))
         self._queue: deque[_Waiting] = deque()
         self._first: deque[_Waiting] = deque()  # those that are handed over
-        self._changed = threading.Condition()
+        self._gathering_since = 0.0  # when the oldest block of the queue came, at the latest
+        self._lock = threading.Lock()
+        # Two, so that a `put` wakes the thread only when there is something to do.
+        self._work = threading.Condition(self._lock)
+        self._batch_ended = threading.Condition(self._lock)
         self._sending = 0
+        self._hurried = 0  # callers of `drain`
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-transfer-out", daemon=True)
         self._thread.start()
@@ -113,39 +125,51 @@ class TransferOut:
         Never blocks."""
         if how is None:
             how = [SendAs()] * len(keys)
-        with self._changed:
+        with self._lock:
+            first = not self._queue
             for each in map(_Waiting._make, zip(keys, blocks, tokens, parents, how, strict=True)):
                 (self._first if each.how.handed_over else self._queue).append(each)
+            if first:
+                self._gathering_since = time.monotonic()
             surplus = len(self._queue) if self._closed else max(0, self.waiting - self._sending - self._limit)
             dropped = [self._queue.popleft() for _ in range(min(surplus, len(self._queue)))]
             if self._closed:
                 dropped += self._first
                 self._first.clear()
-            self._changed.notify_all()
+            if first or self._is_enough():
+                self._work.notify()
         self._report(dropped, SendOutcome.DROPPED)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no block is queued or on the wire. -> False if ``timeout_s`` passed first."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.waiting, timeout_s)
+        """Send at once what is queued, and wait until no block is queued or on the wire. -> False if ``timeout_s``
+        passed first."""
+        with self._lock:
+            self._hurried += 1
+            self._work.notify()
+            try:
+                return self._batch_ended.wait_for(lambda: not self.waiting, timeout_s)
+            finally:
+                self._hurried -= 1
 
     def close(self, timeout_s: float) -> None:
         """Send the queued blocks for up to ``timeout_s``, then drop the rest. Waits for a batch on the wire for as
         long as one call may take."""
         self.drain(timeout_s)
-        with self._changed:
+        with self._lock:
             self._closed = True
             dropped = [*self._first, *self._queue]
             self._first.clear()
             self._queue.clear()
-            self._changed.notify_all()
+            self._work.notify()
+            self._batch_ended.notify_all()
         self._report(dropped, SendOutcome.DROPPED)
         self._thread.join(self._guard.timeout_s)
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._first or self._closed)
+            with self._lock:
+                self._work.wait_for(lambda: self._queue or self._first or self._closed)
+                self._work.wait_for(self._is_enough, self._gathering_since + GATHER_S - time.monotonic())
                 queue = self._first or self._queue
                 if not queue:
                     return
@@ -154,9 +178,13 @@ class TransferOut:
             started = time.monotonic()
             self._send(batch)
             self._counters.add("transfer_out_seconds", time.monotonic() - started)
-            with self._changed:
+            with self._lock:
                 self._sending = 0
-                self._changed.notify_all()
+                self._batch_ended.notify_all()
+
+    def _is_enough(self) -> bool:
+        """Whether to send now what is queued."""
+        return bool(self._first) or len(self._queue) >= self._enough or self._hurried > 0 or self._closed
 
     def _send(self, batch: list[_Waiting]) -> None:
         keys = [each.key for each in batch]

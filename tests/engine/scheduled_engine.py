@@ -217,6 +217,7 @@ class ScheduledEngine:
         windows: Sequence[int] = (0,),
         single_flight: bool = False,
         admission: Admission | None = None,
+        gather_s: float = 0.0,
     ) -> None:
         init_none_hash(sha256)
         self.groups = BlockGroups.of(cache_config(blocks, windows), BLOCK_TOKENS)
@@ -259,6 +260,7 @@ class ScheduledEngine:
             admission=admission or Admission(timeout_s=5.0, always=True),
             computing=ComputingPace(),
             steps_ahead=self.depth - 1,
+            gather_s=gather_s,
         )
         connector = self.scheduler.connector
         connector._start.half = self.half

@@ -449,6 +449,40 @@ def test_an_aborted_request_keeps_its_blocks_until_its_load_is_over_on_all_ranks
 # ---- what is saved ---------------------------------------------------------------------------------------------------
 
 
+def test_short_steps_in_the_middle_of_a_prompt_are_saved_together_with_its_end(start: StartEngine) -> None:
+    engine = start(budget=BLOCK_TOKENS, gather_s=math.inf)
+    request = engine.add(PROMPT, max_tokens=2 * BLOCK_TOKENS)
+    saved = [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(6)]
+    assert saved == [[0], [], [], [], [], [1, 2, 3, 4]]
+    for _ in range(BLOCK_TOKENS):  # what is generated may end with every step
+        saved.append(saved_blocks(engine, request, engine.step().plan.saves))
+    assert [blocks for blocks in saved[6:] if blocks] == [[5]]
+
+
+def test_blocks_that_were_gathered_are_saved_when_their_request_is_aborted(start: StartEngine) -> None:
+    engine = start(budget=BLOCK_TOKENS, gather_s=math.inf)
+    request = engine.add(PROMPT)
+    for _ in range(3):
+        engine.step()
+    engine.abort(request)
+    step = engine.step()
+    assert saved_blocks(engine, request, step.plan.saves) == [1, 2]
+    assert step.plan.held == {request.request_id: step.plan.saves.job}, "the engine keeps them until they are copied"
+
+
+def test_what_is_handed_over_is_saved_by_every_step(start: StartEngine) -> None:
+    engine = start(budget=BLOCK_TOKENS, gather_s=math.inf)
+    request = engine.add(PROMPT, side="do_remote_decode")
+    assert [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(5)] == [[0], [1], [2], [3], [4]]
+
+
+def test_blocks_of_a_window_are_saved_by_every_step_because_they_leave_the_cache(start: StartEngine) -> None:
+    engine = start(budget=BLOCK_TOKENS, gather_s=math.inf, windows=(0, 2 * BLOCK_TOKENS), blocks=64)
+    request = engine.add(PROMPT)
+    saved = [saved_blocks(engine, request, engine.step().plan.saves) for _ in range(5)]
+    assert saved == [[2 * block, 2 * block + 1] for block in range(5)]
+
+
 def test_each_step_of_a_chunked_prefill_saves_the_blocks_it_completes(start: StartEngine) -> None:
     engine = start(budget=2 * BLOCK_TOKENS + 5)
     request = engine.add(PROMPT)

@@ -8,6 +8,7 @@ way. `Rank` checks the first three whenever memory is touched.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ class Machine(RuleBasedStateMachine):
             [(0,), (0,), (0, 40), (0, 96, 96), (96, 0), (64,), (0, STATE), (STATE, 0, STATE), (STATE,), (0, 64, STATE)]
         ),
         single_flight=st.booleans(),
+        gathers=st.booleans(),
     )
     def start(
         self,
@@ -73,6 +75,7 @@ class Machine(RuleBasedStateMachine):
         stored: int,
         windows: tuple[int, ...],
         single_flight: bool,
+        gathers: bool,
     ) -> None:
         self.engine = ScheduledEngine(
             self.model,
@@ -87,6 +90,7 @@ class Machine(RuleBasedStateMachine):
             prefix_cache=prefix_cache or STATE in windows,
             windows=windows,
             single_flight=single_flight and STATE not in windows,
+            gather_s=math.inf if gathers else 0.0,
         )
         self.others_save(list(range(RANKS)), 0, stored)
         self.add(0, MOST_BLOCKS, 0, 1, 2, "")

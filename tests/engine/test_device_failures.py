@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from kvstore_client import KVStoreClient
 from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches
 from tests.support.harness import Server, make_keys, make_namespace
@@ -15,6 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
     from kvstore_client.engine.guard import Counters, StoreGuard
+    from kvstore_client.vllm.connector import layout as layout_module
     from kvstore_client.vllm.connector.device import PIECE_BYTES, lock_in_pieces
     from kvstore_client.vllm.connector.layout import BlockLayout, Copy, Rows
     from kvstore_client.vllm.connector.plan import RankStore, Saves, StepPlan
@@ -71,6 +78,54 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     present = guard.call(lambda client: client.contains(keys).tolist(), None)
     assert present == [False, True], "only what was copied is saved"
     worker.close()
+
+
+class SlowHost(BlockLayout):
+    """The thread that copies waits to be told; it fails to copy block 3."""
+
+    def __init__(self) -> None:
+        super().__init__(caches("LBHNC"), BLOCKS)
+        self.may_copy = threading.Event()
+
+    def _gather(self, block_ids: npt.NDArray[np.int64], *arguments: Any) -> None:
+        assert self.may_copy.wait(10)
+        if 3 in block_ids:
+            raise MemoryError
+        super()._gather(block_ids, *arguments)
+
+
+@pytest.mark.parametrize("ends", ["order_copies", "close"])
+def test_copies_of_the_host_are_made_before_blocks_are_reused_and_before_the_end(
+    guard: StoreGuard, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """And one that fails costs its own blocks only."""
+    monkeypatch.setattr(layout_module, "AT_ONCE_BYTES", 0)
+    counters, layout = Counters(), SlowHost()
+    worker = WorkerHalf(
+        guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
+    )
+    keys = make_keys(3)
+    for job, (key, block_id) in enumerate(zip(keys, (1, 3, 2), strict=True)):
+        saves = Saves(job, keys=[key], parents=[None], block_ids=[block_id], slots=[job], how=[SendAs()])
+        worker.begin_step(StepPlan(saves=saves, held={f"request {job}": job}))
+        worker.save()
+    assert worker.take_saved() == set(), "the engine must keep the blocks"
+    with ThreadPoolExecutor(1) as model:
+        ending = model.submit(getattr(worker, ends))
+        with pytest.raises(TimeoutError):
+            ending.result(0.05)
+        layout.may_copy.set()
+        ending.result(10)
+    assert worker.take_saved() == {"request 0", "request 1", "request 2"}
+    report = worker.take_report()
+    assert report is not None and report.broken == {1} and report.copied == {0: 1, 1: 1, 2: 1}
+    worker.close()
+    with KVStoreClient(guard._endpoint, guard.namespace) as client:
+        assert client.contains(keys).tolist() == [True, False, True]
+        expected = BlockLayout(caches("LBHNC"), BLOCKS)
+        rows = expected.pool(2)
+        expected.swap_out([1, 2], rows, [0, 1])
+        assert [bytes(client.get([keys[place]]).blocks[0] or b"") for place in (0, 2)] == [bytes(row) for row in rows]
 
 
 class Locks:

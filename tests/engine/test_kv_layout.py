@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import inspect
 import math
-from typing import TYPE_CHECKING
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -84,7 +86,45 @@ def test_a_block_comes_back_where_it_is_put(order: str) -> None:
 
 
 @ORDERS
-def test_a_copy_of_host_tensors_is_done_at_once(order: str) -> None:
+def test_a_large_copy_out_is_made_by_a_thread_and_the_same(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstore_client.vllm.connector import layout as module
+
+    monkeypatch.setattr(module, "AT_ONCE_BYTES", 0)
+    tensors = caches(order)
+    swap_around(block_layout(tensors), tensors)
+
+
+def test_a_copy_by_the_thread_is_not_done_before_its_bytes_are_there_and_who_computes_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvstore_client.vllm.connector import layout as module
+
+    monkeypatch.setattr(module, "AT_ONCE_BYTES", 0)
+    may_copy = threading.Event()
+
+    class Slow(module.BlockLayout):
+        def _gather(self, *arguments: Any) -> None:
+            assert may_copy.wait(10)
+            super()._gather(*arguments)
+
+    layout = Slow(caches("LBHNC"), BLOCKS)
+    expected = block_layout(caches("LBHNC"))
+    pool = layout.pool(3)
+    pool[...] = 0xAB
+    copies = [layout.swap_out([4], pool, [0]), layout.swap_out([1, 2], pool, [1, 2])]
+    assert not copies[0].done() and not copies[1].done() and (pool == 0xAB).all()
+    with ThreadPoolExecutor(1) as model:
+        ordered = model.submit(copies[1].order)
+        with pytest.raises(TimeoutError):
+            ordered.result(0.05)
+        may_copy.set()
+        ordered.result(10)
+    assert copies[0].done() and copies[1].done()
+    assert np.array_equal(pool, swapped_out(expected, 4, 1, 2))
+
+
+@ORDERS
+def test_a_small_copy_of_host_tensors_is_done_at_once(order: str) -> None:
     layout = block_layout(caches(order))
     pool = layout.pool(1)
     assert layout.swap_out([2], pool, [0]).done()

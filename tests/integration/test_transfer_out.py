@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,70 @@ def test_blocks_arrive_whole_in_the_store(
     counted = counters.take()
     assert counted.pop("transfer_out_seconds") > 0
     assert counted == {"transfer_out_blocks": len(keys), "transfer_out_bytes": len(keys) * BLOCK_BYTES}
+
+
+class Calls:
+    """Counts the batches of a transfer, and how long its blocks wait."""
+
+    def __init__(self, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[int] = []
+        send = out._send
+
+        def counted(batch: list[Any]) -> None:
+            self.batches.append(len(batch))
+            send(batch)
+
+        monkeypatch.setattr(out, "_send", counted)
+
+
+def test_blocks_that_come_one_after_the_other_are_sent_together(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "GATHER_S", 30.0)
+    out = start_out(server, new_namespace(BLOCK_BYTES))
+    calls = Calls(out, monkeypatch)
+    keys = make_keys(20)
+    for key in keys:
+        out.send([key])
+    assert not calls.batches and out.waiting == 20
+    assert out.drain(10), "who waits for the end makes it send"
+    assert calls.batches == [20] and out.tally() == {STORED: 20}
+
+
+def test_nobody_has_to_wait_for_a_block_to_be_sent(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut
+) -> None:
+    out = start_out(server, new_namespace(BLOCK_BYTES))
+    for key in make_keys(3):
+        out.send([key])
+        wait_until(lambda: not out.waiting, what="it is sent though no other block comes")
+    assert out.tally() == {STORED: 3}
+
+
+def test_a_batch_is_sent_when_it_is_full_or_handed_over(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "GATHER_S", 30.0)
+    monkeypatch.setattr(transfer_module, "GATHER_BYTES", 4 * BLOCK_BYTES)
+    out = start_out(server, new_namespace(BLOCK_BYTES))
+    keys, handed_over, waiting = make_keys(4), make_keys(1, first=100), make_keys(1, first=200)
+    for key in keys:
+        out.send([key])
+    wait_until(lambda: out.of(keys) == [STORED] * 4, what="a full batch is sent")
+    out.send(waiting)
+    out.send(handed_over, how=[SendAs(handed_over=True)])
+    wait_until(lambda: out.of(handed_over) == [STORED], what="another engine waits for it")
+    assert out.of(waiting) == [None]
+
+
+def test_blocks_do_not_wait_for_others_until_they_are_dropped(
+    server: Server, new_namespace: MakeNamespace, start_out: StartOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "GATHER_S", 30.0)
+    out = start_out(server, new_namespace(BLOCK_BYTES), limit=4)
+    keys = make_keys(2)
+    out.send(keys)
+    wait_until(lambda: out.of(keys) == [STORED] * 2, what="half of the room is taken")
 
 
 def test_blocks_have_the_attributes_that_they_were_put_with(

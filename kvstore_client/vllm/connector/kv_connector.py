@@ -413,9 +413,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         counters = self._counters.take()
         if self._role == KVConnectorRole.SCHEDULER:
             held_back = self._scheduler.held_back.take() if self._scheduler else []
+            if not counters and not held_back:
+                return None
             stats = TransferStats.of(counters, histograms={"held_back_seconds": held_back})
             self._never_raise(lambda: self._traffic.observe(stats.data), None)
-            return None if stats.is_empty() else stats
+            return stats
         waiting = self._worker.waiting_blocks if self._worker else 0
         if not counters and waiting == self._waiting_told:
             return None

@@ -15,12 +15,13 @@ A block may be cut into parts of as many layers each, which are copied one by on
 Then a row is one part, and each block has as many rows, one after the other.
 
 Parts are copied straight between the paged tensors and the rows of a pool, one copy of every byte. ``kvstore._cext``
-copies host tensors, within the call. Tensors of a CUDA device are copied on a side stream, as the dense runs of bytes
-that ``runs`` finds.
+copies host tensors: within the call, but for large copies out of the cache, which a thread makes. Tensors of a CUDA
+device are copied on a side stream, as the dense runs of bytes that ``runs`` finds.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
@@ -36,6 +37,7 @@ from kvstore_client.engine.jobs import Rows
 from kvstore_client.memory import host_memory
 from kvstore_client.vllm.connector.cache_pages import dense_runs, kind, merged_caches, pages_of_bytes
 from kvstore_client.vllm.connector.device import Addresses, Fence, Runs, SideStreams, pinned_rows
+from kvstore_client.vllm.connector.host_copies import AT_ONCE_BYTES, HostCopies
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -58,7 +60,8 @@ class Copy(Protocol):
         """Blocks until the copy is done."""
 
     def order(self) -> None:
-        """Have what the calling thread's stream is given from now on wait for the copy. Never blocks."""
+        """Have what the calling thread's stream is given from now on wait for the copy. Devices: never blocks. Host
+        tensors: blocks until the copy is done."""
 
 
 class FinishedCopy:
@@ -128,6 +131,7 @@ class BlockLayout:
                 "it must lie on the CPU or on one CUDA device"
             )
         self._strips = [_strips(some) for some in paged] if self._device.type == "cpu" else None
+        self._host_copies = HostCopies()  # has no thread before it is used
         self._streams = SideStreams(self._device) if self._device.type == "cuda" else None
         self._runs = [_runs_of(some) for some in paged]
 
@@ -167,8 +171,8 @@ class BlockLayout:
 
     def swap_out(self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int], part: int = 0) -> Copy:
         """Copy this part of block ``block_ids[i]`` to ``pool[slots[i]]``, after all work queued on the calling thread's
-        stream: the model's thread calls this behind the part's last layer. Host tensors: done on return. Devices: never
-        blocks if the pool is page-locked memory from ``pool``.
+        stream: the model's thread calls this behind the part's last layer. Host tensors: done on return up to
+        `AT_ONCE_BYTES`, else in the background. Devices: never blocks if the pool is page-locked memory from ``pool``.
 
         Until the copy is done, the blocks must not change and the slots must not be used. Raises IndexError for a block
         or a slot that does not exist and ValueError for a pool that does not fit, before any byte moves. If a slot is
@@ -176,9 +180,16 @@ class BlockLayout:
         """
         if self._streams is not None:
             return self._streams.copy_out(self.runs(block_ids, pool, slots, part), keep=pool)
-        for strip, rows in self._by_strip(pool, part):
-            _cext.gather(strip, _int64(block_ids), rows, slots=_int64(slots))
+        self._check_rows(pool)
+        ids, places = self._checked_indices(block_ids, pool, slots)
+        if len(ids) * self.part_bytes > AT_ONCE_BYTES:
+            return self._host_copies.start(functools.partial(self._gather, ids, pool, places, part))
+        self._gather(ids, pool, places, part)
         return FinishedCopy()
+
+    def _gather(self, block_ids: Addresses, pool: Rows, slots: Addresses, part: int) -> None:
+        for strip, rows in self._by_strip(pool, part):
+            _cext.gather(strip, block_ids, rows, slots=slots)
 
     def swap_in(
         self, pool: Rows, slots: Sequence[int], block_ids: Sequence[int], after: Fence | None = None, part: int = 0
@@ -191,6 +202,7 @@ class BlockLayout:
         """
         if self._streams is not None:
             return self._streams.copy_in(self.runs(block_ids, pool, slots, part), pool, after)
+        self._check_rows(pool)
         for strip, rows in self._by_strip(pool, part):
             _cext.scatter(rows, strip, _int64(block_ids), slots=_int64(slots))
         return FinishedCopy()
@@ -199,19 +211,22 @@ class BlockLayout:
         """Where the bytes of this part of these blocks lie, in the cache and in the rows of the pool, as few dense runs
         as possible. Raises as ``swap_out``."""
         self._check_rows(pool)
-        if len(block_ids) != len(slots):
-            raise ValueError(f"kvstore: {len(block_ids)} blocks cannot be copied from or to {len(slots)} slots")
-        ids = _checked(block_ids, self.num_blocks, "block")
-        places = _checked(slots, len(pool), "slot")
+        ids, places = self._checked_indices(block_ids, pool, slots)
         runs = self._runs[part]
         cache = runs.addresses + ids[:, np.newaxis] * runs.strides
         rows = runs.offsets + (pool.ctypes.data + places[:, np.newaxis] * pool.strides[0])
         return Runs(cache.ravel(), rows.ravel(), np.tile(runs.sizes, len(ids)))
 
+    def _checked_indices(
+        self, block_ids: Sequence[int], pool: Rows, slots: Sequence[int]
+    ) -> tuple[Addresses, Addresses]:
+        if len(block_ids) != len(slots):
+            raise ValueError(f"kvstore: {len(block_ids)} blocks cannot be copied from or to {len(slots)} slots")
+        return _checked(block_ids, self.num_blocks, "block"), _checked(slots, len(pool), "slot")
+
     def _by_strip(self, pool: Rows, part: int) -> Iterator[tuple[Sequence[Rows], Rows]]:
         """Pages of one shape, and the columns of the pool for them; for all of a part."""
         assert self._strips is not None
-        self._check_rows(pool)
         for strip in self._strips[part]:
             yield strip.pages, pool[:, strip.first : strip.end]
 

@@ -4,14 +4,20 @@ A save is planned in the step that completes a block. Its slot in the host tier 
 then read (sent to the store), and free or evictable afterwards. A request's ``next_save`` starts where the store's run
 of blocks ends. So blocks that only the engine has (because the store was emptied or evicted them) are saved again, and
 the chain in the store has no hole.
+
+A save costs the engine's steps much the same for one block as for twenty. So in the middle of a prompt, whose next step
+is sure to come, blocks are saved `GATHER_S` after the last saves, unless another engine waits for them. Until then the
+engine's cache has them. Of a request that goes on they leave it only when it is preempted, and then they are computed,
+and saved, again; of one that is aborted, they are saved then.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 
@@ -30,10 +36,14 @@ from kvstore_client.vllm.connector.pending import (
 from kvstore_client.vllm.connector.plan import Saves, WorkerReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+# How long after the last saves blocks are saved again. So longer steps save what they complete.
+GATHER_S: Final = 0.02
 
 
 class SavePlanner:
@@ -43,14 +53,20 @@ class SavePlanner:
     ``tracked``: those requests; others only read it.
     """
 
-    def __init__(self, books: Books, *, ranks: int, parts: int, save_decode: bool, may_save: bool) -> None:
-        """ranks: workers, each of which reports on every save. parts: in how many parts the store has each block."""
+    def __init__(
+        self, books: Books, *, ranks: int, parts: int, save_decode: bool, may_save: bool, gather_s: float = GATHER_S
+    ) -> None:
+        """ranks: workers, each of which reports on every save. parts: in how many parts the store has each block.
+        gather_s: see `GATHER_S`."""
         self.tracked: dict[str, TrackedRequest] = {}
         self._books = books
         self._ranks = ranks
         self._parts = parts
         self._save_decode = save_decode
         self._may_save = may_save
+        # Blocks behind a window leave the cache with the next step.
+        self._gather_s = 0.0 if books.groups.windows else gather_s
+        self._saved_at = -math.inf  # the last saves
         self._saves = Saves(job=0)  # of the next step
         self._copying: dict[int, PendingCopies] = {}
         self._sending: Counter[tuple[int, int]] = Counter()  # (job, slot) -> ranks that still read it
@@ -159,18 +175,25 @@ class SavePlanner:
         """The saves of the step that the engine just scheduled: the blocks it completes, and those that finished
         requests left unsaved."""
         if self._may_save and output.kv_connector_block_state is not None:
+            gathering = time.monotonic() - self._saved_at < self._gather_s
             for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
                 tracked = self.tracked.get(request_id)
+                if tracked is None:
+                    continue
+                computed = tracked.request.num_computed_tokens + scheduled_tokens
+                if gathering and computed < tracked.request.num_tokens and not self._is_handed_over(tracked):
+                    continue
                 block_ids = output.kv_connector_block_state.get_block_ids(request_id)
-                if tracked is not None and block_ids is not None:
-                    self._save(tracked, tracked.request.num_computed_tokens + scheduled_tokens, block_ids)
+                if block_ids is not None:
+                    self._save(tracked, computed, block_ids)
             for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
                 if (tracked := self.tracked.get(request_id)) is not None:
                     self._save_states(tracked, offers)
         self._place_the_rest()
-        saves, self._saves = self._saves, Saves(job=self._saves.job + 1)
-        if not saves:
+        if not self._saves:
             return None
+        saves, self._saves = self._saves, Saves(job=self._saves.job + 1)
+        self._saved_at = time.monotonic()
         if saves.slots:
             self._copying[saves.job] = PendingCopies(saves.keys, saves.parents, saves.slots, self._ranks)
         for keys, slots in ((saves.keys, saves.slots), (saves.send_keys, saves.send_slots)):
@@ -178,6 +201,9 @@ class SavePlanner:
                 self._sending[saves.job, slot] = self._ranks
                 self._sent_keys[saves.job, slot] = key
         return saves
+
+    def _is_handed_over(self, tracked: TrackedRequest) -> bool:
+        return self._books.hand_overs.is_handed_over(tracked.request)
 
     def _save(self, tracked: TrackedRequest, computed_tokens: int, block_ids: Sequence[Sequence[int]]) -> int:
         """Plan to save the blocks that are complete once ``computed_tokens`` are computed and that are not saved yet.
@@ -246,7 +272,7 @@ class SavePlanner:
 
     def _send_as(self, tracked: TrackedRequest) -> SendAs:
         options = tracked.options
-        return SendAs(options.priority, options.ttl_s, self._books.hand_overs.is_handed_over(tracked.request))
+        return SendAs(options.priority, options.ttl_s, self._is_handed_over(tracked))
 
     def _save_states(self, tracked: TrackedRequest, offers: Sequence[tuple[int, int, int]]) -> None:
         """Plan to save states that are complete at the end of the step. offers: what the engine says of each: the
@@ -327,8 +353,8 @@ class SavePlanner:
         for job, ranks in report.copied.items():
             self._copied(job, ranks, broken=job in report.broken)
         self._stored.update(report.stored)
-        for sent, ranks in report.released.items():
-            self._released(sent, ranks)
+        if report.released:
+            self._released(report.released)
 
     def freed(self, request_id: str) -> None:
         """The engine keeps the request's blocks no longer."""
@@ -349,15 +375,26 @@ class SavePlanner:
         else:
             books.events.stored(copying.keys, MEDIUM_CPU)
 
-    def _released(self, sent: tuple[int, int], ranks: int) -> None:
-        self._sending[sent] -= ranks
-        if self._sending[sent]:
-            return
-        del self._sending[sent]
-        books, key = self._books, self._sent_keys.pop(sent)
-        if self._stored.pop(sent, 0) >= self._parts:
-            books.events.stored([key], MEDIUM_STORAGE)
+    def _released(self, released: Mapping[tuple[int, int], int]) -> None:
+        """So many ranks read these slots no more."""
+        keys: list[bytes] = []
+        slots: list[int] = []
+        stored: list[bytes] = []
+        for sent, ranks in released.items():
+            self._sending[sent] -= ranks
+            if self._sending[sent]:
+                continue
+            del self._sending[sent]
+            key = self._sent_keys.pop(sent)
+            keys.append(key)
+            slots.append(sent[1])
+            if self._stored.pop(sent, 0) >= self._parts:
+                stored.append(key)
+        books = self._books
+        books.events.stored(stored, MEDIUM_STORAGE)
+        for key in stored:
             books.lookups.came(books.groups.of_chain(key))
-        books.events.forget(key)
-        books.tier.release([sent[1]])
-        books.hand_overs.sent(key)
+        books.tier.release(slots)
+        for key in keys:
+            books.events.forget(key)
+            books.hand_overs.sent(key)

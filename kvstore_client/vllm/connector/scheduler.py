@@ -17,7 +17,7 @@ from kvstore_client.vllm.connector.books import Books
 from kvstore_client.vllm.connector.held_back import HeldBackTimes
 from kvstore_client.vllm.connector.load_planner import LoadPlanner
 from kvstore_client.vllm.connector.plan import StepPlan, WorkerReport
-from kvstore_client.vllm.connector.save_planner import SavePlanner
+from kvstore_client.vllm.connector.save_planner import GATHER_S, SavePlanner
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -44,10 +44,13 @@ class SchedulerHalf:
         admission: Admission,
         computing: ComputingPace,
         steps_ahead: int,
+        gather_s: float = GATHER_S,
     ) -> None:
         """The arguments are those of the planners."""
         self.books = books
-        self.saves = SavePlanner(books, ranks=ranks, parts=parts, save_decode=save_decode, may_save=may_save)
+        self.saves = SavePlanner(
+            books, ranks=ranks, parts=parts, save_decode=save_decode, may_save=may_save, gather_s=gather_s
+        )
         self.loads = LoadPlanner(
             books,
             self.saves.tracked,

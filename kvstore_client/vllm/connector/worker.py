@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
@@ -265,11 +265,14 @@ class WorkerHalf:
 
     def order_copies(self) -> None:
         """Have the model wait for all copies out of the cache: it is about to write to blocks that were others'."""
+        self._each_copy(lambda copy: copy.order())
+
+    def _each_copy(self, call: Callable[[Copy], None]) -> None:
         for index, copying in enumerate(self._copying):
             if copying.copy is None:
                 continue
             try:
-                copying.copy.order()
+                call(copying.copy)
             except Exception:  # the device's: what it copied cannot be trusted, so it is not saved
                 logger.exception("kvstore: copying %d blocks out of the cache failed", len(copying.saves.slots))
                 self._counters.add("defects")
@@ -316,8 +319,10 @@ class WorkerHalf:
             if is_stored:
                 self._report.stored[token] += 1
         self._report.arrived_blocks, self._report.arriving_seconds = self._in.take_pace()
+        if not self._report:
+            return None
         report, self._report = self._report, WorkerReport()
-        return report or None
+        return report
 
     def _settle_copies(self) -> None:
         while self._copying:
@@ -352,9 +357,11 @@ class WorkerHalf:
         how: Sequence[SendAs],
     ) -> None:
         """Queue this part of the blocks that this rank sends, and release it for those that another rank sends."""
-        mine = [self._is_mine(key) for key in keys]
-        self._release([((job, slot), False) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine])
-        sent = [index for index, is_mine in enumerate(mine) if is_mine]
+        sent: Sequence[int] = range(len(keys))
+        if self._replicas > 1:
+            mine = [self._is_mine(key) for key in keys]
+            self._release([((job, slot), False) for slot, is_mine in zip(slots, mine, strict=True) if not is_mine])
+            sent = [index for index, is_mine in enumerate(mine) if is_mine]
         if sent:
             suffix = bytes([part]) if self._layout.parts > 1 else b""
             self._out.put(
@@ -389,6 +396,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
+        self._each_copy(lambda copy: copy.wait())
         self._settle_copies()
         self._out.close(self._timeout_s)
         self._in.close()
