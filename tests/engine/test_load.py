@@ -28,7 +28,7 @@ FACTOR = 3.0
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with ServedEngine(model, log, None, "--skip-tokenizer-init", max_model_len=4096) as server:
+    with ServedEngine(model, log, None, "--skip-tokenizer-init", max_model_len=2048) as server:
         yield server
 
 
@@ -139,12 +139,12 @@ def test_prompts_share_exactly_the_prefixes_of_the_trace(engine: ServedEngine, t
 @pytest.mark.timeout(300)
 def test_what_does_not_fit_the_model_fails_and_is_clipped_if_asked(engine: ServedEngine, tmp_path: Path) -> None:
     """vLLM refuses a prompt that is too long, and cuts an answer for which there is no room."""
-    rows = [(0, 4600, 8, list(range(9))), (10, 4090, 8, list(range(20, 28))), (20, 100, 3, [9])]
+    rows = [(0, 2500, 8, list(range(5))), (10, 2042, 8, list(range(20, 24))), (20, 100, 3, [9])]
     trace = write_trace(tmp_path / "long.jsonl", rows)
     made, lines = load(engine, tmp_path, "--trace", str(trace), "--seed", "6")
     assert [line["error"] for line in lines] == ["http_400", "fewer_tokens", None]
-    assert "4096" in lines[0]["message"] and "after 6 of 8 tokens" in lines[1]["message"]
+    assert "2048" in lines[0]["message"] and "after 6 of 8 tokens" in lines[1]["message"]
     assert made["attainment"]["joint"] == pytest.approx(1 / 3)
-    clipped, lines = load(engine, tmp_path, "--trace", str(trace), "--max-input-tokens", "4000", "--seed", "7")
+    clipped, lines = load(engine, tmp_path, "--trace", str(trace), "--max-input-tokens", "2000", "--seed", "7")
     assert (clipped["completed"], clipped["clipped"]) == (3, 2)
-    assert [line["prompt_tokens"] for line in lines] == [4000, 4000, 100]
+    assert [line["prompt_tokens"] for line in lines] == [2000, 2000, 100]
