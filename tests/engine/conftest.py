@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine.engines import Engine, Expected, StartEngine, save_model
+from tests.engine.engines import Engine, Expected, StartEngine, answers_alone, save_model
 from tests.engine.fleet import Fleet
 from tests.support.harness import Server
 from tests.support.slow_link import SlowLink
@@ -71,15 +71,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """``expected(prompt, ..., max_tokens=8)``: what an engine without any cache answers, each prompt by itself."""
     log = tmp_path_factory.mktemp("expected") / "engine.log"
     engine = Engine(model, log, connector=None, enable_prefix_caching=False)
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def answer(*prompts: list[int], max_tokens: int = 8) -> list[list[int]]:
-        for prompt in prompts:
-            if len(known.get(tuple(prompt), ())) < max_tokens:
-                known[tuple(prompt)] = engine.generate(prompt, max_tokens=max_tokens)[0].token_ids
-        return [known[tuple(prompt)][:max_tokens] for prompt in prompts]
-
-    yield answer
+    yield answers_alone(engine)
     engine.stop()
 
 

@@ -212,6 +212,22 @@ def check_answers(
         assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
 
 
+def answers_alone(engine: Engine, *, reset: bool = False) -> Expected:
+    """-> ``expected(prompt, ..., max_tokens=8)``: what this engine answers, each prompt by itself and once. reset: it
+    has a cache, which is emptied before."""
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def answer(*prompts: list[int], max_tokens: int = 8) -> list[list[int]]:
+        for prompt in prompts:
+            if len(known.get(tuple(prompt), ())) < max_tokens:
+                if reset:
+                    engine.reset_prefix_cache()
+                known[tuple(prompt)] = engine.generate(prompt, max_tokens=max_tokens)[0].token_ids
+        return [known[tuple(prompt)][:max_tokens] for prompt in prompts]
+
+    return answer
+
+
 class Ledger:
     """What an engine's metrics gained since it was opened."""
 

@@ -55,7 +55,7 @@ class Fleet:
     def mend(self) -> None:
         """Start engines again that a test has killed."""
         for engine in (self.p, self.d):
-            if engine.process.poll() is not None:
+            if not engine.running:
                 engine.start()
                 engine.await_health()
 

@@ -13,6 +13,7 @@ PRELOAD = [
     "transformers",
     "vllm",
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.api_server.entry",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen2",
     "vllm.v1.attention.backends.cpu_attn",

@@ -1,14 +1,18 @@
 """`vllm serve` as real processes for the tests of the proxy and of `kvstore load`; a model with a tokenizer.
 
+A server is forked from the nursery, and its own processes from it: a start takes 2 s of processor time instead of
+30 s. One server that starts as a user's does is in test_serving.py.
+
 The tokenizer has the 256 bytes and then words: random weights say both, so texts have characters that span tokens and
 bytes that are no text, which is the hardest case for whoever joins pieces of an answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
+import runpy
 import sys
 import urllib.error
 import urllib.request
@@ -18,12 +22,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.engine.engines import BLOCK, save_model
+from tests.engine.driver import fork_processes
+from tests.engine.engines import BLOCK, nursery, save_model
 from tests.support.harness import wait_until
 from tests.support.ports import free_ports
 
 START_S = 170.0
 MODEL = "tiny"
+SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve MODEL` is this module with --model
 _WORDS = 4096
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
@@ -49,6 +55,19 @@ def save_served_model(folder: Path) -> Path:
     return folder
 
 
+def run_server(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    """The whole life of a process that is `vllm serve` with these arguments and this environment. What it says is added
+    to the file `log`."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    fork_processes()
+    sys.argv[1:] = arguments
+    runpy.run_module(SERVER, run_name="__main__")
+
+
 class ServedEngine:
     """One `vllm serve`. Its standard error and output go to the file `log`."""
 
@@ -66,12 +85,11 @@ class ServedEngine:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "128MiB", "always_load": True, **options},
         }
-        # `vllm serve MODEL` is this module with --model.
-        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        self._command += ["--served-model-name", MODEL, "--port", str(self.port), "--host", "127.0.0.1"]
+        self._arguments = ["--model", str(model)]
+        self._arguments += ["--served-model-name", MODEL, "--port", str(self.port), "--host", "127.0.0.1"]
         if store is not None:
-            self._command += ["--kv-transfer-config", json.dumps(transfer)]
-        self._command += [
+            self._arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        self._arguments += [
             "--enable-prompt-tokens-details",
             "--dtype",
             "float32",
@@ -79,7 +97,9 @@ class ServedEngine:
             "--block-size",
             str(BLOCK),
         ]
-        self._command += ["--max-model-len", str(max_model_len), "--gpu-memory-utilization", "0.2", *arguments]
+        self._arguments += ["--max-model-len", str(max_model_len), "--gpu-memory-utilization", "0.2"]
+        # Every page of the cache is written to at the start.
+        self._arguments += ["--num-gpu-blocks-override", "1024", *arguments]
         self.start()
 
     def start(self) -> None:
@@ -91,12 +111,21 @@ class ServedEngine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
-        with self.log.open("ab") as file:
-            self.process = subprocess.Popen(self._command, stdout=file, stderr=file, env=settings)
+        self.process = nursery().Process(target=run_server, args=(self._arguments, self.log, settings))
+        self.process.start()
+
+    @property
+    def running(self) -> bool:
+        return self.process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def await_health(self) -> None:
         def healthy() -> bool:
-            if self.process.poll() is not None:
+            if not self.running:
                 pytest.fail(f"the engine ended; its log ends:\n{self.log.read_text(errors='replace')[-4000:]}")
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
@@ -108,23 +137,20 @@ class ServedEngine:
 
     def kill(self) -> None:
         """SIGKILL to the engine and all processes that it started."""
-        try:
-            family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            family = [self.process]
-        for each in family:
-            try:
+        if not self.running:
+            return
+        process = psutil.Process(self.pid)
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.process.wait(20)
+        self.process.join(20)
+        assert not self.running
 
     def stop(self) -> None:
-        if self.process.poll() is None:
+        if self.running:
             self.process.terminate()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
+            self.process.join(30)
+            if self.running:
                 self.kill()
 
     def __enter__(self) -> ServedEngine:

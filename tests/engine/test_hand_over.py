@@ -216,15 +216,15 @@ def test_prompts_are_handed_over_between_engines_of_different_sizes(
 def test_engines_that_take_blocks_back_hand_over_all_the_same(
     server: Server, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
 ) -> None:
-    """Preemption on either side: room for two of four requests that decode beside the hand-overs."""
+    """Preemption on either side: the two requests that decode beside the hand-overs need more than there is."""
     small = {"num_gpu_blocks_override": 48, "max_model_len": 1024, **CHUNKS}
     engines = [start_engine(server.endpoint, options={"cpu_bytes": "8MiB", **parts}, **small) for _ in range(2)]
     for engine in engines:
         engine.generate(prompt(99, 40))
-    questions = [prompt(seed, 500) for seed in (70, 71, 72)]
-    beside = [[prompt(80 + 2 * side + number, 300) for number in range(2)] for side in range(2)]
+    questions = [prompt(seed, 300) for seed in (70, 71, 72)]
+    beside = [[prompt(80 + 2 * side + number, 560) for number in range(2)] for side in range(2)]
     for engine, side, others in zip(engines, (PREFILL, DECODE), beside, strict=True):
-        asks = [Ask(other, 600) for other in others]
+        asks = [Ask(other, 260) for other in others]
         asks += [
             Ask(question, 1 if side == PREFILL else 40, at=4 * number, side=side)
             for number, question in enumerate(questions)
@@ -234,7 +234,7 @@ def test_engines_that_take_blocks_back_hand_over_all_the_same(
     for engine, side, others in zip(engines, (PREFILL, DECODE), beside, strict=True):
         answers = engine.result()
         preemptions += sum(answer.preemptions for answer in answers)
-        assert [answer.token_ids for answer in answers[:2]] == expected(*others, max_tokens=600)
+        assert [answer.token_ids for answer in answers[:2]] == expected(*others, max_tokens=260)
         tokens = 1 if side == PREFILL else 40
         assert [answer.token_ids for answer in answers[2:]] == expected(*questions, max_tokens=tokens)
     assert preemptions, "nothing was taken back: the test shows nothing"

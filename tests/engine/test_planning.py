@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.served import MODEL, ServedEngine
+from tests.support import forked
 from tests.support.harness import Server, environment
 
 KV_BYTES = 1024
@@ -26,14 +25,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def plan(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore_cli", "plan", *arguments, "--json"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked.run("kvstore_cli", "plan", *arguments, "--json", env=environment(), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads(done.stdout))
 

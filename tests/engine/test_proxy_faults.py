@@ -95,8 +95,7 @@ class Round:
         elif what == "killed" and engine is not None:
             engine.kill()
         else:
-            process = self.proxy.process if engine is None else engine.process
-            with frozen(process.pid):
+            with frozen(self.proxy.process.pid if engine is None else engine.pid):
                 time.sleep(wait_s)
         return phase
 
@@ -160,7 +159,7 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
         else:
             assert this.done and this.tokens == right, told
         for engine in (fleet.p, fleet.d):
-            if engine.process.poll() is None:
+            if engine.running:
                 wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), 10, f"{told}: free")
         nothing_left(fleet.store)
         assert not sum(each.writing for each in namespaces(fleet.store)), told

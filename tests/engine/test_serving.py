@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.engine.examples import run_example
 
 
 @pytest.mark.timeout(400)
-def test_two_vllm_servers_continue_each_others_conversation_and_a_router_finds_it() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "two_engines.py"), "--json", "--prompt-tokens", "600"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout)
+def test_two_vllm_servers_continue_each_others_conversation_and_a_router_finds_it(tmp_path: Path) -> None:
+    result = run_example("two_engines.py", "--json", "--prompt-tokens", "600", folder=tmp_path, cold=1)
     turns = result["turns"]
     assert turns[0]["cached_tokens"] == 0
     for before, turn in pairwise(turns):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.engines import BLOCK, Engine, StartEngine, full_blocks, namespaces, prompt
+from tests.engine.engines import BLOCK, Engine, Expected, StartEngine, answers_alone, full_blocks, namespaces, prompt
 from tests.engine.models import STATES
 from tests.support.harness import Server
 
@@ -33,20 +33,17 @@ def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def plain(stateful: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def plain(stateful: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
     log = tmp_path_factory.mktemp("plain") / "engine.log"
     engine = Engine(stateful, log, connector=None, **CACHING)
-    yield engine
+    yield answers_alone(engine, reset=True)
     engine.stop()
 
 
-def check(engine: Engine, plain: Engine, *prompts: list[int], cached: int | None = None) -> list[list[int]]:
+def check(engine: Engine, plain: Expected, *prompts: list[int], cached: int | None = None) -> list[list[int]]:
     """-> the answers."""
     answers = engine.generate(*prompts, max_tokens=40)
-    alone = []
-    for each in prompts:
-        plain.reset_prefix_cache()
-        alone.append(plain.generate(each, max_tokens=40)[0].token_ids)
+    alone = plain(*prompts, max_tokens=40)
     assert [answer.token_ids for answer in answers] == alone
     if cached is not None:
         assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
@@ -54,7 +51,7 @@ def check(engine: Engine, plain: Engine, *prompts: list[int], cached: int | None
 
 
 def test_what_one_engine_saves_another_loads(
-    server: Server, start_engine: StartEngine, stateful: Path, plain: Engine
+    server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
     question = prompt(300)
     first = start_engine(server.endpoint, model=stateful, **DENSELY)
@@ -76,7 +73,7 @@ def test_what_one_engine_saves_another_loads(
 
 @at_length
 def test_by_default_the_states_before_a_prompts_end_are_kept(
-    server: Server, start_engine: StartEngine, stateful: Path, plain: Engine
+    server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
     """And of answers none."""
     question = prompt(305)
@@ -92,7 +89,7 @@ def test_by_default_the_states_before_a_prompts_end_are_kept(
 
 @at_length
 def test_batches_preemption_and_small_tiers_change_nothing(
-    server: Server, start_engine: StartEngine, stateful: Path, plain: Engine
+    server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
     """A preempted request is computed again in other steps, on which the tokens of short convolutions depend."""
     if stateful.name == "short-convolutions":
@@ -117,7 +114,7 @@ def test_batches_preemption_and_small_tiers_change_nothing(
 
 
 def test_a_load_that_fails_is_computed_from_the_beginning(
-    server: Server, start_engine: StartEngine, stateful: Path, plain: Engine
+    server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
 ) -> None:
     question = prompt(320)
     filler = start_engine(server.endpoint, model=stateful, **CACHING)

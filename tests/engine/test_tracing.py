@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ import pytest
 from tests.engine.engines import StartEngine
 from tests.engine.fleet import Fleet
 from tests.engine.served import MODEL, post
-from tests.support.harness import ROOT, Server, environment, wait_until
+from tests.support import forked
+from tests.support.harness import Server, environment, wait_until
 from tests.support.proxies import Reading
 
 COMPLETIONS = "/v1/completions"
@@ -32,13 +31,10 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 def timeline(fleet: Fleet, request: str) -> list[dict[str, Any]]:
     """-> the events of a request in one file, once P and D have told all: with `row`, and `began`, `ended` in s."""
     out = fleet.folder / f"{request}.json"
-    command = [sys.executable, "-m", "kvstore_cli", "trace", *map(str, fleet.files), "-o", str(out)]
-    command += ["--request", request]
-    run: Any = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT, "env": environment()}
+    command = ["trace", *map(str, fleet.files), "-o", str(out), "--request", request]
 
     def complete() -> list[dict[str, Any]] | None:
-        done = subprocess.run(command, check=False, **run)
-        if done.returncode:
+        if forked.run("kvstore_cli", *command, env=environment()).returncode:
             return None
         events = json.loads(out.read_bytes())["traceEvents"]
         rows = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}

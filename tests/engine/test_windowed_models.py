@@ -14,7 +14,9 @@ from tests.engine.engines import (
     BLOCK,
     BLOCK_BYTES,
     Engine,
+    Expected,
     StartEngine,
+    answers_alone,
     full_blocks,
     namespaces,
     prompt,
@@ -33,25 +35,24 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(windowed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def plain(windowed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
     engine = Engine(
         windowed, tmp_path_factory.mktemp("plain") / "engine.log", connector=None, enable_prefix_caching=False
     )
-    yield engine
+    yield answers_alone(engine)
     engine.stop()
 
 
-def check(engine: Engine, plain: Engine, *prompts: list[int], cached: int | None = None) -> None:
+def check(engine: Engine, plain: Expected, *prompts: list[int], cached: int | None = None) -> None:
     answers = engine.generate(*prompts, max_tokens=40)
-    alone = [plain.generate(each, max_tokens=40)[0].token_ids for each in prompts]
-    assert [answer.token_ids for answer in answers] == alone
+    assert [answer.token_ids for answer in answers] == plain(*prompts, max_tokens=40)
     if cached is not None:
         assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_what_one_engine_saves_another_loads(
-    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine, parts: int
+    server: Server, start_engine: StartEngine, windowed: Path, plain: Expected, parts: int
 ) -> None:
     question, options = prompt(200), {"layer_parts": parts}
     first = start_engine(
@@ -75,7 +76,7 @@ def test_what_one_engine_saves_another_loads(
 
 @pytest.mark.parametrize("cpu_bytes", [0, 16 * BLOCK_BYTES])
 def test_chunks_preemption_and_small_tiers_change_nothing(
-    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine, cpu_bytes: int
+    server: Server, start_engine: StartEngine, windowed: Path, plain: Expected, cpu_bytes: int
 ) -> None:
     engine = start_engine(
         server.endpoint,
@@ -96,7 +97,7 @@ def test_chunks_preemption_and_small_tiers_change_nothing(
 
 
 def test_a_load_that_fails_is_computed_from_the_beginning(
-    server: Server, start_engine: StartEngine, windowed: Path, plain: Engine
+    server: Server, start_engine: StartEngine, windowed: Path, plain: Expected
 ) -> None:
     question = prompt(220)
     filler = start_engine(server.endpoint, model=windowed)

@@ -3,9 +3,9 @@
 A module's tests share its fixtures, so one worker runs a whole file. Two workers run all engine tests, because these
 share engines and because more engines at once need more cores than a small machine has.
 
-Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then two workers run them.
-One begins with the clusters of tests/chaos, which wait most of the time and take longest; those that keep a core busy
-follow, and so run alone. The other one has the rest, which wait for deadlines.
+Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then three workers run them.
+Two of them have the clusters of tests/chaos, which wait most of the time and take longest, the third one those of
+tests/integration, which wait for deadlines. When all these have ended, the first one has those that keep a core busy.
 
 This is a plugin of pytest, which tests/conftest.py registers. It acts only under `--dist loadgroup`. The process that
 schedules does not collect tests, so the workers tell it which ones are exclusive: all write the same file.
@@ -24,10 +24,9 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-EXCLUSIVE: Final = ("exclusive 1", "exclusive 2")
-FIRST_EXCLUSIVE: Final = ("tests/chaos/test_cluster.py", "tests/attack/", "tests/unit/")
+EXCLUSIVE: Final = ("exclusive 1", "exclusive 2", "exclusive 3")
 ENGINES: Final = ("engines 1", "engines 2")
-# What the second of the two runs: half of the time of tests/engine, about 700 of 1400 s. The first has all others.
+# What the second of the two runs: half of the time of tests/engine. The first has all others.
 SECOND_ENGINES: Final = frozenset(
     f"test_{name}.py"
     for name in [
@@ -99,6 +98,12 @@ def name_of(nodeid: str) -> str:
     return "::".join(re.sub(r"\[.*", "", nodeid).split("::")[:2])
 
 
+def _exclusive_unit(nodeid: str) -> str:
+    if nodeid.startswith("tests/integration/"):
+        return EXCLUSIVE[2]
+    return EXCLUSIVE[nodeid.startswith("tests/chaos/") and "two-copies" not in nodeid]
+
+
 def _room(item: pytest.Item) -> int:
     return next((number for number, room in enumerate(ROOMS) if f"/tests/{room}/" in item.path.as_posix()), 0)
 
@@ -109,14 +114,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FilesThenExclusive(LoadFileScheduling):
-    """The units of work are single files, two halves of the engine tests, and two parts of the exclusive tests. These
+    """The units of work are single files, two halves of the engine tests, and three parts of the exclusive tests. These
     are given out when no more workers are left than there are of them."""
 
     _exclusive: frozenset[str] = frozenset()
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid in self._exclusive:
-            return EXCLUSIVE[not nodeid.startswith(FIRST_EXCLUSIVE)]
+            return _exclusive_unit(nodeid)
         if nodeid.startswith("tests/engine/"):
             return ENGINES[nodeid.split("::", maxsplit=1)[0].rpartition("/")[2] in SECOND_ENGINES]
         return super()._split_scope(nodeid)

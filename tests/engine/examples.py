@@ -1,0 +1,78 @@
+"""The examples that start `vllm serve`, run as they stand, in processes forked from the nursery.
+
+Their servers are forked, too, as `served` does it; the first of a test that says so is started as a user's is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.engine.engines import nursery
+from tests.engine.served import SERVER, run_server
+from tests.support.harness import ROOT
+
+RUN_S = 390.0
+
+
+def run_example(name: str, *arguments: str, folder: Path, cold: int = 0) -> dict[str, Any]:
+    """Run examples/NAME. -> the JSON it prints. cold: so many of its servers are started as a user's are."""
+    out, err = folder / "stdout", folder / "stderr"
+    process = nursery().Process(target=_run, args=(name, arguments, out, err, cold))
+    process.start()
+    process.join(RUN_S)
+    if process.is_alive():
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for each in family:
+            each.kill()
+        pytest.fail(f"{name} takes longer than {RUN_S} s: {err.read_text()[-4000:]}")
+    assert process.exitcode == 0, err.read_text()[-4000:] + out.read_text()
+    return dict(json.loads(out.read_text()))
+
+
+def _run(name: str, arguments: tuple[str, ...], out: Path, err: Path, cold: int) -> None:
+    for number, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    started = 0
+    popen = subprocess.Popen
+
+    def start(command: list[str], **how: Any) -> Any:
+        nonlocal started
+        if command[:3] != [sys.executable, "-m", SERVER] or (started := started + 1) <= cold:
+            return popen(command, **how)
+        return Forked(command[3:], Path(how["stdout"].name), how["env"])
+
+    subprocess.Popen = start  # type: ignore[assignment, misc]
+    script = ROOT / "examples" / name
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+class Forked:
+    """A server forked from the process of an example. Its methods are those of `subprocess.Popen` of the same names."""
+
+    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+        self._process: ForkProcess = get_context("fork").Process(target=run_server, args=(arguments, log, environment))
+        self._process.start()
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(SERVER, timeout or 0.0)
+        return self._process.exitcode
