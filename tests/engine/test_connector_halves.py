@@ -165,6 +165,36 @@ def test_what_is_computed_before_the_store_has_answered_is_counted_and_not_saved
     assert engine.counters.take()["declined_tokens"] == 4 * BLOCK_TOKENS
 
 
+def test_a_load_may_take_longer_while_the_engine_has_other_prompts_to_compute(start: StartEngine) -> None:
+    admission = Admission(timeout_s=5)
+    engine = start(admission=admission, budget=2 * BLOCK_TOKENS)
+    admission.arriving.add(100, 1.0)
+    admission.begin(0, 0.0)
+    admission.end(0)
+    engine.half.loads.computing.add([(0, 200 * BLOCK_TOKENS)], 1.0)
+    store(engine, PROMPT, 5)
+    assert matched(engine) == 0, "to compute them takes half as long"
+    other = engine.add([7] * 20 * BLOCK_TOKENS)
+    engine.step()
+    assert matched(engine) == 5, "18 blocks before them"
+    loads = engine.half.loads
+    before_s = loads._work_before_s(engine.add(PROMPT))
+    assert before_s == pytest.approx(18 / 200)
+    assert loads._work_before_s(other) == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_pace_of_computing_is_told_which_part_of_a_prompt_each_step_computed(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    engine = start(budget=2 * BLOCK_TOKENS, asynchronous=asynchronous)
+    told: list[Any] = []
+    monkeypatch.setattr(engine.half.loads.computing, "add", lambda parts, seconds: told.append(parts))
+    engine.add(PROMPT, max_tokens=5)
+    engine.run()
+    assert told == [[(0, 64)], [(64, 128)], [(128, len(PROMPT))]], "and not of what follows the prompt"
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_is_computed_although_the_store_has_it_is_copied_for_the_cpu_tier_alone(
     start: StartEngine, keep: bool
