@@ -45,9 +45,11 @@ AT_A_TIME: Final = 2
 SLOW_S: Final = 0.1
 # The first chunk of a job is such a part of it, and after this part of its time a job must be as far as it should be:
 # so a store that is too slow is found out soon. Before any block has come from a store, the first chunk is one block,
-# and the job ends if it would take so many times its time.
+# and further ones double what has come, until `TRIED_S` have passed: of a few blocks, most of the time is round trips.
+# Then the job ends if it would take so many times its time.
 FIRST_CHUNK: Final = 1 / 8
 GRACE: Final = 0.1
+TRIED_S: Final = 0.05
 HOPELESS: Final = 2.0
 
 log = logging.getLogger("kvstore_client")
@@ -226,7 +228,7 @@ class TransferIn:
     def _next_chunk(self, job: Job) -> tuple[int, int]:
         most = self.waited_chunk_blocks if job.waits else self.chunk_blocks
         if job.end:
-            return job.end, min(len(job.keys), job.end + most)
+            return job.end, min(len(job.keys), job.end + (min(most, job.end) if job.tries else most))
         return 0, 1 if not (self._tried or job.waits) else min(most, math.ceil(len(job.keys) * FIRST_CHUNK))
 
     def _send(self, job: Job, now: float) -> None:
@@ -325,7 +327,10 @@ class TransferIn:
         if not job.arrived(job.first, hits) or job.end == len(job.keys):
             return False
         time_s = job.within.seconds
-        needed_s = (time.monotonic() - job.began) * len(job.keys) / max(1, job.end)
+        passed_s = time.monotonic() - job.began
+        if job.tries and passed_s < TRIED_S:
+            return True
+        needed_s = passed_s * len(job.keys) / max(1, job.end)
         if job.tries and hits.all() and needed_s > HOPELESS * time_s:
             self._counters.add("missed_blocks", (len(job.keys) - job.end) / self._parts)
             return False
