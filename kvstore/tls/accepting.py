@@ -4,7 +4,7 @@ The supervisor starts it, as it starts a shard: the configuration is JSON on sta
 pipe when it is ready. It ends with the supervisor. At SIGTERM it accepts no more, and ends when its connections have.
 
 Before a client has finished its handshake it costs the shard nothing, and here at most one of `MOST_SHAKING` places,
-for `SHAKING_S`. When all are taken, the oldest handshake of the address that has the most of them gives way. A client
+for `SHAKING_S`. When all are taken, the oldest handshake of the network that has the most of them gives way. A client
 that does not speak TLS is told so in ZMTP, so that it does not wait for an answer.
 
 The certificate is read again at SIGHUP, and when its files have changed (`certificate`).
@@ -20,6 +20,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 from collections import Counter
 from typing import Final
@@ -27,6 +28,7 @@ from typing import Final
 import msgspec
 
 from kvstore.logs import configure as configure_logs
+from kvstore.networks import network_of
 from kvstore.tls import TLSError
 from kvstore.tls.certificate import Certificate
 from kvstore.tls.handing import hand_over
@@ -36,7 +38,7 @@ log = logging.getLogger("kvstore.tls")
 
 SHAKING_S: Final = 10.0
 MOST_SHAKING: Final = 256
-_ACCEPTS: Final = 16  # in a turn: each handshake takes about a millisecond, for which others wait
+_ACCEPTS: Final = 2  # in a turn, for which data wait
 _PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
 _DEAD_PEER_MS: Final = 30_000
 _HANDSHAKE_RECORD: Final = b"\x16"  # with which TLS begins
@@ -66,7 +68,7 @@ class _Client(Shaking):
     """A client from `accept` to the end of its handshake. Its first byte tells whether it speaks TLS."""
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket, address: tuple[str, int]) -> None:
-        super().__init__(acceptor.loop, sock, SHAKING_S)
+        super().__init__(acceptor.loop, sock, SHAKING_S, network_of(address[0]))
         self.address = address
         self._acceptor = acceptor
         acceptor.shaking[self] = None
@@ -80,15 +82,7 @@ class _Client(Shaking):
         except OSError:
             first = b""
         if first == _HANDSHAKE_RECORD:
-            self.loop.forget(self.sock.fileno())
-            try:
-                tls = self._acceptor.certificate.context.wrap_socket(
-                    self.sock, server_side=True, do_handshake_on_connect=False
-                )
-            except OSError as error:  # the client has gone already
-                self.failed(error)
-            else:
-                self.shake(tls)
+            self.shake()
             return
         self.over()
         if first:
@@ -99,7 +93,12 @@ class _Client(Shaking):
         else:
             self.sock.close()
 
+    def begin(self) -> ssl.SSLSocket:
+        context = self._acceptor.certificate.context
+        return context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+
     def done(self) -> None:
+        assert self.tls is not None
         self.over()
         try:
             ours, theirs = socket.socketpair()
@@ -177,10 +176,10 @@ class Acceptor:
             _Client(self, sock, address[:2])
 
     def _make_room(self) -> None:
-        waiting = Counter(client.address[0] for client in self.shaking)
+        waiting = Counter(client.network for client in self.shaking)
         most = max(waiting.values())
-        oldest = next(client for client in self.shaking if waiting[client.address[0]] == most)
-        oldest.failed(ConnectionAbortedError("too many handshakes at once, most of them from its address"))
+        oldest = next(client for client in self.shaking if waiting[client.network] == most)
+        oldest.failed(ConnectionAbortedError("too many handshakes at once, most of them from its network"))
 
 
 def main() -> None:
