@@ -31,6 +31,7 @@ from kvstore.logs import configure as configure_logs
 from kvstore.networks import network_of
 from kvstore.tls import TLSError
 from kvstore.tls.certificate import Certificate
+from kvstore.tls.counting import Counts, CountsPage
 from kvstore.tls.handing import hand_over
 from kvstore.tls.relay import IN, Joined, Lingering, Loop, Shaking, prepare_pair
 
@@ -53,6 +54,7 @@ class AcceptConfig(msgspec.Struct, frozen=True):
     listen_fd: int
     give_fd: int  # of `handing`
     ready_fd: int
+    counts_fd: int  # of `counting`
     cert: str
     key: str
     client_ca: str  # empty: clients need no certificate
@@ -85,6 +87,7 @@ class _Client(Shaking):
             self.shake()
             return
         self.over()
+        self._acceptor.failed += 1
         if first:
             log.warning("%s:%d does not speak TLS and was refused", *self.address)
             with contextlib.suppress(OSError):
@@ -100,6 +103,7 @@ class _Client(Shaking):
     def done(self) -> None:
         assert self.tls is not None
         self.over()
+        self._acceptor.handshakes += 1
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:  # no descriptor is left
@@ -120,6 +124,7 @@ class _Client(Shaking):
 
     def failed(self, error: OSError) -> None:
         self.over()
+        self._acceptor.failed += 1
         log.warning("%s:%d: no TLS connection: %s", *self.address, getattr(error, "reason", None) or error)
         self.sock.close()
 
@@ -138,6 +143,7 @@ class Acceptor:
         self.give = give
         self.certificate = certificate
         self.refusal = refusal
+        self.handshakes = self.failed = 0  # that were done; connections that ended before
         self.shaking: dict[_Client, None] = {}  # the oldest first
         self._listener = listener
         self._accepts_again = float("inf")
@@ -196,6 +202,8 @@ def main() -> None:
         sys.exit(1)
     listener = socket.socket(fileno=config.listen_fd)
     listener.setblocking(False)
+    page = CountsPage(config.counts_fd)
+    page.write(Counts())
     loop = Loop()
     acceptor = Acceptor(loop, listener, socket.socket(fileno=config.give_fd), certificate, config.refusal)
     asked: set[int] = set()  # signals; Python handles them between two steps of the loop
@@ -213,6 +221,7 @@ def main() -> None:
             asked.discard(signal.SIGHUP)
             certificate.reload()
         certificate.look(loop.now)
+        page.write(Counts(loop.joined, acceptor.handshakes, acceptor.failed))
         if not stopping:
             acceptor.look()
 
