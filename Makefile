@@ -84,7 +84,7 @@ check-deb: ## build the Debian package, unpack it and try its server
 	@exec scripts/check_deb.sh
 
 check-helm: ## lint the Helm chart, and render it, with Helm
-	@exec scripts/check_helm.sh
+	@exec scripts/run.sh test python scripts/check_helm.py
 
 build: ## the wheel, into dist/
 	@exec scripts/wheel.sh dist
