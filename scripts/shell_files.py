@@ -184,7 +184,12 @@ def completion(command: str, shell: str) -> str:
         text=True,
         check=True,
     )
-    return done.stdout
+    if shell != "zsh":
+        return done.stdout
+    # zsh reads the file when it first completes the command, as the function that completes it: it must do so, or else
+    # the first TAB of every shell does nothing.
+    function = f"_{command.replace('-', '_')}_completion"
+    return f'{done.stdout.rstrip()}\n\n[[ $funcstack[1] != _{command} ]] || {function} "$@"\n'
 
 
 def main(kind: str, folder: Path) -> None:

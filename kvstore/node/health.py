@@ -22,6 +22,7 @@ from kvstore.wire.asking import AskError, Asking, Dial, dial_tcp
 
 if TYPE_CHECKING:
     from kvstore.node.registration_status import RegistrationStatus
+    from kvstore.node.tls import TLSUse
 
 log = logging.getLogger("kvstore.server")
 
@@ -40,6 +41,7 @@ class NodeView:
     cluster: Callable[[], RegistrationStatus] | None  # the node's membership; None: not in a cluster
     cookie: str  # with which a shard always has a place for a check
     dial: Dial = dial_tcp
+    tls: Callable[[], Sequence[TLSUse]] | None = None  # the TLS process of each shard; None: there are none
 
 
 class ShardState(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ from kvstore.wire.status import REQUEST_BOUNDS_S
 
 if TYPE_CHECKING:
     from kvstore.node.registration_status import RegistrationStatus
+    from kvstore.node.tls import TLSUse
 
 _BUILD: Final = {
     "version": kvstore.__version__,
@@ -137,6 +138,8 @@ class NodeCollector(Collector):
         yield restarts
         if node.cluster is not None:
             yield from _cluster_metrics(node.cluster())
+        if node.tls is not None:
+            yield from _tls(node.tls())
         yield from _families(_SHARD, ["shard"], [((str(shard.shard),), shard) for shard in shards])
         slow = CounterMetricFamily(
             "kvstore_slow_turns",
@@ -237,6 +240,27 @@ def _processes(shards: Sequence[ShardInfo]) -> Iterable[Metric]:
             open_fds.add_metric([str(shard.shard)], use.open_fds)
             max_fds.add_metric([str(shard.shard)], use.max_fds)
     yield from (used, open_fds, max_fds)
+
+
+def _tls(processes: Sequence[TLSUse]) -> Iterable[Metric]:
+    """The process of each shard that encrypts for it."""
+    up = GaugeMetricFamily("kvstore_tls_up", "1 when the shard's TLS process accepts connections.", labels=["shard"])
+    connections = GaugeMetricFamily("kvstore_tls_connections", "Open TLS connections.", labels=["shard"])
+    done = CounterMetricFamily("kvstore_tls_handshakes", "TLS handshakes that were done.", labels=["shard"])
+    failed = CounterMetricFamily(
+        "kvstore_tls_failed_handshakes", "Connections that ended before their handshake was done.", labels=["shard"]
+    )
+    used = CounterMetricFamily("kvstore_tls_cpu_seconds", "Processor time of the TLS process.", labels=["shard"])
+    for shard, process in enumerate(processes):
+        labels = [str(shard)]
+        up.add_metric(labels, process.up)
+        connections.add_metric(labels, process.counts.connections if process.up else 0)
+        done.add_metric(labels, process.counts.handshakes)
+        failed.add_metric(labels, process.counts.failed)
+        use = process_use(process.pid) if process.pid else None
+        if use is not None:
+            used.add_metric(labels, use.cpu_s)
+    yield from (up, connections, done, failed, used)
 
 
 def _cluster_metrics(status: RegistrationStatus) -> Iterable[Metric]:

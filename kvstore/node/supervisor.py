@@ -257,6 +257,7 @@ class Supervisor:
             cluster=cluster,
             cookie=self._cookie,
             dial=self._dial(),
+            tls=self._tls.uses if self._tls is not None else None,
         )
         self._health = Health(view)
         self._http.start(Pages(self._health, self.node, listed(self.config), http_logins(self.config, self.node)))

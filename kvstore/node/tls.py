@@ -13,13 +13,14 @@ import selectors
 import signal
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.node.children import Child, ShardChild, StartError
 from kvstore.tls import TLSError, TLSOptions
 from kvstore.tls.accepting import AcceptConfig
 from kvstore.tls.certificate import Certificate
 from kvstore.tls.contexts import client_context
+from kvstore.tls.counting import Counts, CountsPage
 from kvstore.tls.handing import hand_over, pair
 from kvstore.tls.outgoing import dial
 from kvstore.wire.zmtp import command, greeting
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.server")
 
 REFUSAL = b"this port speaks TLS 1.3 only: connect with tls://HOST:PORT and the CA of its certificate (tls_ca)"
+
+
+class TLSUse(NamedTuple):
+    """One TLS process, now."""
+
+    up: bool  # it accepts connections
+    pid: int  # 0: there is none
+    counts: Counts
 
 
 class TLSChild(Child):
@@ -46,10 +55,16 @@ class TLSChild(Child):
         self._listener = shard.listener
         self._config = config
         self._give = give
+        self._page = CountsPage()
+
+    def use(self) -> TLSUse:
+        """-> what the process has to do. Any thread."""
+        process = self.process
+        return TLSUse(not self.not_serving, process.pid if process is not None else 0, self._page.read())
 
     def config(self, ready_fd: int) -> tuple[AcceptConfig, Sequence[int]]:
         config = self._config
-        fds = self._listener.fileno(), self._give.fileno(), ready_fd
+        fds = self._listener.fileno(), self._give.fileno(), ready_fd, self._page.fd
         files = config.tls_cert or "", config.tls_key or "", config.tls_client_ca or ""
         refusal = greeting() + command(b"ERROR", bytes([len(REFUSAL)]) + REFUSAL)
         return AcceptConfig(self.number, *fds, *files, refusal, config.log_level, config.log_format), fds
@@ -92,6 +107,10 @@ class NodeTLS:
                 ours.close()
                 raise
         return ours
+
+    def uses(self) -> list[TLSUse]:
+        """-> the TLS process of each shard. Any thread."""
+        return [child.use() for child in self.children]
 
     def stop(self) -> None:
         """Accept no more clients; the processes end when the shards have closed their connections."""

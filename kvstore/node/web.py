@@ -1,7 +1,8 @@
 """The node's HTTP server. `pages` answers the requests.
 
-Each request has a thread; there are `MAX_REQUESTS` threads at most. When all are in use, the oldest connection is
-closed, so that a scraper that reads slowly or a client that sends nothing cannot keep probes out.
+Each request has a thread; there are `MAX_REQUESTS` threads at most. When all are in use, the oldest connection of the
+address (of IPv6: of the /64 network) that has the most is closed. So a scraper that reads slowly or clients that send
+nothing cannot keep probes out, and one address that floods the port closes its own connections.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from kvstore.networks import network_of
 from kvstore.node.history import Looks
 from kvstore.node.pages import Pages
 from kvstore.node.settings import HostPort
@@ -67,7 +70,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.address_family = family
         self._places = threading.BoundedSemaphore(MAX_REQUESTS)
         self._lock = threading.Lock()
-        self._open: dict[Any, None] = {}  # connections, the oldest first
+        self._open: dict[Any, str] = {}  # connections, the oldest first, and their networks
         super().__init__(found, _Handler)  # type: ignore[arg-type]
 
     def server_bind(self) -> None:
@@ -94,7 +97,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
             return
         with self._lock:
-            self._open[request] = None
+            self._open[request] = network_of(client_address[0])
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -105,7 +108,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         if self._places.acquire(blocking=False):
             return True
         with self._lock:
-            oldest = next(iter(self._open), None)
+            of_network = Counter(self._open.values())
+            most = max(of_network.values(), default=0)
+            oldest = next((each for each, network in self._open.items() if of_network[network] == most), None)
             if oldest is not None:
                 del self._open[oldest]
                 with contextlib.suppress(OSError):

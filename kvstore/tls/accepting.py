@@ -4,7 +4,7 @@ The supervisor starts it, as it starts a shard: the configuration is JSON on sta
 pipe when it is ready. It ends with the supervisor. At SIGTERM it accepts no more, and ends when its connections have.
 
 Before a client has finished its handshake it costs the shard nothing, and here at most one of `MOST_SHAKING` places,
-for `SHAKING_S`. When all are taken, the oldest handshake of the address that has the most of them gives way. A client
+for `SHAKING_S`. When all are taken, the oldest handshake of the network that has the most of them gives way. A client
 that does not speak TLS is told so in ZMTP, so that it does not wait for an answer.
 
 The certificate is read again at SIGHUP, and when its files have changed (`certificate`).
@@ -20,6 +20,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 from collections import Counter
 from typing import Final
@@ -27,8 +28,10 @@ from typing import Final
 import msgspec
 
 from kvstore.logs import configure as configure_logs
+from kvstore.networks import network_of
 from kvstore.tls import TLSError
 from kvstore.tls.certificate import Certificate
+from kvstore.tls.counting import Counts, CountsPage
 from kvstore.tls.handing import hand_over
 from kvstore.tls.relay import IN, Joined, Lingering, Loop, Shaking, prepare_pair
 
@@ -36,7 +39,7 @@ log = logging.getLogger("kvstore.tls")
 
 SHAKING_S: Final = 10.0
 MOST_SHAKING: Final = 256
-_ACCEPTS: Final = 16  # in a turn: each handshake takes about a millisecond, for which others wait
+_ACCEPTS: Final = 2  # in a turn, for which data wait
 _PAUSE_S: Final = 1.0  # when there is no descriptor for another connection
 _DEAD_PEER_MS: Final = 30_000
 _HANDSHAKE_RECORD: Final = b"\x16"  # with which TLS begins
@@ -51,6 +54,7 @@ class AcceptConfig(msgspec.Struct, frozen=True):
     listen_fd: int
     give_fd: int  # of `handing`
     ready_fd: int
+    counts_fd: int  # of `counting`
     cert: str
     key: str
     client_ca: str  # empty: clients need no certificate
@@ -66,7 +70,7 @@ class _Client(Shaking):
     """A client from `accept` to the end of its handshake. Its first byte tells whether it speaks TLS."""
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket, address: tuple[str, int]) -> None:
-        super().__init__(acceptor.loop, sock, SHAKING_S)
+        super().__init__(acceptor.loop, sock, SHAKING_S, network_of(address[0]))
         self.address = address
         self._acceptor = acceptor
         acceptor.shaking[self] = None
@@ -80,17 +84,10 @@ class _Client(Shaking):
         except OSError:
             first = b""
         if first == _HANDSHAKE_RECORD:
-            self.loop.forget(self.sock.fileno())
-            try:
-                tls = self._acceptor.certificate.context.wrap_socket(
-                    self.sock, server_side=True, do_handshake_on_connect=False
-                )
-            except OSError as error:  # the client has gone already
-                self.failed(error)
-            else:
-                self.shake(tls)
+            self.shake()
             return
         self.over()
+        self._acceptor.failed += 1
         if first:
             log.warning("%s:%d does not speak TLS and was refused", *self.address)
             with contextlib.suppress(OSError):
@@ -99,8 +96,14 @@ class _Client(Shaking):
         else:
             self.sock.close()
 
+    def begin(self) -> ssl.SSLSocket:
+        context = self._acceptor.certificate.context
+        return context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+
     def done(self) -> None:
+        assert self.tls is not None
         self.over()
+        self._acceptor.handshakes += 1
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:  # no descriptor is left
@@ -121,6 +124,7 @@ class _Client(Shaking):
 
     def failed(self, error: OSError) -> None:
         self.over()
+        self._acceptor.failed += 1
         log.warning("%s:%d: no TLS connection: %s", *self.address, getattr(error, "reason", None) or error)
         self.sock.close()
 
@@ -139,6 +143,7 @@ class Acceptor:
         self.give = give
         self.certificate = certificate
         self.refusal = refusal
+        self.handshakes = self.failed = 0  # that were done; connections that ended before
         self.shaking: dict[_Client, None] = {}  # the oldest first
         self._listener = listener
         self._accepts_again = float("inf")
@@ -177,10 +182,10 @@ class Acceptor:
             _Client(self, sock, address[:2])
 
     def _make_room(self) -> None:
-        waiting = Counter(client.address[0] for client in self.shaking)
+        waiting = Counter(client.network for client in self.shaking)
         most = max(waiting.values())
-        oldest = next(client for client in self.shaking if waiting[client.address[0]] == most)
-        oldest.failed(ConnectionAbortedError("too many handshakes at once, most of them from its address"))
+        oldest = next(client for client in self.shaking if waiting[client.network] == most)
+        oldest.failed(ConnectionAbortedError("too many handshakes at once, most of them from its network"))
 
 
 def main() -> None:
@@ -197,6 +202,8 @@ def main() -> None:
         sys.exit(1)
     listener = socket.socket(fileno=config.listen_fd)
     listener.setblocking(False)
+    page = CountsPage(config.counts_fd)
+    page.write(Counts())
     loop = Loop()
     acceptor = Acceptor(loop, listener, socket.socket(fileno=config.give_fd), certificate, config.refusal)
     asked: set[int] = set()  # signals; Python handles them between two steps of the loop
@@ -214,6 +221,7 @@ def main() -> None:
             asked.discard(signal.SIGHUP)
             certificate.reload()
         certificate.look(loop.now)
+        page.write(Counts(loop.joined, acceptor.handshakes, acceptor.failed))
         if not stopping:
             acceptor.look()
 

@@ -52,22 +52,26 @@ class _Server(Shaking):
         super().__init__(loop, sock, timeout_s)
         self._pair = pair
         self._name = self._ca = ""
+        self._context: ssl.SSLContext | None = None
 
     def connect(self, context: ssl.SSLContext, name: str, ca: str) -> None:
         """Begin."""
-        self._name, self._ca = name, ca
+        self._context, self._name, self._ca = context, name, ca
+        self.shake()
+
+    def begin(self) -> ssl.SSLSocket:
+        assert self._context is not None
         try:
-            tls = context.wrap_socket(self.sock, server_hostname=name, do_handshake_on_connect=False)
+            return self._context.wrap_socket(self.sock, server_hostname=self._name, do_handshake_on_connect=False)
         except (OSError, ValueError) as error:  # ValueError: a name that cannot be in a certificate
-            self.failed(OSError(f"{name}: {error}"))
-        else:
-            self.shake(tls)
+            raise TLSError(f"{self._name}: {error}") from None
 
     def done(self) -> None:
         self.loop.watch(self.sock.fileno(), IN, self._hear)
         self._hear(IN)
 
     def _hear(self, _events: int) -> None:
+        assert self.tls is not None
         try:
             first = self.tls.recv(1)
         except ssl.SSLWantReadError:

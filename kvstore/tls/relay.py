@@ -5,6 +5,10 @@ only what the other side did not take is kept, and then nothing more is read unt
 either side slows its writer down, as one TCP connection would. What all connections keep together is bounded: beyond
 `KEPT_BYTES` each has room for one TLS record in each direction.
 
+A handshake takes up to a millisecond of this thread, and whoever reaches the port can begin one. So data go first:
+there is one step of a handshake in a turn of the loop, and while data flow, all steps together take `SHAKING_SHARE` of
+the time. Networks take turns (`Handshakes`).
+
 `ssl` gives no two threads one connection, so there is one thread; OpenSSL works without the interpreter's lock, but
 nothing else here needs it.
 """
@@ -16,6 +20,7 @@ import select
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -24,6 +29,8 @@ RECORD_BYTES: Final = 16 << 10  # the most that a TLS record carries
 KEPT_BYTES: Final = 32 << 20
 PAIR_BYTES: Final = 512 << 10  # in the kernel, for each direction of a pair
 LOOK_S: Final = 0.25  # how often deadlines are looked at
+FLOW_S: Final = 0.02  # so long after the last bytes, data count as flowing
+SHAKING_SHARE: Final = 0.25  # of the time, while data flow
 LINGER_S: Final = 2.0  # for a client to read the last bytes before its connection is closed
 IN: Final = select.EPOLLIN
 OUT: Final = select.EPOLLOUT
@@ -40,6 +47,8 @@ class Loop:
         self.again: dict[Joined, None] = {}  # connections with decrypted bytes in OpenSSL, of which poll does not tell
         self.waiting: dict[Deadline, None] = {}  # what has a deadline
         self.joined = 0  # connections
+        self.flowed = 0.0  # when bytes of a connection were last moved
+        self.handshakes = Handshakes()
         self.scratch = memoryview(bytearray(CHUNK_BYTES))
         self._poll = select.epoll()
         self._handlers: dict[int, tuple[Handler, int]] = {}
@@ -75,7 +84,8 @@ class Loop:
         """Run until `over`, which is asked after each turn."""
         look_at = 0.0
         while not over():
-            for fd, events in self._poll.poll(0.0 if self.again else LOOK_S):
+            patience_s = min(LOOK_S, self.handshakes.due_s(self.now, self.flowed))
+            for fd, events in self._poll.poll(0.0 if self.again else patience_s):
                 found = self._handlers.get(fd)
                 if found is not None:  # else an earlier event of this turn has closed it
                     found[0](events)
@@ -83,6 +93,8 @@ class Loop:
             for connection in again:
                 connection.on_tls(IN)
             self.now = time.monotonic()
+            if self.handshakes.due_s(self.now, self.flowed) == 0.0:
+                self.handshakes.step(self.now)
             if self.now >= look_at:
                 look_at = self.now + LOOK_S
                 for waiting in [each for each in self.waiting if each.deadline < self.now]:
@@ -108,18 +120,26 @@ class Deadline:
 
 
 class Shaking(Deadline):
-    """A connection until its handshake is done. A subclass says what happens then; it calls `over` first."""
+    """A connection until its handshake is done. A subclass says what happens then; it calls `over` first.
 
-    def __init__(self, loop: Loop, sock: socket.socket, timeout_s: float) -> None:
+    network: whose turn it takes among handshakes.
+    """
+
+    def __init__(self, loop: Loop, sock: socket.socket, timeout_s: float, network: str = "") -> None:
         super().__init__(loop, timeout_s)
         self.sock = sock
-        self.tls: ssl.SSLSocket  # after `shake`
+        self.network = network
+        self.tls: ssl.SSLSocket | None = None  # after `begin`
         self._timeout_s = timeout_s
 
-    def shake(self, tls: ssl.SSLSocket) -> None:
-        """Begin the handshake of `sock`, which `tls` has taken over."""
-        self.sock = self.tls = tls
-        self._step(0)
+    def begin(self) -> ssl.SSLSocket:
+        """-> the TLS connection that takes `sock` over; its handshake is not done. Raises `OSError` or `ValueError`."""
+        raise NotImplementedError
+
+    def shake(self, _events: int = 0) -> None:
+        """The handshake can go on: let it wait for its turn, in which `step` is called."""
+        self.loop.forget(self.sock.fileno())
+        self.loop.handshakes.add(self)
 
     def done(self) -> None:
         """The handshake is done."""
@@ -129,15 +149,20 @@ class Shaking(Deadline):
         """It has failed. Must close the socket."""
         raise NotImplementedError
 
-    def _step(self, _events: int) -> None:
+    def step(self) -> None:
+        """Go on with the handshake, for as long as there is something to read."""
         try:
+            if self.tls is None:
+                self.sock = self.tls = self.begin()
             self.tls.do_handshake()
         except ssl.SSLWantReadError:
-            self.loop.watch(self.sock.fileno(), IN, self._step)
+            self.loop.watch(self.sock.fileno(), IN, self.shake)
         except ssl.SSLWantWriteError:
-            self.loop.watch(self.sock.fileno(), OUT, self._step)
+            self.loop.watch(self.sock.fileno(), OUT, self.shake)
         except OSError as error:
             self.failed(error)
+        except ValueError as error:
+            self.failed(OSError(str(error)))
         else:
             self.done()
 
@@ -146,7 +171,45 @@ class Shaking(Deadline):
 
     def over(self) -> None:
         super().over()
+        self.loop.handshakes.remove(self)
         self.loop.forget(self.sock.fileno())
+
+
+class Handshakes:
+    """Handshakes that can go on: one of each network in turn, the oldest one first."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[Shaking]] = {}  # by network, whose turn it is first
+        self._pause_until = 0.0  # if data flow
+
+    def add(self, shaking: Shaking) -> None:
+        """Let one wait for its turn."""
+        self._lines.setdefault(shaking.network, deque()).append(shaking)
+
+    def remove(self, shaking: Shaking) -> None:
+        """It has ended, perhaps before its turn."""
+        line = self._lines.get(shaking.network)
+        if line is not None and shaking in line:
+            line.remove(shaking)
+            if not line:
+                del self._lines[shaking.network]
+
+    def due_s(self, now: float, flowed: float) -> float:
+        """-> seconds until the next step; inf: none waits."""
+        if not self._lines:
+            return float("inf")
+        return max(0.0, min(self._pause_until, flowed + FLOW_S) - now)
+
+    def step(self, now: float) -> None:
+        """Take one step of the handshake whose turn it is."""
+        network = next(iter(self._lines))
+        line = self._lines.pop(network)
+        shaking = line.popleft()
+        if line:
+            self._lines[network] = line
+        began = time.thread_time()
+        shaking.step()
+        self._pause_until = now + (time.thread_time() - began) / SHAKING_SHARE
 
 
 class Lingering(Deadline):
@@ -246,6 +309,7 @@ class Joined:
 
     def _give(self, data: memoryview) -> None:
         """Send decrypted bytes to the pair, and keep what it does not take."""
+        self._loop.flowed = self._loop.now
         kept = len(self._to_pair)
         try:
             sent = self._pair.send(data)
@@ -262,6 +326,7 @@ class Joined:
 
     def _encrypt(self, data: memoryview) -> None:
         """Send plain bytes over TLS, and keep what it does not take."""
+        self._loop.flowed = self._loop.now
         kept = len(self._to_tls)
         try:
             while data:

@@ -62,6 +62,7 @@ from tests.support.harness import (
 )
 
 ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "5"))
+ENCRYPTED_ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "2"))
 FLIPS = int(os.environ.get("KVSTORE_FLIP_TRIALS", "20"))
 SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
@@ -206,23 +207,36 @@ def kill_all(server: Server, rng: random.Random) -> None:
 
 
 @pytest.mark.timeout(180 + 20 * ROUNDS)
-@pytest.mark.parametrize("disk_size", ["512MiB", "12MiB"])  # room for all, and for less than half
+@pytest.mark.parametrize(
+    ("disk_size", "encrypted", "rounds"),
+    [
+        ("512MiB", False, ROUNDS),  # room for all
+        ("12MiB", False, ROUNDS),  # room for less than half
+        ("512MiB", True, ENCRYPTED_ROUNDS),
+    ],
+)
 def test_a_server_killed_at_any_instant_serves_nothing_wrong(
-    start_server: StartServer, tmp_path: Path, disk_size: str
+    start_server: StartServer, tmp_path: Path, disk_size: str, encrypted: bool, rounds: int
 ) -> None:
     print(f"KVSTORE_TORTURE_SEED={SEED}")
     rng = random.Random(SEED)
     folder, journal, model = tmp_path / "disk", tmp_path / "journal", Model()
     journal.touch()
+    key = []
+    if encrypted:
+        key_file = tmp_path / "key"
+        key_file.write_text(rng.randbytes(32).hex())
+        key_file.chmod(0o600)
+        key = ["--disk-key-file", str(key_file)]
     clean = False
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         policy, how = rng.choice(["lru", "default"]), rng.choice(["all", "all", "reused", "evicted"])
-        flags = disk_flags(folder, disk_size, "--policy", policy, write=how)
+        flags = disk_flags(folder, disk_size, "--policy", policy, *key, write=how)
         server = start_server(*flags, memory=f"{rng.choice([8, 16, 64])}MiB", segment="1MiB")
         at_once = rng.random() < 0.3  # the writer begins while the old index is read
-        if not at_once or number == ROUNDS:
+        if not at_once or number == rounds:
             print(f"round {number}: {'clean' if clean else 'killed'}, {model.check(server, clean)}")
-            if number == ROUNDS:
+            if number == rounds:
                 break
         elif not clean:
             model.must.clear()  # nobody looked at what the kill cost

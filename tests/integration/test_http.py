@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -224,6 +225,24 @@ def test_connections_that_say_nothing_keep_no_probe_out(start_server: StartServe
             assert answer.status == 200 and answer.seconds < SLACK_S
     finally:
         for sock in silent:
+            sock.close()
+
+
+def test_an_address_that_floods_closes_its_own_connections(start_server: StartServer) -> None:
+    server = start_server(*HTTP)
+    host, _, port = server.http_url.removeprefix("http://").rpartition(":")
+    slow = socket.create_connection((host, int(port)), 5)  # the oldest of all
+    slow.sendall(b"GET /readyz HTTP/1.0\r\n")
+    flood = [socket.create_connection((host, int(port)), 5, ("127.0.0.2", 0)) for _ in range(2 * MAX_REQUESTS)]
+    try:
+        flood[0].settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            assert flood[0].recv(1) == b"", "the oldest one of the address that has the most"
+        slow.sendall(b"\r\n")
+        with slow.makefile("rb") as answer:
+            assert answer.readline().split()[1] == b"200"
+    finally:
+        for sock in (slow, *flood):
             sock.close()
 
 

@@ -21,6 +21,17 @@ CASES = {
         {f"kvstore_shard_up{{{SHARD}}}": "0x20"},
         {"KVStoreShardDown": {"shard": "0", "severity": "page"}},
     ),
+    "a TLS process that is gone": (
+        {f"kvstore_tls_up{{{SHARD}}}": "0x20"},
+        {"KVStoreTLSDown": {"shard": "0", "severity": "page"}},
+    ),
+    "handshakes that fail": (
+        {
+            f"kvstore_tls_failed_handshakes_total{{{SHARD}}}": "0+600x20",
+            f"kvstore_tls_handshakes_total{{{SHARD}}}": "0+60x20",
+        },
+        {"KVStoreTLSHandshakesFail": {"shard": "0", "severity": "ticket"}},
+    ),
     "slow look-ups": (
         {f'{LOOKUPS}"0.032768"}}': "0+10x20", f'{LOOKUPS}"0.131072"}}': "0+20x20", f'{LOOKUPS}"+Inf"}}': "0+20x20"},
         {"KVStoreSlowLookups": {"severity": "ticket"}},

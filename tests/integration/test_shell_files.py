@@ -1,7 +1,8 @@
-"""The manual pages and the completion of both commands, as groff and bash take them."""
+"""The manual pages and the completion of both commands, as groff, bash and zsh take them."""
 
 from __future__ import annotations
 
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -97,3 +98,26 @@ def test_bash_completes_commands_options_and_values(
     complete: Callable[[str], list[str]], line: str, completions: list[str]
 ) -> None:
     assert complete(line) == completions
+
+
+def test_zsh_completes_at_the_first_tab_of_a_shell(tmp_path: Path) -> None:
+    """zsh reads the file then, as a function, and expects it to complete."""
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed: scripts/programs.sh installs it")
+    script = runpy.run_path(str(ROOT / "scripts" / "shell_files.py"))["completion"]("kvstore", "zsh")
+    (tmp_path / "_kvstore").write_text(script, encoding="utf-8")
+    program = tmp_path / "kvstore"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvstore_cli "$@"\n')
+    program.chmod(0o755)
+    asked = """
+        fpath=($1 $fpath); autoload -U _kvstore
+        compdef() { :; }
+        _arguments() { print -r -- "$@"; }
+        words=(kvstore to); CURRENT=2
+        _kvstore
+    """
+    path = f"{tmp_path}:{environment()['PATH']}"
+    command = ["zsh", "-f", "-c", asked, "zsh", str(tmp_path)]
+    done = subprocess.run(command, env=environment(PATH=path), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.startswith('*: :(("top":')

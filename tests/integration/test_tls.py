@@ -340,6 +340,39 @@ def test_a_new_certificate_drops_no_connection(start_server: StartServer, tmp_pa
         assert "PRIVATE" not in server.log_text()
 
 
+def tls_metrics(server: Server, authority: Authority) -> dict[str, float]:
+    """The metrics of the TLS processes, summed over the shards, without ``kvstore_tls_``."""
+    context = ssl.create_default_context(cafile=authority.file)
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=10, context=context) as answer:
+        lines = answer.read().decode().splitlines()
+    values: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("kvstore_tls_"):
+            name = line.partition("{")[0].removeprefix("kvstore_tls_")
+            values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return values
+
+
+def test_a_scrape_tells_what_the_tls_processes_do(
+    authority: Authority, namespace: Namespace, start_server: StartServer
+) -> None:
+    server = start_server(*tls_flags(authority.issue("metrics"), "--http", "127.0.0.1:0"))
+    with KVStoreClient(server.endpoint, namespace, tls_ca=authority.file) as client:
+        stores_and_reads(client)
+        with socket.create_connection((server.host, server.port), 5) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert stranger.recv(1)
+        values = wait_until(lambda: (found := tls_metrics(server, authority))["failed_handshakes_total"] and found)
+        assert values["failed_handshakes_total"] == values["up"] == 1
+        assert values["connections"] == values["handshakes_total"] >= 1
+        assert values["cpu_seconds_total"] > 0
+        processes = psutil.Process(server.process.pid).children()
+        tls = next(each for each in processes if "kvstore.tls.accepting" in " ".join(each.cmdline()))
+        tls.kill()
+        wait_until(lambda: tls_metrics(server, authority)["handshakes_total"] < values["handshakes_total"])
+        wait_until(lambda: tls_metrics(server, authority)["up"] == 1, what="another process accepts connections")
+
+
 def test_whoever_does_not_finish_handshakes_keeps_nobody_out(
     server: Server, authority: Authority, namespace: Namespace
 ) -> None:
