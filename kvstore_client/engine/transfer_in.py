@@ -9,6 +9,7 @@ for each job, so that the caller can always release its memory.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
+from kvstore_client.engine.shared_rows import Stripe
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 
@@ -78,6 +80,7 @@ class TransferIn:
         deadline: float,
         arrived: Arrived,
         done: Callable[[], None],
+        stripe: Stripe | None = None,
     ) -> None:
         """Fetch block ``keys[i]`` into row ``out[slots[i]]``, chunk by chunk. Never blocks. ``out`` may be a function
         that returns the rows when the job's turn has come; each transfer thread can then have rows of its own.
@@ -86,12 +89,13 @@ class TransferIn:
         row. It returns whether to fetch the next chunk. ``deadline``, on the clock of ``time.monotonic()``: blocks that
         have not arrived by then are misses; a job that cannot end by then, at the pace at which its blocks arrive, may
         end sooner. ``done()`` is always called, and last. Both are called from a transfer's
-        thread; after ``close``, this call itself calls ``done()``.
+        thread; after ``close``, this call itself calls ``done()``. ``stripe``: other ranks fetch the same blocks into
+        the same rows; this one reads its share from the store.
         """
         with self._idle:
             self._jobs += 1
         try:
-            self._threads.submit(self._run, keys, out, slots, deadline, arrived, done)
+            self._threads.submit(self._run, keys, out, slots, deadline, arrived, done, stripe)
         except RuntimeError:  # shut down
             self._finish(done)
 
@@ -113,16 +117,22 @@ class TransferIn:
         deadline: float,
         arrived: Arrived,
         done: Callable[[], None],
+        stripe: Stripe | None,
     ) -> None:
         try:
             rows = out() if callable(out) else out
             began = time.monotonic()
             tries = not self._tried and not self._waits
-            first, end = 0, 1 if tries else min(self.chunk_blocks, math.ceil(len(keys) * FIRST_CHUNK))
+            chunk = self.chunk_blocks if stripe is None else stripe.most(self.chunk_blocks)
+            first, end = 0, 1 if tries else min(chunk, math.ceil(len(keys) * FIRST_CHUNK))
             while first < len(keys):
                 share = 1.0 if self._waits else GRACE + (1 - GRACE) * end / len(keys)
                 until = began + (deadline - began) * share
-                hits = self._fetch(keys[first:end], rows, slots[first:end], until)
+                if stripe is None:
+                    hits = self._fetch(keys[first:end], rows, slots[first:end], until)
+                else:
+                    read = functools.partial(self._fetch_some, keys, rows, slots, until, stripe.ranks)
+                    hits = stripe.fetch(first, end, until, read)
                 self._tried = self._tried or bool(hits.any())
                 if not arrived(first, hits):
                     break
@@ -131,7 +141,7 @@ class TransferIn:
                     self._counters.add("missed_blocks", (len(keys) - end) / self._parts)
                     break
                 tries = False
-                first, end = end, min(len(keys), end + self.chunk_blocks)
+                first, end = end, min(len(keys), end + chunk)
         except Exception as error:
             self._guard.failed(error)
         finally:
@@ -145,7 +155,22 @@ class TransferIn:
                 self._jobs -= 1
                 self._idle.notify_all()
 
-    def _fetch(self, keys: Sequence[bytes], out: Rows, slots: Sequence[int], deadline: float) -> npt.NDArray[np.bool_]:
+    def _fetch_some(
+        self,
+        keys: Sequence[bytes],
+        out: Rows,
+        slots: Sequence[int],
+        deadline: float,
+        ranks: int,
+        blocks: Sequence[int],
+    ) -> npt.NDArray[np.bool_]:
+        """Fetch blocks of these numbers, while so many ``ranks`` fetch as many others."""
+        some = [keys[block] for block in blocks], out, [slots[block] for block in blocks]
+        return self._fetch(*some, deadline, beside=ranks)
+
+    def _fetch(
+        self, keys: Sequence[bytes], out: Rows, slots: Sequence[int], deadline: float, beside: int = 1
+    ) -> npt.NDArray[np.bool_]:
         started = time.monotonic()
         nothing = np.zeros(len(keys), dtype=np.bool_)
         left = deadline - started
@@ -170,7 +195,7 @@ class TransferIn:
             self._fetching -= 1
             now = time.monotonic()
             blocks, seconds = self._arrived
-            self._arrived = blocks + arrived, seconds + now - self._fetching_since
+            self._arrived = blocks + arrived * beside, seconds + now - self._fetching_since
             self._fetching_since = now
         self._counters.add("transfer_in_blocks", arrived / self._parts)
         self._counters.add("transfer_in_bytes", arrived * self._guard.block_bytes)
@@ -179,7 +204,8 @@ class TransferIn:
         return hits
 
     def take_pace(self) -> tuple[float, float]:
-        """-> blocks that arrived since the last call, and for how many seconds some were on their way."""
+        """-> blocks that arrived since the last call, with those that other ranks fetched at the same time, and for how
+        many seconds some were on their way."""
         with self._idle:
             (arrived, seconds), self._arrived = self._arrived, (0, 0.0)
         return arrived / self._parts, seconds

@@ -10,10 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client.engine.shared_rows import Stripe
 from kvstore_client.engine.transfer_in import Rows
 from kvstore_client.vllm.connector.device import Fence
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
@@ -77,30 +79,44 @@ class RankLoad:
 class PartLoad:
     """One part of these blocks; used by one transfer thread."""
 
-    def __init__(self, load: RankLoad, part: int, rows: Callable[[], Rows], slots: Sequence[int]) -> None:
-        """rows, slots: where it arrives; ``rows()`` returns the same rows to each call of one thread."""
+    def __init__(
+        self,
+        load: RankLoad,
+        part: int,
+        rows: Callable[[], Rows],
+        slots: Sequence[int],
+        stripe: Stripe | None = None,
+    ) -> None:
+        """rows, slots: where it arrives; ``rows()`` returns the same rows to each call of one thread. stripe: of a load
+        that other ranks read, too."""
         self.part = part
+        self.stripe = stripe
         self.rows = rows
         self.slots = slots
         self.placed = 0
         self.seconds = 0.0  # spent placing
         self.there: set[int] = set()  # cache blocks that have this part
         self._load = load
-        self._copies: deque[tuple[Copy, Sequence[int]]] = deque()
+        self._copies: deque[tuple[Copy, int, Sequence[int]]] = deque()
 
     def arrived(self, first: int, hits: npt.NDArray[np.bool_]) -> bool:
         """Start to place the leading run of a chunk. Blocks after a gap are of no use, since the engine computes from
         the first missing block on."""
         started = time.monotonic()
         run = len(hits) if hits.all() else int(hits.argmin())
-        while len(self._copies) > 1:  # the next chunk is written to the rows of the chunk before the last
-            self._settle()
         if run:
             slots, block_ids = self.slots[first : first + run], self._load.load.block_ids[first : first + run]
             copy = self._load.layout.swap_in(self.rows(), slots, block_ids, self._load.fence, self.part)
-            self._copies.append((copy, block_ids))
+            self._copies.append((copy, first, block_ids))
+        while len(self._copies) > 1:  # the next chunk is written to the rows of those before this one
+            self._settle()
         self.seconds += time.monotonic() - started
         return run == len(hits)
+
+    def end(self) -> None:
+        """No more of it is fetched."""
+        if self.stripe is not None:
+            self.stripe.end()
 
     def finish(self) -> None:
         """Wait for all copies."""
@@ -108,7 +124,31 @@ class PartLoad:
             self._settle()
 
     def _settle(self) -> None:
-        copy, block_ids = self._copies.popleft()
+        copy, first, block_ids = self._copies.popleft()
         copy.wait()
+        if self.stripe is not None:
+            self.stripe.took(first, first + len(block_ids))
         self.placed += len(block_ids)
         self.there.update(block_ids)
+
+
+class StagingRows:
+    """Rows for blocks that stay nowhere in host memory: called by a thread, those of this thread."""
+
+    def __init__(self, make: Callable[[], Rows], ready: int = 0) -> None:
+        """make: new rows. ready: for so many threads they are made now."""
+        self._make = make
+        self._ready = SimpleQueue[Rows]()
+        for _ in range(ready):
+            self._ready.put(make())
+        self._mine = threading.local()
+
+    def __call__(self) -> Rows:
+        rows: Rows | None = getattr(self._mine, "rows", None)
+        if rows is None:
+            try:
+                rows = self._ready.get_nowait()
+            except Empty:
+                rows = self._make()
+            self._mine.rows = rows
+        return rows

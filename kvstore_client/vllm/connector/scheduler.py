@@ -42,6 +42,7 @@ class SchedulerHalf:
         admission: Admission,
         computing: ComputingPace,
         steps_ahead: int,
+        shares_rows: bool = False,
     ) -> None:
         """The arguments are those of the planners."""
         self.books = books
@@ -56,6 +57,7 @@ class SchedulerHalf:
             may_save=may_save,
             prefix_caching=prefix_caching,
             steps_ahead=steps_ahead,
+            shares_rows=shares_rows,
         )
 
     @property

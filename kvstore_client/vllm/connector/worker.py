@@ -7,6 +7,9 @@ of their own. A transfer touches only blocks and slots that were given to it, un
 
 Copies of a block, load from the store: message -> row -> cache; save: cache -> row -> socket.
 
+Ranks with the same part of every block may have one host pool: then the rank that sends a block copies it out of the
+cache, and each reads its share of a load. See ``engine/shared_rows.py``.
+
 A block may be in parts of some layers each. Each part is copied and sent when its last layer is computed, and each is
 fetched and placed by a transfer of its own. A row of the pool is a part, and a slot has as many rows as there are
 parts.
@@ -14,22 +17,23 @@ parts.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import NamedTuple, cast
 
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.parts import part_keys
-from kvstore_client.engine.transfer_in import Rows, TransferIn
+from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import SendAs, SendOutcome, TransferOut
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
-from kvstore_client.vllm.connector.rank_load import PartLoad, RankLoad
+from kvstore_client.vllm.connector.rank_load import PartLoad, RankLoad, StagingRows
+from kvstore_client.vllm.connector.shared_pool import SharedPool
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -50,6 +54,7 @@ class OrderedCopies(NamedTuple):
 
     saves: Saves
     part: int
+    blocks: int  # that this rank copies
     copy: Copy | None  # None: it could not be started
     started: float
 
@@ -73,11 +78,13 @@ class WorkerHalf:
         counters: Counters,
         store_on_host: bool = False,
         recompute_whole: bool = False,
+        shared: SharedPool | None = None,
     ) -> None:
         """store: what the scheduler's half is told of this rank. timeout_s: how long `close` may send on. replica: the
         index of this rank among the ranks with the same part of every block, and their number; one of them sends each
         block. store_on_host: a server on this host is to copy blocks out of the host pool by itself. recompute_whole: a
-        request of which a block is missing is told, not the block."""
+        request of which a block is missing is told, not the block. shared: the host pool, if these ranks have
+        one in common; None: it is made."""
         self._guard = guard
         self._layout = layout
         self._timeout_s = timeout_s
@@ -85,22 +92,26 @@ class WorkerHalf:
         self._counters = counters
         slots = store.slots
         parts = layout.parts
-        self._pool = layout.pool(slots * parts, shared=store_on_host)
+        self._shared = shared
+        self._pool = layout.pool(slots * parts, shared=store_on_host) if shared is None else shared.rows.pool
         self._in = TransferIn(guard, threads=LOADING_THREADS, counters=counters, parts=parts)
         self._waiting_in = TransferIn(
             guard, threads=WAITING_THREADS * parts, counters=counters, waits=True, parts=parts
         )
-        # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
+        # At most half the slots may be on their way to the store, of all ranks that send from them together, including
+        # the chunk on the wire. So there is always
         # room for the blocks of the next steps; they displace the oldest blocks in the queue.
-        limit = len(self._pool) // 2 - min(self._in.chunk_blocks, len(self._pool) // 4)
+        rows = slots * parts
+        limit = (rows // 2 - min(self._in.chunk_blocks, rows // 4)) // self._replicas
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent, parts=parts)
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="kvstore-swap-in")
         # Two chunks for each transfer thread, so that one can be placed while the next arrives. Made now: to lock pages
-        # takes time that a request would wait for.
-        self._rows: SimpleQueue[Rows] = SimpleQueue()
-        for _ in range(LOADING_THREADS):
-            self._rows.put(layout.pool(2 * self._in.chunk_blocks))
-        self._staging = threading.local()
+        # takes time that a request would wait for. Blocks that wait for others', and most that come to a shared pool,
+        # do not need them.
+        self._staging = StagingRows(
+            lambda: layout.pool(2 * self._in.chunk_blocks), LOADING_THREADS if shared is None else 0
+        )
+        self._waiting_staging = StagingRows(lambda: layout.pool(2 * self._waiting_in.chunk_blocks))
         self._copying: deque[OrderedCopies] = deque()
         self._copied_job = -1
         self._held: dict[str, int] = {}
@@ -120,6 +131,7 @@ class WorkerHalf:
         self._failed_requests_to_tell: set[str] = set()
         self._news = threading.Event()
         self._idle = False
+        self._closing = False
 
     @property
     def waiting_blocks(self) -> int:
@@ -132,9 +144,9 @@ class WorkerHalf:
         """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
         missing blocks, or `take_failed_requests` itself."""
         transfer = self._waiting_in if load.waits else self._in
-        rows = self._waiting_rows if load.waits else self._staging_rows
-        most = 2 * transfer.chunk_blocks
         loading = RankLoad(load, self._layout, self._pool)
+        if load.keys:
+            loading.parts = [self._part(loading, part) for part in range(self._layout.parts)]
         try:
             loading.fence = self._layout.fence()
         except Exception:
@@ -142,17 +154,13 @@ class WorkerHalf:
                 "kvstore: no copy into the KV cache can be started; request %s is computed", load.request_id
             )
             self._counters.add("defects")
+            for each in loading.parts:
+                each.end()
             self._end(loading)
             return
         if not load.keys:  # not behind loads that wait for the network
             self._swaps.submit(self._loaded, loading)
             return
-        for part in range(self._layout.parts):
-            loading.parts.append(
-                PartLoad(loading, part, lambda: self._pool, self._rows_of(load.slots, part))
-                if load.slots is not None
-                else PartLoad(loading, part, rows, [index % most for index in range(len(load.keys))])
-            )
         for each in loading.parts:
             transfer.submit(
                 self._part_keys(load.keys, each.part),
@@ -160,8 +168,21 @@ class WorkerHalf:
                 each.slots,
                 deadline=time.monotonic() + load.within_s,
                 arrived=each.arrived,
-                done=lambda: self._part_loaded(loading),
+                done=functools.partial(self._part_loaded, loading, each),
+                stripe=each.stripe,
             )
+
+    def _part(self, loading: RankLoad, part: int) -> PartLoad:
+        """What is to be fetched, and where it goes: rows that ranks have in common, slots, or rows of one thread."""
+        load = loading.load
+        stripe = self._shared.stripe(load, part, lambda: self._closing) if self._shared is not None else None
+        if stripe is not None:
+            return PartLoad(loading, part, lambda: self._pool, stripe.rows, stripe)
+        if load.slots is not None:
+            return PartLoad(loading, part, lambda: self._pool, self._rows_of(load.slots, part))
+        transfer, staging = (self._waiting_in, self._waiting_staging) if load.waits else (self._in, self._staging)
+        most = 2 * transfer.chunk_blocks
+        return PartLoad(loading, part, staging, [index % most for index in range(len(load.keys))])
 
     def _rows_of(self, slots: Sequence[int], part: int) -> list[int]:
         """The rows of the host pool where this part of the blocks in these slots is."""
@@ -170,21 +191,8 @@ class WorkerHalf:
     def _part_keys(self, keys: Sequence[bytes], part: int) -> Sequence[bytes]:
         return part_keys(keys, range(part, part + 1)) if self._layout.parts > 1 else keys
 
-    def _staging_rows(self) -> Rows:
-        """The rows of the calling transfer thread."""
-        rows: Rows | None = getattr(self._staging, "rows", None)
-        if rows is None:
-            rows = self._staging.rows = self._rows.get()
-        return rows
-
-    def _waiting_rows(self) -> Rows:
-        """The same, made when it is first needed: most engines need none."""
-        rows: Rows | None = getattr(self._staging, "rows", None)
-        if rows is None:
-            rows = self._staging.rows = self._layout.pool(2 * self._waiting_in.chunk_blocks)
-        return rows
-
-    def _part_loaded(self, loading: RankLoad) -> None:
+    def _part_loaded(self, loading: RankLoad, part: PartLoad) -> None:
+        part.end()
         if loading.part_ends():
             self._loaded(loading)
 
@@ -283,11 +291,15 @@ class WorkerHalf:
             return
         copy: Copy | None = None
         started = time.monotonic()
+        block_ids, slots = saves.block_ids, saves.slots
+        if self._shared is not None:  # the rank that sends a block copies it, into the slot of all
+            mine = [index for index, key in enumerate(saves.keys) if self._is_mine(key)]
+            block_ids, slots = [block_ids[index] for index in mine], [slots[index] for index in mine]
         try:
-            copy = self._layout.swap_out(saves.block_ids, self._pool, self._rows_of(saves.slots, part), part)
+            copy = self._layout.swap_out(block_ids, self._pool, self._rows_of(slots, part), part)
         except Exception:
-            logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
-        self._copying.append(OrderedCopies(saves, part, copy, started))
+            logger.exception("kvstore: copying %d blocks out of the cache failed", len(slots))
+        self._copying.append(OrderedCopies(saves, part, len(slots), copy, started))
 
     def take_saved(self) -> set[str]:
         """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
@@ -311,7 +323,7 @@ class WorkerHalf:
 
     def _settle_copies(self) -> None:
         while self._copying:
-            saves, part, copy, started = self._copying[0]
+            saves, part, blocks, copy, started = self._copying[0]
             try:
                 if copy is not None and not copy.done():
                     return
@@ -327,8 +339,8 @@ class WorkerHalf:
                 self._report.broken.add(saves.job)
                 self._release([((saves.job, slot), False) for slot in saves.slots])
                 continue
-            self._counters.add("swap_out_blocks", len(saves.slots) / self._layout.parts)
-            self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.part_bytes)
+            self._counters.add("swap_out_blocks", blocks / self._layout.parts)
+            self._counters.add("swap_out_bytes", blocks * self._layout.part_bytes)
             self._counters.add("swap_out_seconds", time.monotonic() - started)
             self._send(saves.job, part, saves.keys, saves.slots, saves.parents, saves.how)
 
@@ -381,6 +393,7 @@ class WorkerHalf:
         """Send the blocks that wait, for at most as long as a transfer may take; then end the transfers."""
         self._settle_copies()
         self._out.close(self._timeout_s)
+        self._closing = True
         self._guard.close()  # or loads would wait on for promised blocks
         self._in.close()
         self._waiting_in.close()
