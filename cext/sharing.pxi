@@ -348,3 +348,17 @@ cdef class IdRing:
         cdef uint64_t[496] ids
         cdef int i, found = kv_ring_take(self.ring, &self.count, waits, ids)
         return [ids[i] for i in range(found)]
+
+
+cdef extern from *:
+    """
+    static inline void kv_memory_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+    """
+    void kv_memory_fence() nogil
+
+
+def memory_fence():
+    """What this thread wrote before is seen by whoever sees what it writes after; what it reads after is at least as
+    new as what it read before. Between processes that share memory and take no lock in common: the writer calls it
+    before it writes the sign, the reader when it has seen the sign."""
+    kv_memory_fence()

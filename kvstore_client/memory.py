@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -76,13 +77,21 @@ os.register_at_fork(after_in_child=_registry.new_lock)
 class SharedRegion:
     """A piece of memory that can be given to a server: a sealed memfd, mapped. Thread-safe."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
+        """descriptor: of such memory that another process made, to be closed with this; None: it is made. Raises
+        `OSError`, too, if that memory is not what this process needs."""
         self.number = next(_numbers)  # no other region of this process ever has it
         self.nbytes = nbytes
-        self.descriptor = os.memfd_create("kvstore-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        made = descriptor is None
+        if descriptor is None:
+            descriptor = os.memfd_create("kvstore-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, self.descriptor)
-        os.ftruncate(self.descriptor, nbytes)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        if made:
+            os.ftruncate(self.descriptor, nbytes)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        elif os.fstat(self.descriptor).st_size != nbytes or fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) != _SEALS:
+            raise OSError(errno.EBADF, "this is not the memory that was offered")
         mapped = FileMap(self.descriptor, nbytes, writable=True)
         self.memory, self.address = mapped.memory, mapped.address
 
@@ -114,6 +123,20 @@ def host_memory(rows: int, row_bytes: int, *, wait: bool = True) -> npt.NDArray[
         region.populate()
     else:
         threading.Thread(target=region.populate, name="kvstore-pages", daemon=True).start()
+    return _array(region, rows, row_bytes)
+
+
+def memory_of_process(process: int, descriptor: int, rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """-> the array that `host_memory` made in another process of this host, by the descriptor of its region there.
+
+    Both processes read and write it; it lasts as long as one of them has it. Raises `OSError` if this process may not
+    open it, or if it is other memory or of another size.
+    """
+    opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    return _array(SharedRegion(max(1, rows * row_bytes), opened), rows, row_bytes)
+
+
+def _array(region: SharedRegion, rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     array = np.frombuffer(region.memory, dtype=np.uint8)[: rows * row_bytes].reshape(rows, row_bytes)
     _registry.add(region)
     found = array.view(_Rows)

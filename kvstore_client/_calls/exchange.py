@@ -55,9 +55,10 @@ _READ_BYTES: Final = 64 << 20
 
 class Awaited(NamedTuple):
     """ready: whether to go on; any thread may ask, at any time, and it never blocks. deadline: go on by then anyhow.
-    core: of the client whose links must be read meanwhile. calls: whose answers are awaited."""
+    core: of the client whose links must be read meanwhile; None: what is awaited does not come over links, and is
+    looked at by the deadline. calls: whose answers are awaited."""
 
-    core: Core
+    core: Core | None
     ready: Callable[[], bool]
     deadline: float
     calls: Sequence[Call] = ()
@@ -71,7 +72,9 @@ def drive(steps: Steps[T]) -> T:
     try:
         core, ready, deadline, _ = next(steps)
         while True:
-            core, ready, deadline, _ = steps.send(core.wait(ready, deadline))
+            if core is None:
+                time.sleep(max(0.0, deadline - time.monotonic()))
+            core, ready, deadline, _ = steps.send(ready() if core is None else core.wait(ready, deadline))
     except StopIteration as end:
         result: T = end.value
         return result

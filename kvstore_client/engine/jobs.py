@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvstore_client._links.link import Link
 from kvstore_client.engine.multiplexer import Task
+from kvstore_client.engine.shared_rows import Stripe
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Hits: TypeAlias = "npt.NDArray[np.bool_]"
@@ -53,6 +54,7 @@ class Job:
         waits: bool,
         arrived: Arrived,
         done: Callable[[], None],
+        stripe: Stripe | None,
     ) -> None:
         self.keys = keys
         self.out = out
@@ -62,6 +64,7 @@ class Job:
         self.missed = "unkept_blocks" if waits else "missed_blocks"  # the counter
         self.arrived = arrived
         self.done = done
+        self.stripe = stripe
         self.state = State.QUEUED
         self.stopped = False
         self.asked_at = time.monotonic()

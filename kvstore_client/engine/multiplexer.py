@@ -199,6 +199,8 @@ class _Driver:
             self._end(task)
         else:
             task.awaited = awaited
+            if awaited.core is None:
+                return
             if self.core is None:
                 self.core = awaited.core
             elif self.core is not awaited.core:
@@ -214,13 +216,14 @@ class _Driver:
         task.ended(result)
 
     def _wait(self, until: float) -> None:
-        if not self._tasks or self.core is None:
+        awaited = [task.awaited for task in self._tasks if task.awaited is not None]
+        deadline = min([until, *(each.deadline for each in awaited)])
+        if self.core is None or not any(each.core is not None for each in awaited):
             with self._changed:
                 if not self._news:
-                    left = until - time.monotonic()
-                    self._changed.wait(left if left < threading.TIMEOUT_MAX else None)
+                    left = deadline - time.monotonic()
+                    self._changed.wait(max(0.0, left) if left < threading.TIMEOUT_MAX else None)
             return
-        deadline = min(until, *(task.awaited.deadline for task in self._tasks if task.awaited is not None))
         self._reads = True  # first: from now on, `wake` wakes the client
         try:
             self.core.wait(self._can_go_on, deadline)

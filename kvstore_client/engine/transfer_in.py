@@ -34,6 +34,7 @@ from kvstore_client._links.link import Link
 from kvstore_client.engine.guard import Counters, Store, StoreGuard
 from kvstore_client.engine.jobs import Arrived, Hits, Job, Rows, State, Within
 from kvstore_client.engine.multiplexer import Multiplexer
+from kvstore_client.engine.shared_rows import Stripe
 
 # Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
 CHUNK_BYTES: Final = 16 << 20
@@ -95,6 +96,7 @@ class TransferIn:
         arrived: Arrived,
         done: Callable[[], None],
         waits: bool = False,
+        stripe: Stripe | None = None,
     ) -> Job:
         """Fetch block ``keys[i]`` into row ``out[slots[i]]``, chunk by chunk. Never blocks. ``out`` may be a function
         that returns the rows when the job's turn has come; None: there are none, it is asked again when another job
@@ -103,10 +105,11 @@ class TransferIn:
         After each chunk, ``arrived(first, hits)`` is called: ``hits[j]`` says whether block ``first + j`` is in its
         row. It returns whether to fetch the next chunk. ``within``: blocks that have not arrived by then are misses; a
         job that cannot end by then, at the pace at which its blocks arrive, may end sooner. ``waits``: blocks that were
-        promised are waited for; the time begins now. ``done()`` is always called, and last. Both are called from the
+        promised are waited for; the time begins now. ``stripe``: other ranks fetch the same blocks into the same rows;
+        this one reads its share from the store. ``done()`` is always called, and last. Both are called from the
         thread that places; after ``close``, this call itself calls ``done()``.
         """
-        job = Job(keys, out, slots, within, waits, arrived, done)
+        job = Job(keys, out, slots, within, waits, arrived, done, stripe)
         if waits:
             within.begin(job.asked_at)
         with self._changed:
@@ -152,8 +155,8 @@ class TransferIn:
         placing.join()
 
     def take_pace(self) -> tuple[float, float]:
-        """-> blocks that arrived since the last call, and for how many seconds some were on their way. Without jobs
-        that waited for promised blocks."""
+        """-> blocks that arrived since the last call, with those that other ranks fetched at the same time, and for how
+        many seconds some were on their way. Without jobs that waited for promised blocks."""
         with self._changed:
             (arrived, seconds), self._arrived = self._arrived, (0, 0.0)
         return arrived / self._parts, seconds
@@ -227,6 +230,8 @@ class TransferIn:
 
     def _next_chunk(self, job: Job) -> tuple[int, int]:
         most = self.waited_chunk_blocks if job.waits else self.chunk_blocks
+        if job.stripe is not None:
+            most = job.stripe.most(most)
         if job.end:
             return job.end, min(len(job.keys), job.end + (min(most, job.end) if job.tries else most))
         return 0, 1 if not (self._tried or job.waits) else min(most, math.ceil(len(job.keys) * FIRST_CHUNK))
@@ -240,14 +245,19 @@ class TransferIn:
         share = 1.0 if job.waits else GRACE + (1 - GRACE) * job.end / len(job.keys)
         job.state, job.sent_at = State.ON_THE_WIRE, now
         assert self._multiplexer is not None
-        job.task = task = self._multiplexer.start(
-            self._fetch(job, job.began + (deadline - job.began) * share), lambda hits: self._came(job, hits)
-        )
+        until = job.began + (deadline - job.began) * share
+        blocks = range(job.first, job.end)
+        if job.stripe is None:
+            steps = self._fetch(job, blocks, until)
+        else:
+            steps = job.stripe.steps(blocks, until, lambda mine: self._fetch(job, mine, until))
+        job.task = task = self._multiplexer.start(steps, lambda hits: self._came(job, hits))
         if job.stopped:  # before it had a task
             task.stopped = True
 
-    def _fetch(self, job: Job, until: float) -> Steps[Hits]:
-        keys, slots, out = job.keys[job.first : job.end], job.slots[job.first : job.end], job.rows
+    def _fetch(self, job: Job, blocks: Sequence[int], until: float) -> Steps[Hits]:
+        keys, slots, out = [job.keys[block] for block in blocks], [job.slots[block] for block in blocks], job.rows
+        ranks = 1 if job.stripe is None else job.stripe.ranks
         started = time.monotonic()
         nothing = np.zeros(len(keys), dtype=np.bool_)
         left = until - started
@@ -269,7 +279,7 @@ class TransferIn:
             hits = yield from self._guard.steps(get, nothing)
         finally:
             arrived = int(hits.sum())
-            self._count_fetching(-(not job.waits), time.monotonic(), 0 if job.waits else arrived)
+            self._count_fetching(-(not job.waits), time.monotonic(), 0 if job.waits else arrived * ranks)
         self._counters.add("transfer_in_blocks", arrived / self._parts)
         self._counters.add("transfer_in_bytes", arrived * self._guard.block_bytes)
         self._counters.add("transfer_in_seconds", time.monotonic() - started)

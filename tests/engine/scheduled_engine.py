@@ -60,7 +60,7 @@ class FakeLookups:
 
     def __init__(self, held: Sequence[set[bytes]], groups: BlockGroups) -> None:
         self.held = held
-        self._groups = groups
+        self.groups = groups
         self.answering = self.certain = True
         self.asked: list[Sequence[bytes]] = []
         self.asked_at = math.inf  # the end of time: an answer never grows too old by the machine's clock
@@ -80,14 +80,14 @@ class FakeLookups:
         return lookup.stored
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        there = (self._has(key, self._groups.tables) for key in keys)  # as `PartsStore` tells it
+        there = (self._has(key, self.groups.tables) for key in keys)  # as `PartsStore` tells it
         return next((index for index, present in enumerate(there) if not present), len(keys))
 
     def has_states(self, key: bytes) -> bool:
-        return bool(self._groups.states) and self._has(key, self._groups.states)
+        return bool(self.groups.states) and self._has(key, self.groups.states)
 
     def _has(self, key: bytes, groups: Sequence[int]) -> bool:
-        names = self._groups.keys([key])
+        names = self.groups.keys([key])
         return set.intersection(*self.held).issuperset(names[group] for group in groups)
 
     def came(self, key: bytes) -> None:
@@ -118,8 +118,12 @@ class FakeFlights:
 
     def poll(self, flight: Flight) -> int | None:
         if flight.coming is None and self._lookups.answering:
-            there = self._lookups.leading(flight.keys)
-            coming = (key in self.others for key in flight.keys[there:])
+            # With states, the flight has the keys of groups' blocks.
+            groups = self._lookups.groups
+            there = 0 if groups.states else self._lookups.leading(flight.keys)
+            held = set.intersection(*self._lookups.held) if groups.states else ()
+            hashes = [groups.of_chain(key) if groups.states else key for key in flight.keys[there:]]
+            coming = (key in held or name in self.others for key, name in zip(flight.keys[there:], hashes, strict=True))
             more = next((index for index, promised in enumerate(coming) if not promised), len(flight.keys) - there)
             flight.coming = there + more
         return flight.coming
@@ -261,6 +265,7 @@ class ScheduledEngine:
             computing=ComputingPace(),
             steps_ahead=self.depth - 1,
             gather_s=gather_s,
+            shares_rows=ranks > 1,
         )
         connector = self.scheduler.connector
         connector._start.half = self.half

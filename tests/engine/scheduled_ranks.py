@@ -76,6 +76,7 @@ class Rank:
         self.copies: deque[CopyWork] = deque()
         self.sends: list[tuple[int, int, bytes]] = []  # job, slot, key
         self.loads: list[LoadWork] = []
+        self._last_load = 0
         self.break_next_copy = False
         self._finished_requests: dict[str, int] = {}
         self._copied_job = -1
@@ -167,6 +168,11 @@ class Rank:
     def _begin_load(self, load: Load, keys: dict[int, bytes]) -> None:
         assert sorted(keys) == sorted([*load.host_block_ids, *load.block_ids])
         assert [keys[block] for block in load.block_ids] == list(load.keys)
+        assert load.number > self._last_load, "two loads have one number"
+        self._last_load = load.number
+        if load.passage is not None:
+            assert load.slots is None and load.keys
+            assert load.passage not in [each.load.passage for each in self.loads], "two loads have one passage"
         for slot, block in zip(load.host_slots, load.host_block_ids, strict=True):
             self.begin_read(slot, keys[block])
         for slot in load.slots or ():

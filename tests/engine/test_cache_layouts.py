@@ -56,27 +56,61 @@ def save_and_load(
     return numbers
 
 
-def test_latents_are_stored_once_for_engines_of_any_size(
+def test_latents_are_stored_once_for_engines_of_any_size_and_read_once_for_all_ranks(
     server: Server, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     """Only first tokens are compared: vLLM's MLA on CPUs takes no prefixes of its own (it turns prefix caching off),
     and adds up in another way behind one. But they depend on every token of the prompt, and with random weights like
     these an engine of two ranks that computes the prompt itself begins with another one.
+
+    The pool of the two ranks has 40 slots. The long prompt takes more than half of them, so it only passes through.
     """
     model = save_latent(tmp_path / "latent")
-    prompts = [prompt(seed) for seed in (400, 401)]
-    hit = 499 // LATENT_BLOCK * LATENT_BLOCK
-    first_tokens = set()
-    for shape, asked, cached in (({}, 1, [0]), ({}, 1, [hit]), (TWO_RANKS, 2, [hit, 0])):
-        engine = start_engine(server.endpoint, model=model, **{"enable_prefix_caching": False, **shape})
-        answers = [engine.generate(each, max_tokens=8)[0] for each in prompts[:asked]]
-        first_tokens.add(answers[0].token_ids[0])
-        assert [answer.cached_tokens for answer in answers] == cached
-        wait_until(
-            lambda asked=asked: namespaces(server)[0].blocks == asked * (507 // LATENT_BLOCK), what="all is saved"
+    long, short, new = prompt(400), prompt(400)[:200], prompt(401)[:64]
+    slots, all_of, some, of_new = 40, 499 // LATENT_BLOCK, 199 // LATENT_BLOCK, 71 // LATENT_BLOCK
+    first_tokens: dict[int, set[int]] = {len(long): set(), len(short): set()}
+
+    def ask(engine: Engine, question: list[int], blocks: int) -> None:
+        [answer] = engine.generate(question, max_tokens=8)
+        assert answer.cached_tokens == blocks * LATENT_BLOCK
+        if question is not new:
+            first_tokens[len(question)].add(answer.token_ids[0])
+
+    def saved(blocks: int) -> None:
+        wait_until(lambda: namespaces(server)[0].blocks == blocks, what="all is saved")
+
+    writer = start_engine(server.endpoint, model=model, enable_prefix_caching=False)
+    ask(writer, long, 0)
+    saved(507 // LATENT_BLOCK)
+    assert writer.stop() == 0
+    alone = start_engine(server.endpoint, model=model, enable_prefix_caching=False)
+    ask(alone, long, all_of)
+    ask(alone, short, some)
+    assert alone.stop() == 0
+    block_bytes = namespaces(server)[0].block_bytes
+    both = start_engine(server.endpoint, model=model, options={"cpu_bytes": slots * block_bytes}, **TWO_RANKS)
+    assert f"host memory of these 2 ranks together: {slots} blocks" in both.log_text()
+    ask(both, long, all_of)
+    ask(both, new, 0)
+    saved(507 // LATENT_BLOCK + of_new)
+    ask(both, short, some)
+    ask(both, short, some)
+
+    def counted() -> bool:
+        both.generate([0], max_tokens=1)
+        numbers = both.metrics()
+        assert (numbers["defects"], numbers["failed_loads"]) == (0, 0)
+        assert numbers["transfer_blocks/in"] <= all_of + some, "each block is read once, not by each rank"
+        return (
+            numbers["transfer_blocks/in"] == all_of + some
+            and numbers["swap_blocks/in"] == 2 * (all_of + 2 * some)
+            and numbers["swap_blocks/out"] == of_new
+            and numbers["hit_tokens/cpu"] == some * LATENT_BLOCK
         )
-        assert engine.stop() == 0
-    assert len(first_tokens) == 1
+
+    wait_until(counted, what="the metrics of both ranks say it")
+    assert both.stop() == 0
+    assert [len(tokens) for tokens in first_tokens.values()] == [1, 1]
     [namespace] = namespaces(server)
     assert namespace.created == namespace.blocks, "each block was sent once"
 

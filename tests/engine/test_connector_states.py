@@ -138,17 +138,68 @@ def test_states_come_from_the_host_tier(start: StartEngine) -> None:
     assert engine.ranks[0].held == table_keys(engine, PROMPT, 5) | {state_key(engine, PROMPT, 5)}, "sent again"
 
 
-def test_a_prompt_that_is_handed_over_is_saved_and_loaded_as_any_other(start: StartEngine) -> None:
+def test_a_prompt_that_is_handed_over_promises_the_states_before_its_last_token(start: StartEngine) -> None:
     engine = start(windows=MIXED, keep=False)
-    engine.add(range(5 * BLOCK_TOKENS), side="do_remote_decode")
+    prompt = range(5 * BLOCK_TOKENS)
+    promised = table_keys(engine, prompt, 4) | {state_key(engine, prompt, 4)}
+    engine.add(prompt, side="do_remote_decode")
+    [flight] = engine.flights.open
+    assert set(flight.keys) == promised and flight.keys[-1] == state_key(engine, prompt, 4)
     engine.run()
-    assert not engine.flights.open
+    assert not engine.flights.open and engine.ranks[0].held >= promised
     engine.scheduler.reset_prefix_cache()
-    request = engine.add(range(5 * BLOCK_TOKENS), side="do_remote_prefill")
+    request = engine.add(prompt, side="do_remote_prefill")
     [load] = engine.step().plan.loads
-    assert len(load.keys) == 4 + 1, "the last token is computed"
-    assert not load.waits
+    assert set(load.keys) == promised, "the last token is computed"
+    assert not load.waits, "all of it is there"
     assert engine.half.loads.hit_sources(request) == (0, 4 * BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("windows", [MIXED, (STATE,)])
+@pytest.mark.parametrize("stored", [0, 2, 5])
+def test_the_decode_side_waits_for_states_that_are_promised(
+    start: StartEngine, windows: tuple[int, ...], stored: int
+) -> None:
+    """Even if the store has all blocks of the other layers by then."""
+    engine = start(windows=windows)
+    keys = engine.keys(PROMPT)
+    tables = set(keys[0::2]) if windows == MIXED else set()
+    engine.ranks[0].held.update(list(keys[0 : 2 * stored : 2]) if windows == MIXED else ())
+    engine.flights.others = set(engine.hashes(PROMPT))
+    request = engine.add(PROMPT, side="do_remote_prefill")
+    [load] = engine.step().plan.loads
+    assert load.waits and load.within_s > 5
+    assert set(load.keys) == tables | {keys[-1]}
+    assert engine.half.loads.hit_sources(request) == (0, 5 * BLOCK_TOKENS)
+    engine.ranks[0].held.update(load.keys)
+    engine.ranks[0].finish_load()
+    engine.step()
+    [work] = engine.step().work
+    assert work.start == 5 * BLOCK_TOKENS
+    engine.run()
+
+
+def test_states_that_were_promised_in_vain_are_computed(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    engine.flights.others = set(engine.hashes(PROMPT))
+    engine.add(PROMPT, side="do_remote_prefill")
+    [load] = engine.step().plan.loads
+    engine.ranks[0].held.update(table_keys(engine, PROMPT, 5))  # all but the states
+    engine.ranks[0].finish_load()
+    engine.run()
+    assert load.waits and engine.counters.take()["failed_loads"] == 1
+    assert state_key(engine, PROMPT, 5) in engine.ranks[0].held, "computed, and saved"
+
+
+def test_without_the_states_promised_blocks_are_not_waited_for(start: StartEngine) -> None:
+    engine = start(windows=MIXED)
+    store(engine, 3, blocks=4)
+    engine.flights.others = set(engine.hashes(PROMPT)[:4])  # as if the store had lost the last one's states
+    engine.add(PROMPT, side="do_remote_prefill")
+    [load] = engine.step().plan.loads
+    assert not load.waits
+    assert set(load.keys) == table_keys(engine, PROMPT, 3) | {state_key(engine, PROMPT, 3)}
+    engine.run()
 
 
 def test_what_is_known_of_the_groups() -> None:

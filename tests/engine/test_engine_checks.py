@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
+        KVCacheConfig,
         MambaSpec,
         MLAAttentionSpec,
         RSWASpec,
@@ -172,6 +173,36 @@ def test_an_engine_whose_blocks_cannot_be_shared_is_refused(config: VllmConfig, 
         change(config)
     with pytest.raises(ValueError, match=f"^kvstore: .*{said}"):
         check_engine(config, cache(spec, **options))
+
+
+def test_groups_with_pages_of_two_sizes_are_accepted_where_blocks_have_one_number_of_tokens(config: VllmConfig) -> None:
+    """vLLM gives the smaller pages more tokens. Told to keep all tokens of all layers, it has one group; and where
+    blocks lie outermost it packs pages of both sizes."""
+
+    def of_vllm() -> KVCacheConfig:
+        specs = {
+            "model.layers.0": FullAttentionSpec(**PLAIN),
+            "model.layers.1": SlidingWindowSpec(**{**PLAIN, "num_kv_heads": 2}, sliding_window=64),
+        }
+        groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+        hashed = kv_cache_utils.resolve_kv_cache_block_sizes(KVCacheConfig(100, [], groups), config)[1]
+        return KVCacheConfig(100, [], groups, hash_block_size=hashed)
+
+    config.cache_config.enable_prefix_caching = True
+    config.cache_config.kv_cache_layout = "LBHNC"
+    two = of_vllm()
+    assert sorted(group.kv_cache_spec.block_size for group in two.kv_cache_groups) == [32, 64]
+    with pytest.raises(ValueError, match=r"has 64 tokens.*--disable-hybrid-kv-cache-manager"):
+        check_engine(config, two)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    one = of_vllm()
+    assert len(one.kv_cache_groups) == 1
+    check_engine(config, one)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    config.cache_config.kv_cache_layout = "BLHNC"
+    packed = of_vllm()
+    assert [group.kv_cache_spec.block_size for group in packed.kv_cache_groups] == [32, 32]
+    check_engine(config, packed)
 
 
 @pytest.mark.parametrize(("prefix_caching", "processor_cache_gb"), [(True, 0.0), (False, 4.0)])

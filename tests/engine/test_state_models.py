@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.driver import Ask
 from tests.engine.engines import BLOCK, Engine, Expected, StartEngine, answers_alone, full_blocks, namespaces, prompt
 from tests.engine.models import STATES
 from tests.support.harness import Server
@@ -111,6 +112,28 @@ def test_batches_preemption_and_small_tiers_change_nothing(
     numbers = engine.metrics()
     assert (numbers["defects"], numbers["failed_loads"], numbers["failed_calls"]) == (0, 0, 0)
     assert numbers["hit_tokens/store"] + numbers["hit_tokens/cpu"] > 0
+
+
+def test_a_prompt_is_handed_over_with_its_states(
+    server: Server, start_engine: StartEngine, stateful: Path, plain: Expected
+) -> None:
+    """Both engines get it at once; the decode side waits for what the prefill side promises, and computes the tokens
+    behind the last end of a block."""
+    prefill = start_engine(server.endpoint, model=stateful, kv_role="kv_producer", **CACHING)
+    decode = start_engine(server.endpoint, model=stateful, kv_role="kv_consumer", **CACHING)
+    for question in (prompt(330), prompt(331, 10 * BLOCK), prompt(330) + prompt(332, 40)):
+        prefill.order_play(Ask(question, 1, side="do_remote_decode"))
+        decode.order_play(Ask(question, 40, side="do_remote_prefill"))
+        [answer] = decode.result()
+        prefill.result()
+        assert [answer.token_ids] == plain(question, max_tokens=40)
+        assert answer.cached_tokens == full_blocks(len(question))
+        decode.reset_prefix_cache()
+    for engine in (prefill, decode):
+        engine.settle()
+        numbers = engine.metrics()
+        assert (numbers["defects"], numbers["failed_loads"], numbers["unkept_blocks"]) == (0, 0, 0)
+    assert prefill.metrics()["hand_overs/prefill"] == decode.metrics()["hand_overs/decode"] == 3
 
 
 def test_a_load_that_fails_is_computed_from_the_beginning(

@@ -10,15 +10,19 @@ import pytest
 from kvstore_client import KVStoreClient
 from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches, swapped_out
-from tests.support.harness import Server, make_keys, make_namespace, namespace_info, wait_until
+from tests.support.harness import Server, blocks_of, make_keys, make_namespace, namespace_info, wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
     pytest.importorskip("vllm")
+    import torch
+
+    from kvstore_client.engine import transfer_in
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.vllm.connector.layout import BlockLayout
     from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan
     from kvstore_client.vllm.connector.worker import STAGED_LOADS, STAGED_WAITING_LOADS, WorkerHalf
+    from tests.engine.late_layout import LateLayout
 
 
 def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> None:
@@ -72,5 +76,26 @@ def test_many_loads_take_no_thread_each_and_end_when_their_requests_do(server: S
         worker.begin_step(StepPlan(cancelled=list(map(str, range(len(keys))))))
         wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == len(keys), 5.0)
     assert not counters.take().get("defects")
+    worker.close()
+    guard.close()
+
+
+def test_rows_are_received_into_when_their_last_copy_is_made(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of many chunks, through rows of two. On a device a copy may be made long after it was started."""
+    tensor = torch.zeros((40, 1, 16, 64))
+    layout = LateLayout({"layers.0": tensor}, 40)
+    monkeypatch.setattr(transfer_in, "CHUNK_BYTES", 3 * layout.block_bytes)
+    counters = Counters()
+    guard = StoreGuard(server.endpoint, make_namespace(layout.block_bytes, "late"), timeout_s=5, counters=counters)
+    worker = WorkerHalf(
+        guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=counters
+    )
+    keys = make_keys(40)
+    blocks = blocks_of(keys, layout.block_bytes)
+    guard.call(lambda client: client.set(keys, blocks, deferred=False), None)
+    worker.load(Load("it", keys=keys, block_ids=list(range(40)), within_s=20.0))
+    wait_until(worker.take_loaded)
+    assert not worker.take_failed_block_ids()
+    assert tensor.numpy().tobytes() == b"".join(blocks)
     worker.close()
     guard.close()

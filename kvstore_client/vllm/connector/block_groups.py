@@ -103,6 +103,13 @@ class BlockGroups:
         """The keys of blocks in all groups, block by block."""
         return part_keys(keys, range(self.count)) if self.count > 1 else keys
 
+    def names_to_last_states(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The keys of all that a request needs to go on behind the last of these blocks: of the groups without states
+        all, and then the states."""
+        names, count = self.keys(keys), self.count
+        tables = [names[at + group] for at in range(0, len(names), count) for group in self.tables]
+        return [*tables, *(names[-count + group] for group in self.states if names)]
+
     def of_chain(self, key: bytes) -> bytes:
         """The key in its chain of one of the `keys`."""
         return key[:-1] if self.count > 1 else key

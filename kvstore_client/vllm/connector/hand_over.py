@@ -10,6 +10,9 @@ Single flight, an option, does the same among engines that get the same prompt a
 computes it. Requests of one engine do not even promise what another of them is computing: they follow it, until the
 engine's own cache has the block.
 
+Of a model with states, a prompt that is handed over has all its blocks of the other layers, and the states before its
+last token, which the engine keeps. They are promised and waited for together.
+
 Every wait has a bound. Thread: the engine core's, for everything here. Nothing blocks.
 """
 
@@ -83,6 +86,7 @@ class _Shared:
     request: Request
     side: Side
     flight: Flight
+    chain: Sequence[bytes]  # the keys of the blocks that are handed over
     promised: Sequence[bytes]  # keys that it leads, for the other requests of this engine
     wait_s: float  # how long it waits for blocks that others have promised
     added: float
@@ -132,12 +136,15 @@ class HandOvers:
 
         keys: of its prompt's whole blocks. usable: how many of them may be loaded. wait_s: for a prompt that is handed
         over; None: as long as a promise holds. may_save: whether all its blocks are saved."""
-        if request.request_id in self._shared or self._groups.states:  # states are not promised: few of them are kept
+        if request.request_id in self._shared:
             return
         side = side_of(request)
+        if self._groups.states:  # the engine keeps those before the prompt's last token
+            keys = keys[: (request.num_prompt_tokens - 1) // self._block_tokens]
         now = time.monotonic()
         promised: list[bytes] = []
-        tail = None if side is Side.BOTH or self._groups.windows else tail_key(request, keys, self._block_tokens)
+        groups = self._groups
+        tail = None if side is Side.BOTH or groups.windows else tail_key(request, keys, self._block_tokens)
         if side is Side.PREFILL and request.max_tokens != 1:
             tail = None  # the engine would go on to fill that block while it is copied
         prompt = [*keys, tail] if tail is not None else keys
@@ -145,19 +152,22 @@ class HandOvers:
             if not usable:
                 return
             wait_s = PROMISE_S if wait_s is None else wait_s
-            flight = self._flights.expect(prompt, len(keys), min(UNPROMISED_S, wait_s))
+            names = groups.names_to_last_states(keys) if groups.states else prompt
+            enough = len(names) if groups.states else len(keys)
+            flight = self._flights.expect(names, enough, min(UNPROMISED_S, wait_s))
         elif keys and may_save and (side is Side.PREFILL or self._single_flight_s):
             wait_s = self._single_flight_s if usable else 0.0
             if self._single_flight_s:
                 promised = [key for key in keys if self._leaders.setdefault(key, request) is request]
             leads = promised or side is Side.PREFILL  # otherwise it only follows
-            flight = self._flights.promise(prompt) if leads else Flight(keys, now, coming=0)
+            names = groups.names_to_last_states(keys) if groups.states else prompt
+            flight = self._flights.promise(names) if leads else Flight(keys, now, coming=0)
         else:
             return
         if side is not Side.BOTH:
             self._counters.add("hand_overs_in" if side is Side.DECODE else "hand_overs_out")
         self._shared[request.request_id] = _Shared(
-            request, side, flight, promised, wait_s, now, now + self._single_flight_s, tail
+            request, side, flight, prompt, promised, wait_s, now, now + self._single_flight_s, tail
         )
 
     def knows(self, request: Request) -> bool:
@@ -185,7 +195,7 @@ class HandOvers:
         shared = self._shared.get(request.request_id)
         if shared is None or shared.side is not Side.DECODE or not shared.wait_s:
             return None
-        return shared.flight.keys
+        return shared.chain
 
     def tail_to_save(self, request: Request, computed_tokens: int) -> bytes | None:
         """The key of the block that the prompt's end fills in part, if so many tokens are the prompt and another engine
@@ -214,6 +224,8 @@ class HandOvers:
         if shared is None or not shared.wait_s:
             return 0
         coming = self._flights.poll(shared.flight)
+        if coming is not None and self._groups.states:  # of use with the states at the end alone
+            coming = len(shared.chain) if coming == len(shared.flight.keys) else 0
         if coming is not None and shared.side is Side.DECODE and shared.added:
             self._counters.add("hand_over_seconds_promise", time.monotonic() - shared.added)
             shared.added = 0.0
@@ -250,7 +262,8 @@ class HandOvers:
     def placed(self, request: Request, sending: Iterable[bytes]) -> None:
         """All blocks of a finished request that will be sent are on their way, or were sent."""
         if (shared := self._finishing.get(request.request_id)) is not None:
-            shared.sending = set(self._groups.keys(shared.flight.keys)).intersection(sending)
+            keys = shared.flight.keys
+            shared.sending = set(keys if self._groups.states else self._groups.keys(keys)).intersection(sending)
             if not shared.sending:
                 self._end(request.request_id)
 

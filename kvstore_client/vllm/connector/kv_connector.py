@@ -52,6 +52,7 @@ from kvstore_client.vllm.connector.rank_namespace import head_parts, rank_namesp
 from kvstore_client.vllm.connector.registration import register
 from kvstore_client.vllm.connector.request_spans import RequestSpans
 from kvstore_client.vllm.connector.scheduler import SchedulerHalf
+from kvstore_client.vllm.connector.shared_pool import shared_pool
 from kvstore_client.vllm.connector.starting import SchedulerStart
 from kvstore_client.vllm.connector.stats import PromMetrics, TrafficLog, TransferStats
 from kvstore_client.vllm.connector.worker import WorkerHalf
@@ -206,6 +207,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 attention=1 / (6 * self._vllm_config.model_config.get_hidden_size()) if self._groups.whole else 0.0
             ),
             steps_ahead=self._vllm_config.max_concurrent_batches - 1,
+            shares_rows=any(rank.shares_rows for rank in ranks),
         )
 
     def _explain_mismatch(self, guard: StoreGuard) -> None:
@@ -326,31 +328,38 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             parts=parts,
             groups=groups_digest(self._kv_cache_config),
         )
-        slots = self._pool_slots(layout.block_bytes)
+        same = replica(config)
+        slots = self._pool_slots(layout.block_bytes, same[1])
+        shared = shared_pool(layout, slots, same)
+        if shared is None:
+            slots = self._pool_slots(layout.block_bytes)
         self._rank = namespace.rank
         self._guards = [self._guard(namespace, self._options.timeout_s, [parts.mine] if parts else [])]
         self._worker = WorkerHalf(
             self._guards[0],
             layout,
-            store=RankStore(namespace, slots, parts, layout.parts),
+            store=RankStore(namespace, slots, parts, layout.parts, shared is not None),
             timeout_s=self._options.timeout_s,
-            replica=replica(self._vllm_config),
+            replica=same,
             counters=self._counters,
             store_on_host=self._options.store_on_host,
             recompute_whole=self._groups.recompute_whole,
+            shared=shared,
         )
         logger.info("kvstore: blocks are stored at %s as %s", self._options.endpoint, namespace)
         logger.info(
-            "kvstore: host memory of this rank: %d blocks, %s",
+            "kvstore: host memory of %s: %d blocks, %s",
+            "this rank" if shared is None else f"these {same[1]} ranks together",
             slots,
             "the CPU tier" if self._options.cpu_bytes else "for blocks on their way (cpu_bytes is 0: no CPU tier)",
         )
 
-    def _pool_slots(self, block_bytes: int) -> int:
-        """How many rows this rank's host pool gets. Raises ValueError when ``cpu_bytes`` is too small."""
+    def _pool_slots(self, block_bytes: int, sharing: int = 1) -> int:
+        """How many slots a host pool gets that so many ranks have in common. Raises ValueError when ``cpu_bytes`` is
+        too small."""
         if not self._options.cpu_bytes:
             return max(MIN_SLOTS, self._options.staging_bytes // block_bytes)
-        ranks: int = self._vllm_config.parallel_config.world_size
+        ranks: int = self._vllm_config.parallel_config.world_size // sharing
         slots = self._options.cpu_bytes // ranks // block_bytes
         if slots < MIN_SLOTS:
             raise ValueError(

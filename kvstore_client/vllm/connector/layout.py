@@ -159,9 +159,15 @@ class BlockLayout:
         else pages that nobody has touched yet. `shared`: memory from which a server on this host copies blocks by
         itself, if the system has such memory."""
         memory = _shared_rows(rows, self.part_bytes) if shared else None
+        if memory is not None:
+            return self.locked(memory)
         if self._streams is not None:
-            return pinned_rows(rows, self.part_bytes, self._device, memory)
-        return np.empty((rows, self.part_bytes), dtype=np.uint8) if memory is None else memory
+            return pinned_rows(rows, self.part_bytes, self._device)
+        return np.empty((rows, self.part_bytes), dtype=np.uint8)
+
+    def locked(self, pool: Rows) -> Rows:
+        """The same memory, from `host_memory`: page-locked if the cache lies on a device."""
+        return pool if self._streams is None else pinned_rows(len(pool), self.part_bytes, self._device, pool)
 
     def fence(self) -> Fence | None:
         """Called by the model's thread before other threads may call ``swap_in``, for each load. -> what its copies

@@ -22,6 +22,7 @@ from kvstore_client.vllm.connector.hand_over import Side, side_of
 from kvstore_client.vllm.connector.pending import PendingLoad, TrackedRequest, WaitingRequest
 from kvstore_client.vllm.connector.plan import Load
 from kvstore_client.vllm.connector.request_options import request_options
+from kvstore_client.vllm.connector.shared_pool import Passages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -54,10 +55,11 @@ class LoadPlanner:
         may_save: bool,
         prefix_caching: bool,
         steps_ahead: int,
+        shares_rows: bool = False,
     ) -> None:
         """tracked: the requests that have blocks, which are the `SavePlanner`'s. prefix_caching: whether the engine's
         own cache shares blocks between requests. steps_ahead: how many steps the engine plans before it waits for
-        one."""
+        one. shares_rows: ranks have a host pool in common."""
         self.admission = admission
         self.computing = computing
         self._books = books
@@ -74,12 +76,18 @@ class LoadPlanner:
         self._failed: set[str] = set()  # requests of which a load has failed
         self._planned: list[Load] = []  # that no step's plan has yet
         self._cancelled: list[str] = []  # requests that have ended during their load, which no plan has named yet
+        self._passages = Passages(shares_rows)
         self._hit_sources: tuple[str, int, int] = ("", 0, 0)  # of the last load: request, tokens of host, of store
 
     @property
     def under_way(self) -> dict[str, int]:
         """How many records of each kind there are."""
-        return {"waiting": len(self._waiting), "loading": len(self._loading), "arriving": len(self._arriving)}
+        return {
+            "waiting": len(self._waiting),
+            "loading": len(self._loading),
+            "arriving": len(self._arriving),
+            "passages": self._passages.under_way,
+        }
 
     # What a request may load.
 
@@ -148,8 +156,10 @@ class LoadPlanner:
         waiting.unheard = stored is None and not coming and groups.run(in_host, local) < len(in_host)
         if waiting.unheard and self._waits_for_lookup(request, waiting, local, len(keys)):
             return None
-        waiting.waits = coming > (stored or 0)
-        there = groups.stored(len(in_host), local, max(coming, stored or 0), waiting.lookup.states)
+        known = waiting.lookup.states
+        waiting.waits = coming > (stored or 0) or bool(coming and groups.states and coming not in known)
+        states = [*known, *([coming] if coming else [])]
+        there = groups.stored(len(in_host), local, max(coming, stored or 0), states)
         present = in_host | there
         most = waiting.options.max_load_tokens
         if most is not None:
@@ -308,7 +318,7 @@ class LoadPlanner:
 
     def plan(self, scheduled_tokens: Mapping[str, int]) -> list[Load]:
         """The engine has planned a step, with so many tokens of each request. -> the loads that begin with it."""
-        loads, self._planned = self._planned, []
+        loads, self._planned = self._passages.admit(self._planned)
         requests = ((self._tracked[name].request, n) for name, n in scheduled_tokens.items() if name in self._tracked)
         self._steps.plan(
             {
@@ -342,6 +352,7 @@ class LoadPlanner:
         if load is None:
             return None
         books = self._books
+        self._passages.left(request_id)
         if not load.waits:
             self.admission.end(load.from_store)
         if books.spans is not None:

@@ -1,7 +1,8 @@
 """The messages between the connector's halves: a plan for every step, and the workers' reports.
 
 Both travel pickled through the engine. A *slot* is a row of every worker's host pool. The scheduler's half alone
-assigns slots, so that slot 7 holds the parts of one and the same block on all ranks.
+assigns slots, so that slot 7 holds the parts of one and the same block on all ranks. Ranks with the same part may have
+one pool in common.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from kvstore_client.engine.transfer_out import SendAs
 @dataclass(frozen=True)
 class RankStore:
     """What the scheduler's half must know of a worker: the namespace of its part of every block, how many blocks its
-    host pool has room for, which ranges of heads it has, if blocks are kept as such, and in how many parts of layers
-    the store has each block."""
+    host pool has room for, which ranges of heads it has, if blocks are kept as such, in how many parts of layers the
+    store has each block, and whether other ranks have the same host pool."""
 
     namespace: Namespace
     slots: int
     head_parts: HeadParts | None = None
     layer_parts: int = 1
+    shares_rows: bool = False
 
     @property
     def part(self) -> tuple[str, HeadParts | None]:
@@ -39,8 +41,10 @@ class Load:
 
     The worker copies ``host_slots[i]`` to cache block ``host_block_ids[i]``. It fetches block ``keys[i]`` from the
     store into ``slots[i]``, where the block stays for later, and copies it to cache block ``block_ids[i]``. With
-    ``slots`` None it fetches into staging rows of its own instead. What has not come ``within_s``, from when its turn
-    begins, is missing; with ``waits``, blocks that are promised are waited for so long, from now on.
+    ``slots`` None it fetches into staging rows of its own instead, or, if ranks have a pool in common, through the
+    rows of ``passage`` there. What has not come ``within_s``, from when its turn begins, is missing; with ``waits``,
+    blocks that are promised are waited for so long, from now on. ``number``: of this load, the same for all ranks; each
+    load has a higher one.
     """
 
     request_id: str
@@ -51,6 +55,8 @@ class Load:
     slots: list[int] | None = None
     within_s: float = 0.0
     waits: bool = False
+    passage: int | None = None
+    number: int = 0
 
 
 @dataclass

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.engine.jobs import Job, Rows
+from kvstore_client.engine.shared_rows import Stripe
 from kvstore_client.vllm.connector.device import Fence
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load
@@ -108,9 +109,12 @@ class RankLoad:
 class PartLoad:
     """One part of these blocks; used by one thread at a time."""
 
-    def __init__(self, load: RankLoad, part: int, rows: Rows | Staging, slots: Sequence[int]) -> None:
-        """rows, slots: where it arrives; or what lends the rows."""
+    def __init__(
+        self, load: RankLoad, part: int, rows: Rows | Staging, slots: Sequence[int], stripe: Stripe | None = None
+    ) -> None:
+        """rows, slots: where it arrives; or what lends the rows. stripe: of a load that other ranks read, too."""
         self.part = part
+        self.stripe = stripe
         self.slots = slots
         self._staging = rows if isinstance(rows, Staging) else None
         self._rows = rows if not isinstance(rows, Staging) else None
@@ -118,7 +122,7 @@ class PartLoad:
         self.seconds = 0.0  # spent placing
         self.there: set[int] = set()  # cache blocks that have this part
         self._load = load
-        self._copies: deque[tuple[Copy, Sequence[int]]] = deque()
+        self._copies: deque[tuple[Copy, int, Sequence[int]]] = deque()
 
     def begin(self) -> Rows | None:
         """Its turn has come. -> the rows; None: there are none to lend."""
@@ -131,18 +135,20 @@ class PartLoad:
         the first missing block on."""
         started = time.monotonic()
         run = len(hits) if hits.all() else int(hits.argmin())
-        while len(self._copies) > 1:  # the next chunk is written to the rows of the chunk before the last
-            self._settle()
         if run:
             slots, block_ids = self.slots[first : first + run], self._load.load.block_ids[first : first + run]
             assert self._rows is not None
             copy = self._load.layout.swap_in(self._rows, slots, block_ids, self._load.fence, self.part)
-            self._copies.append((copy, block_ids))
+            self._copies.append((copy, first, block_ids))
+        while len(self._copies) > 1:  # the next chunk is written to the rows of those before this one
+            self._settle()
         self.seconds += time.monotonic() - started
         return run == len(hits)
 
     def finish(self) -> None:
-        """Wait for all copies, and give back what was lent."""
+        """No more of it is fetched: tell other ranks, wait for all copies, and give back what was lent."""
+        if self.stripe is not None:
+            self.stripe.end()
         try:
             while self._copies:
                 self._settle()
@@ -152,7 +158,9 @@ class PartLoad:
                 self._staging.give_back(rows)
 
     def _settle(self) -> None:
-        copy, block_ids = self._copies.popleft()
+        copy, first, block_ids = self._copies.popleft()
         copy.wait()
+        if self.stripe is not None:
+            self.stripe.took(first, first + len(block_ids))
         self.placed += len(block_ids)
         self.there.update(block_ids)

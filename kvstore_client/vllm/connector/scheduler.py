@@ -45,6 +45,7 @@ class SchedulerHalf:
         computing: ComputingPace,
         steps_ahead: int,
         gather_s: float = GATHER_S,
+        shares_rows: bool = False,
     ) -> None:
         """The arguments are those of the planners."""
         self.books = books
@@ -61,6 +62,7 @@ class SchedulerHalf:
             may_save=may_save,
             prefix_caching=prefix_caching,
             steps_ahead=steps_ahead,
+            shares_rows=shares_rows,
         )
         self.held_back = HeldBackTimes()
 

@@ -7,6 +7,9 @@ of their own. A transfer touches only blocks and slots that were given to it, un
 
 Copies of a block, load from the store: message -> row -> cache; save: cache -> row -> socket.
 
+Ranks with the same part of every block may have one host pool: then the rank that sends a block copies it out of the
+cache, and each reads its share of a load. See ``engine/shared_rows.py``.
+
 A block may be in parts of some layers each. Each part is copied and sent when its last layer is computed, and each is
 fetched and placed by a transfer of its own. A row of the pool is a part, and a slot has as many rows as there are
 parts.
@@ -31,6 +34,7 @@ from kvstore_client.engine.transfer_out import CHUNK_BYTES, SendAs, SendOutcome,
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
 from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
 from kvstore_client.vllm.connector.rank_load import PartLoad, RankLoad, Staging
+from kvstore_client.vllm.connector.shared_pool import SharedPool
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -52,6 +56,7 @@ class OrderedCopies(NamedTuple):
 
     saves: Saves
     part: int
+    blocks: int  # that this rank copies
     copy: Copy | None  # None: it could not be started
     started: float
 
@@ -75,11 +80,13 @@ class WorkerHalf:
         counters: Counters,
         store_on_host: bool = False,
         recompute_whole: bool = False,
+        shared: SharedPool | None = None,
     ) -> None:
         """store: what the scheduler's half is told of this rank. timeout_s: how long `close` may send on. replica: the
         index of this rank among the ranks with the same part of every block, and their number; one of them sends each
         block. store_on_host: a server on this host is to copy blocks out of the host pool by itself. recompute_whole: a
-        request of which a block is missing is told, not the block."""
+        request of which a block is missing is told, not the block. shared: the host pool, if these ranks have one in
+        common; None: it is made."""
         self._guard = guard
         self._layout = layout
         self._timeout_s = timeout_s
@@ -87,18 +94,21 @@ class WorkerHalf:
         self._counters = counters
         slots = store.slots
         parts = layout.parts
-        self._pool = layout.pool(slots * parts, shared=store_on_host)
+        self._shared = shared
+        self._pool = layout.pool(slots * parts, shared=store_on_host) if shared is None else shared.rows.pool
         self._in = TransferIn(guard, counters=counters, parts=parts)
-        # At most half the slots may be on their way to the store, including the chunk on the wire. So there is always
-        # room for the blocks of the next steps; they displace the oldest blocks in the queue.
-        chunk_blocks = max(1, CHUNK_BYTES // guard.block_bytes)
-        limit = len(self._pool) // 2 - min(chunk_blocks, len(self._pool) // 4)
+        # At most half the slots may be on their way to the store, of all ranks that send from them together, including
+        # the chunk on the wire. So there is always room for the blocks of the next steps; they displace the oldest
+        # blocks in the queue.
+        rows, chunk_blocks = slots * parts, max(1, CHUNK_BYTES // guard.block_bytes)
+        limit = (rows // 2 - min(chunk_blocks, rows // 4)) // self._replicas
         self._out = TransferOut(guard, limit=max(1, limit), counters=counters, done=self._sent, parts=parts)
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="kvstore-swap-in")
         # Two chunks for each load, so that one can be placed while the next arrives. Made now: to lock pages takes time
-        # that a request would wait for. Most engines never wait for blocks of others.
+        # that a request would wait for. Most engines never wait for blocks of others, and most loads of ranks that
+        # share a pool go there.
         self._staged_blocks, self._waited_blocks = 2 * self._in.chunk_blocks, 2 * self._in.waited_chunk_blocks
-        self._staging = Staging(lambda: layout.pool(self._staged_blocks), STAGED_LOADS, made_now=True)
+        self._staging = Staging(lambda: layout.pool(self._staged_blocks), STAGED_LOADS, made_now=shared is None)
         self._waiting_staging = Staging(lambda: layout.pool(self._waited_blocks), STAGED_WAITING_LOADS * parts)
         self._copying: deque[OrderedCopies] = deque()
         self._copied_job = -1
@@ -131,9 +141,9 @@ class WorkerHalf:
     def load(self, load: Load) -> None:
         """Start a load. Whatever happens, `take_loaded` names the request in the end, and `take_failed_block_ids` its
         missing blocks, or `take_failed_requests` itself."""
-        staging = self._waiting_staging if load.waits else self._staging
-        most = self._waited_blocks if load.waits else self._staged_blocks
         loading = RankLoad(load, self._layout, self._pool)
+        if load.keys:
+            loading.parts = [self._part(loading, part) for part in range(self._layout.parts)]
         try:
             loading.fence = self._layout.fence()
         except Exception:
@@ -141,17 +151,13 @@ class WorkerHalf:
                 "kvstore: no copy into the KV cache can be started; request %s is computed", load.request_id
             )
             self._counters.add("defects")
+            for each in loading.parts:
+                each.finish()
             self._end(loading)
             return
         if not load.keys:  # not behind loads that wait for the network
             self._swaps.submit(self._loaded, loading)
             return
-        for part in range(self._layout.parts):
-            loading.parts.append(
-                PartLoad(loading, part, self._pool, self._rows_of(load.slots, part))
-                if load.slots is not None
-                else PartLoad(loading, part, staging, [index % most for index in range(len(load.keys))])
-            )
         within = Within(load.within_s)
         with self._lock:
             self._loading[load.request_id] = loading
@@ -165,8 +171,22 @@ class WorkerHalf:
                     arrived=each.arrived,
                     done=functools.partial(self._part_loaded, loading, each),
                     waits=load.waits,
+                    stripe=each.stripe,
                 )
             )
+
+    def _part(self, loading: RankLoad, part: int) -> PartLoad:
+        """What is to be fetched, and where it goes: rows that ranks have in common, slots, or rows of its own."""
+        load = loading.load
+        stripe = self._shared.stripe(load, part) if self._shared is not None else None
+        if stripe is not None:
+            return PartLoad(loading, part, self._pool, stripe.rows, stripe)
+        if load.slots is not None:
+            return PartLoad(loading, part, self._pool, self._rows_of(load.slots, part))
+        staging, most = (
+            (self._waiting_staging, self._waited_blocks) if load.waits else (self._staging, self._staged_blocks)
+        )
+        return PartLoad(loading, part, staging, [index % most for index in range(len(load.keys))])
 
     def _cancel(self, request_id: str) -> None:
         """Nobody needs this request's blocks any more: end its load soon. It is reported as ever."""
@@ -296,11 +316,15 @@ class WorkerHalf:
             return
         copy: Copy | None = None
         started = time.monotonic()
+        block_ids, slots = saves.block_ids, saves.slots
+        if self._shared is not None:  # the rank that sends a block copies it, into the slot of all
+            mine = [index for index, key in enumerate(saves.keys) if self._is_mine(key)]
+            block_ids, slots = [block_ids[index] for index in mine], [slots[index] for index in mine]
         try:
-            copy = self._layout.swap_out(saves.block_ids, self._pool, self._rows_of(saves.slots, part), part)
+            copy = self._layout.swap_out(block_ids, self._pool, self._rows_of(slots, part), part)
         except Exception:
-            logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
-        self._copying.append(OrderedCopies(saves, part, copy, started))
+            logger.exception("kvstore: copying %d blocks out of the cache failed", len(slots))
+        self._copying.append(OrderedCopies(saves, part, len(slots), copy, started))
 
     def take_saved(self) -> set[str]:
         """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
@@ -326,7 +350,7 @@ class WorkerHalf:
 
     def _settle_copies(self) -> None:
         while self._copying:
-            saves, part, copy, started = self._copying[0]
+            saves, part, blocks, copy, started = self._copying[0]
             try:
                 if copy is not None and not copy.done():
                     return
@@ -342,8 +366,8 @@ class WorkerHalf:
                 self._report.broken.add(saves.job)
                 self._release([((saves.job, slot), False) for slot in saves.slots])
                 continue
-            self._counters.add("swap_out_blocks", len(saves.slots) / self._layout.parts)
-            self._counters.add("swap_out_bytes", len(saves.slots) * self._layout.part_bytes)
+            self._counters.add("swap_out_blocks", blocks / self._layout.parts)
+            self._counters.add("swap_out_bytes", blocks * self._layout.part_bytes)
             self._counters.add("swap_out_seconds", time.monotonic() - started)
             self._send(saves.job, part, saves.keys, saves.slots, saves.parents, saves.how)
 
