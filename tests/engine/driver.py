@@ -81,7 +81,9 @@ def tell_what_is_under_way(*_: object) -> None:
     """Write to the log what the connector's halves wait for: an engine that gives no answer waits for one of them."""
     for each in gc.get_objects():
         if type(each).__name__ == "SchedulerHalf":
-            print(f"scheduler: {each.under_way}, waiting {each.loads._waiting}, loading {each.loads._loading}", flush=True)
+            print(
+                f"scheduler: {each.under_way}, waiting {each.loads._waiting}, loading {each.loads._loading}", flush=True
+            )
         elif type(each).__name__ == "TransferIn":
             for job in list(each._jobs):
                 told = {
