@@ -74,5 +74,4 @@ class Job:
         self.first = self.end = 0  # the present chunk
         self.task: Task | None = None  # that has it on the wire
         self.sent_at = 0.0
-        self.shards: Set[Link] | None = None  # that it needs; None: nobody has asked
-        self.slow_shards: Set[Link] = frozenset()  # for which its chunk, or the one before, waits for long
+        self.shards: Set[Link] = frozenset()  # that it needs; empty: nobody has asked

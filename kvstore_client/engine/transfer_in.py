@@ -6,12 +6,12 @@ straight into their rows. While the engine places a chunk that arrived, chunks o
 
 Jobs come to their turn in the order in which they came, two at a time, so that many jobs do not all take from each
 other. While a chunk is on the wire for long, its job does not count: it waits for a slow shard, which others may not
-need. Two such jobs at most wait for a shard; others that need it come to their turn after them. A job that waits for
+need. While there is such a one, two jobs at most have their turn that need the same shard. A job that waits for
 blocks that were promised has its turn at once.
 
 Every job ends: by its time, which begins with its turn; or, if its turn has not come, after as long as a call of the
-store may take. It is always in one of four states (see `Job`), each with an end: its time, the call's
-deadline, the return of ``arrived``. ``done`` is called by the thread that places, once, after the last byte has come.
+store may take. It is always in one of four states (see `State`), each with an end: its time, the call's deadline, the
+return of ``arrived``. ``done`` is called by the thread that places, once, after the last byte has come.
 
 No copy is made here: blocks go from the socket to the caller's rows.
 """
@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from queue import SimpleQueue
 from typing import Final
 
@@ -172,20 +172,19 @@ class TransferIn:
         now = time.monotonic()
         with self._changed:
             jobs = list(self._jobs)
-        look_again, turns, held_up = math.inf, 0, Counter[Link]()
+        look_again, fresh, held_up = math.inf, list[Job](), Counter[Link]()
         for job in jobs:
             if not job.began or job.waits or job.state is State.OVER:
                 continue
             task = job.task
-            if job.state is not State.ON_THE_WIRE or task is None:
-                turns += 1
-            elif now - job.sent_at < SLOW_S:
-                turns += 1
-                look_again = min(look_again, job.sent_at + SLOW_S)
+            if job.state is State.ON_THE_WIRE and task is not None and now - job.sent_at >= SLOW_S:
+                held_up.update(task.awaited_shards or self._shards_of(job))
             else:
-                job.slow_shards = task.awaited_shards
-                look_again = min(look_again, now + SLOW_S)
-            held_up.update(job.slow_shards)
+                fresh.append(job)
+            look_again = min(look_again, now + SLOW_S)
+        for job in fresh if held_up else ():
+            held_up.update(self._shards_of(job))
+        turns = len(fresh)
         for job in jobs:
             if job.state is not State.QUEUED:
                 continue
@@ -197,7 +196,9 @@ class TransferIn:
                 elif now >= ends_at:
                     self._give_up(job)
                 elif job.began or ((job.waits or self._may_begin(job, turns, held_up)) and self._has_rows(job)):
-                    turns += not (job.began or job.waits)
+                    if not (job.began or job.waits):
+                        turns += 1
+                        held_up.update(self._shards_of(job) if held_up else ())
                     self._send(job, now)
                     look_again = min(look_again, now + SLOW_S)
                 else:
@@ -217,11 +218,12 @@ class TransferIn:
     def _may_begin(self, job: Job, turns: int, held_up: Counter[Link]) -> bool:
         if turns >= AT_A_TIME:
             return False
-        if not held_up:
-            return True
-        if job.shards is None:
+        return not held_up or all(held_up[shard] < AT_A_TIME for shard in self._shards_of(job))
+
+    def _shards_of(self, job: Job) -> Set[Link]:
+        if not job.shards:
             job.shards = self._guard.asked(job.keys)
-        return not any(held_up[shard] >= AT_A_TIME for shard in job.shards)
+        return job.shards
 
     def _has_rows(self, job: Job) -> bool:
         if job.rows is None:
@@ -289,8 +291,6 @@ class TransferIn:
     def _came(self, job: Job, hits: Hits | None) -> None:
         """Its chunk has ended. On the thread of its task."""
         job.task = None
-        if time.monotonic() - job.sent_at < SLOW_S:
-            job.slow_shards = frozenset()
         self._tried = self._tried or bool(hits is not None and hits.any())
         self._to_placer(job, hits)
 

@@ -4,6 +4,7 @@ and no byte is written to its rows afterwards."""
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
 import threading
@@ -177,7 +178,9 @@ def test_every_load_ends_once_in_time_and_right(
                 transfer = TransferIn(guard, counters=counters)
                 closes_at = time.monotonic() + choose.uniform(0.5, 2)
             time.sleep(0.01)
-            assert not [load for load in loads if load.late]
+            if late := [vars(load.job) for load in loads if load.late]:
+                faulthandler.dump_traceback()
+                pytest.fail(f"{len(late)} loads should have ended: {late[:3]}")
             for load in [load for load in loads if load.done_at and time.monotonic() > load.done_at[0] + 0.1]:
                 assert not load.problems and len(load.done_at) == 1
                 assert (load.rows == AFTERWARDS).all(), "bytes were written to rows that were given back"
