@@ -15,7 +15,7 @@ import pytest
 from kvstore_client import KVStoreClient
 from kvstore_client.engine.transfer_out import SendAs
 from tests.engine.test_kv_layout import BLOCKS, caches
-from tests.support.harness import Server, make_keys, make_namespace
+from tests.support.harness import Server, make_keys, make_namespace, wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
@@ -126,6 +126,22 @@ def test_copies_of_the_host_are_made_before_blocks_are_reused_and_before_the_end
         rows = expected.pool(2)
         expected.swap_out([1, 2], rows, [0, 1])
         assert [bytes(client.get([keys[place]]).blocks[0] or b"") for place in (0, 2)] == [bytes(row) for row in rows]
+
+
+def test_what_the_host_copied_is_sent_though_no_step_follows(
+    guard: StoreGuard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_module, "AT_ONCE_BYTES", 0)
+    layout = SlowHost()
+    worker = WorkerHalf(
+        guard, layout, store=RankStore(guard.namespace, 16), timeout_s=5, replica=(0, 1), counters=Counters()
+    )
+    [key] = make_keys(1, first=700)
+    worker.begin_step(StepPlan(saves=Saves(0, keys=[key], parents=[None], block_ids=[1], slots=[0], how=[SendAs()])))
+    worker.save()
+    layout.may_copy.set()
+    wait_until(lambda: guard.call(lambda client: client.contains([key]).tolist(), [False]) == [True])
+    worker.close()
 
 
 class Locks:

@@ -31,6 +31,10 @@ class HostCopy:
     def wait(self) -> None:
         self._future.result()
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Have this called when the copy is done or has failed, by the thread that made it; at once if it is."""
+        self._future.add_done_callback(lambda _: call())
+
     def order(self) -> None:
         """Blocks until the copy is done: the calling thread is what computes."""
         self._future.result()

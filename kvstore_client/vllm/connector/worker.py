@@ -24,14 +24,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, cast
+from typing import cast
 
 from kvstore_client.engine.guard import Counters, StoreGuard
 from kvstore_client.engine.jobs import Within
 from kvstore_client.engine.parts import part_keys
 from kvstore_client.engine.transfer_in import TransferIn
 from kvstore_client.engine.transfer_out import CHUNK_BYTES, SendAs, SendOutcome, TransferOut
+from kvstore_client.vllm.connector.host_copies import HostCopy
 from kvstore_client.vllm.connector.layout import BlockLayout, Copy
+from kvstore_client.vllm.connector.ordered_copies import OrderedCopies
 from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan, WorkerReport
 from kvstore_client.vllm.connector.rank_load import PartLoad, RankLoad, Staging
 from kvstore_client.vllm.connector.shared_pool import SharedPool
@@ -49,16 +51,6 @@ IDLE_WAIT_S = 0.0003
 
 
 _IN_STORE = (SendOutcome.STORED, SendOutcome.PRESENT)
-
-
-class OrderedCopies(NamedTuple):
-    """A job of which one part of the blocks is being copied out of the cache."""
-
-    saves: Saves
-    part: int
-    blocks: int  # that this rank copies
-    copy: Copy | None  # None: it could not be started
-    started: float
 
 
 class WorkerHalf:
@@ -110,6 +102,8 @@ class WorkerHalf:
         self._staged_blocks, self._waited_blocks = 2 * self._in.chunk_blocks, 2 * self._in.waited_chunk_blocks
         self._staging = Staging(lambda: layout.pool(self._staged_blocks), STAGED_LOADS, made_now=shared is None)
         self._waiting_staging = Staging(lambda: layout.pool(self._waited_blocks), STAGED_WAITING_LOADS * parts)
+        # Guards the copies and what is told of them: a copy by a thread is sent from there, as no step may follow.
+        self._settling = threading.RLock()
         self._copying: deque[OrderedCopies] = deque()
         self._copied_job = -1
         self._held: dict[str, int] = {}
@@ -288,15 +282,15 @@ class WorkerHalf:
         self._each_copy(lambda copy: copy.order())
 
     def _each_copy(self, call: Callable[[Copy], None]) -> None:
-        for index, copying in enumerate(self._copying):
-            if copying.copy is None:
-                continue
+        with self._settling:
+            under_way = list(self._copying)
+        for copying in under_way:  # not under the lock, which a thread takes that has made a copy
             try:
-                call(copying.copy)
-            except Exception:  # the device's: what it copied cannot be trusted, so it is not saved
-                logger.exception("kvstore: copying %d blocks out of the cache failed", len(copying.saves.slots))
+                if (copy := copying.copy) is not None:
+                    call(copy)
+            except Exception:
+                copying.failed()
                 self._counters.add("defects")
-                self._copying[index] = copying._replace(copy=None)
 
     def save(self) -> None:
         """Start the copies of the step's blocks that have not begun, ordered behind the model's work on them, and send
@@ -324,52 +318,54 @@ class WorkerHalf:
             copy = self._layout.swap_out(block_ids, self._pool, self._rows_of(slots, part), part)
         except Exception:
             logger.exception("kvstore: copying %d blocks out of the cache failed", len(slots))
-        self._copying.append(OrderedCopies(saves, part, len(slots), copy, started))
+        with self._settling:
+            self._copying.append(OrderedCopies(saves, part, len(slots), copy, started))
+        if isinstance(copy, HostCopy):
+            copy.then(self._settle_copies)
 
     def take_saved(self) -> set[str]:
         """The finished requests, since the last call, whose blocks have been copied: the engine may reuse them."""
         self._settle_copies()
-        saved = {request_id for request_id, job in self._held.items() if job <= self._copied_job}
+        copied_job = self._copied_job
+        saved = {request_id for request_id, job in self._held.items() if job <= copied_job}
         for request_id in saved:
             del self._held[request_id]
         return saved
 
     def take_report(self) -> WorkerReport | None:
         """The report to the scheduler's half: what ended since the last call; None if nothing did."""
-        self._settle_copies()
-        while self._released:
-            token, is_stored = self._released.popleft()
-            self._report.released[token] += 1
-            if is_stored:
-                self._report.stored[token] += 1
-        self._report.arrived_blocks, self._report.arriving_seconds = self._in.take_pace()
-        if not self._report:
-            return None
-        report, self._report = self._report, WorkerReport()
-        return report
+        with self._settling:
+            self._settle_copies()
+            while self._released:
+                token, is_stored = self._released.popleft()
+                self._report.released[token] += 1
+                if is_stored:
+                    self._report.stored[token] += 1
+            self._report.arrived_blocks, self._report.arriving_seconds = self._in.take_pace()
+            if not self._report:
+                return None
+            report, self._report = self._report, WorkerReport()
+            return report
 
     def _settle_copies(self) -> None:
-        while self._copying:
-            saves, part, blocks, copy, started = self._copying[0]
-            try:
-                if copy is not None and not copy.done():
-                    return
-            except Exception:
-                logger.exception("kvstore: copying %d blocks out of the cache failed", len(saves.slots))
-                copy = None
-            self._copying.popleft()
-            self._copied_parts = (self._copied_parts + 1) % self._layout.parts
-            if not self._copied_parts:  # all parts of a job, which follow each other
-                self._copied_job = saves.job
-                self._report.copied[saves.job] += 1
-            if copy is None:
-                self._report.broken.add(saves.job)
-                self._release([((saves.job, slot), False) for slot in saves.slots])
-                continue
-            self._counters.add("swap_out_blocks", blocks / self._layout.parts)
-            self._counters.add("swap_out_bytes", blocks * self._layout.part_bytes)
-            self._counters.add("swap_out_seconds", time.monotonic() - started)
-            self._send(saves.job, part, saves.keys, saves.slots, saves.parents, saves.how)
+        with self._settling:
+            while self._copying and self._copying[0].ended():
+                self._settle(self._copying.popleft())
+
+    def _settle(self, copied: OrderedCopies) -> None:
+        saves = copied.saves
+        self._copied_parts = (self._copied_parts + 1) % self._layout.parts
+        if not self._copied_parts:  # all parts of a job, which follow each other
+            self._copied_job = saves.job
+            self._report.copied[saves.job] += 1
+        if copied.copy is None:
+            self._report.broken.add(saves.job)
+            self._release([((saves.job, slot), False) for slot in saves.slots])
+            return
+        self._counters.add("swap_out_blocks", copied.blocks / self._layout.parts)
+        self._counters.add("swap_out_bytes", copied.blocks * self._layout.part_bytes)
+        self._counters.add("swap_out_seconds", time.monotonic() - copied.started)
+        self._send(saves.job, copied.part, saves.keys, saves.slots, saves.parents, saves.how)
 
     def _send(
         self,
