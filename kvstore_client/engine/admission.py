@@ -80,14 +80,15 @@ class Admission:
         return math.ceil(blocks * TRIAL) if self._ahead + blocks <= hoped * seconds else 0
 
     def begin(self, blocks: int, computing_s: float) -> float:
-        """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it, and then as
-        long as computing takes."""
+        """A load of so many blocks begins. -> how long it may take, in seconds: as long as those before it and then
+        `timeout_s`, but no longer than computing takes, for which the prompts before it are computed, too."""
         arriving = self.arriving.per_s
         before = self._ahead / arriving if arriving else 0.0
         if not self._ahead:
             self._first_began = time.monotonic()
         self._ahead += blocks
-        return min(before, self._timeout_s) + max(LEAST_S, self._most_s(computing_s))
+        most = min(before, self._timeout_s) + self._timeout_s
+        return most if self._always else min(most, max(LEAST_S, computing_s))
 
     def arrived(self, blocks: float, seconds: float) -> None:
         """So many blocks came from the store while some were on their way for so long."""
