@@ -98,6 +98,11 @@ class Admission:
         self._ahead += blocks
         return max(LEAST_S, self._most_s(computing_s))
 
+    def latest_s(self, computing_s: float) -> float:
+        """In how many seconds from now a load is of no use any more, whenever its turn begins: all would be computed
+        by then."""
+        return math.inf if self._always else max(LEAST_S, computing_s)
+
     def arrived(self, blocks: float, seconds: float) -> None:
         """So many blocks came from the store while some were on their way for so long."""
         self.arriving.add(max(LEAST_BLOCKS, blocks), seconds)

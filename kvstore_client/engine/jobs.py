@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable, Sequence, Set
 from typing import TypeAlias
@@ -20,16 +21,18 @@ Arrived: TypeAlias = "Callable[[int, Hits], bool]"
 
 
 class Within:
-    """The time of a load: so many seconds from when its turn begins. The jobs of one load share it."""
+    """The time of a load: so many seconds from when its turn begins, but not beyond ``latest``, on the clock of
+    `time.monotonic`. The jobs of one load share it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, latest: float = math.inf) -> None:
         self.seconds = seconds
+        self.latest = latest
         self.deadline: float | None = None  # None: its turn has not begun
 
     def begin(self, now: float) -> float:
-        """-> the deadline, on the clock of `time.monotonic`."""
+        """-> the deadline."""
         if self.deadline is None:
-            self.deadline = now + self.seconds
+            self.deadline = min(now + self.seconds, self.latest)
         return self.deadline
 
 

@@ -189,7 +189,7 @@ class TransferIn:
             if job.state is not State.QUEUED:
                 continue
             deadline = job.within.deadline
-            ends_at = job.asked_at + self._guard.timeout_s if deadline is None else deadline
+            ends_at = min(job.asked_at + self._guard.timeout_s, job.within.latest) if deadline is None else deadline
             try:
                 if job.stopped or not job.keys:
                     self._to_placer(job)
@@ -336,7 +336,7 @@ class TransferIn:
         """Tell of a chunk. -> whether to fetch the next one."""
         if not job.arrived(job.first, hits) or job.end == len(job.keys):
             return False
-        time_s = job.within.seconds
+        time_s = job.within.begin(job.began) - job.began
         passed_s = time.monotonic() - job.began
         if job.tries and passed_s < TRIED_S:
             return True

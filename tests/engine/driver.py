@@ -127,7 +127,8 @@ class Serving:
                     if self._core is not None:
                         answers[number].keys = list(self._core.scheduler.requests[name].block_hashes)
             stepping = time.monotonic()
-            outputs = engine.step()
+            # A core in a process of its own says nothing while it has no requests, and a step would wait for it.
+            outputs = engine.step() if self._core is not None or engine.has_unfinished_requests() else []
             step_s = max(step_s, time.monotonic() - stepping)
             for output in outputs:
                 number = int(output.request_id.partition("/")[0])

@@ -46,7 +46,10 @@ def test_a_load_waits_for_those_before_it(clock: Clock) -> None:
     assert admission.begin(50, 0.5) == pytest.approx(0.5)  # as long as computing them
     assert admission.judge(50, 0.5) == 50  # 100 / 200 s
     assert admission.judge(50, 0.49) == 0
-    assert admission.begin(50, 0.5) == pytest.approx(0.5)  # from when its turn begins
+    assert admission.begin(50, 0.5) == pytest.approx(0.5)  # from when its turn begins …
+    assert admission.latest_s(0.5) == pytest.approx(0.5)  # … but not as long as the others' load and as computing
+    assert admission.latest_s(math.inf) == math.inf
+    assert Admission(timeout_s=5, always=True).latest_s(0.5) == math.inf
     admission.end(50)
     admission.end(50)
     assert admission.judge(50, 0.49) == 50

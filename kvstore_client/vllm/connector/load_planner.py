@@ -271,7 +271,9 @@ class LoadPlanner:
         else:
             from_token = min((places[index].index for index in to_fetch), default=end) * books.block_tokens
             own_s = self.computing.seconds(from_token, end * books.block_tokens)
-            load.within_s = self.admission.begin(from_store, math.inf if own_s is None else before_s + own_s)
+            computing_s = math.inf if own_s is None else before_s + own_s
+            load.within_s = self.admission.begin(from_store, computing_s)
+            load.latest_s = self.admission.latest_s(computing_s)
         self._planned.append(load)
         self._arriving.update(dict.fromkeys(keys, request.request_id))
         pending = self._loading[request.request_id] = PendingLoad(

@@ -7,6 +7,7 @@ one pool in common.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -42,9 +43,9 @@ class Load:
     The worker copies ``host_slots[i]`` to cache block ``host_block_ids[i]``. It fetches block ``keys[i]`` from the
     store into ``slots[i]``, where the block stays for later, and copies it to cache block ``block_ids[i]``. With
     ``slots`` None it fetches into staging rows of its own instead, or, if ranks have a pool in common, through the
-    rows of ``passage`` there. What has not come ``within_s``, from when its turn begins, is missing; with ``waits``,
-    blocks that are promised are waited for so long, from now on. ``number``: of this load, the same for all ranks; each
-    load has a higher one.
+    rows of ``passage`` there. What has not come ``within_s``, from when its turn begins, or ``latest_s`` from now, is
+    missing; with ``waits``, blocks that are promised are waited for ``within_s``, from now on. ``number``: of this
+    load, the same for all ranks; each load has a higher one.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Load:
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] | None = None
     within_s: float = 0.0
+    latest_s: float = math.inf
     waits: bool = False
     passage: int | None = None
     number: int = 0

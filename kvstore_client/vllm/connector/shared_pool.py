@@ -119,6 +119,7 @@ class Passages:
                     continue
             self._since.pop(load.request_id, None)
             load.within_s = max(0.0, load.within_s - waited)
+            load.latest_s = max(0.0, load.latest_s - waited)
             self._number += 1
             load.number = self._number
             going.append(load)

@@ -13,6 +13,8 @@ cache, and each reads its share of a load. See ``engine/shared_rows.py``.
 A block may be in parts of some layers each. Each part is copied and sent when its last layer is computed, and each is
 fetched and placed by a transfer of its own. A row of the pool is a part, and a slot has as many rows as there are
 parts.
+
+Over 400 lines because loads and saves use the same pool, and end in the same report.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ class WorkerHalf:
         if not load.keys:  # not behind loads that wait for the network
             self._swaps.submit(self._loaded, loading)
             return
-        within = Within(load.within_s)
+        within = Within(load.within_s, time.monotonic() + load.latest_s)
         with self._lock:
             self._loading[load.request_id] = loading
         for each in loading.parts:
