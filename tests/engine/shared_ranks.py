@@ -87,17 +87,17 @@ class Rank:
         )
 
     def load(self, load: Any) -> None:
-        self.worker.load(load)
+        self.worker.loads.load(load)
 
     def save(self, saves: Any) -> None:
         from kvstore_client.vllm.connector.plan import StepPlan
 
         self.worker.begin_step(StepPlan(saves=saves))
-        self.worker.save()
-        self.worker.order_copies()
+        self.worker.saves.save()
+        self.worker.saves.order_copies()
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
-        return self.worker.take_loaded(), self.worker.take_failed_block_ids()
+        return self.worker.loads.take_loaded(), self.worker.loads.take_failed_block_ids()
 
     def take_report(self) -> Any:
         return self.worker.take_report()

@@ -69,12 +69,12 @@ def test_a_preemption_goes_on_when_a_copy_has_failed(guard: StoreGuard) -> None:
     for job, key in enumerate(keys):
         saves = Saves(job, keys=[key], parents=[None], block_ids=[job], slots=[job], how=[SendAs()])
         worker.begin_step(StepPlan(saves=saves))
-        worker.save()
-    worker.order_copies()
+        worker.saves.save()
+    worker.saves.order_copies()
     report = worker.take_report()
     assert report is not None and report.broken == {0} and report.copied == {0: 1, 1: 1}
     assert counters.take()["defects"] == 1
-    assert worker._out.drain(10)
+    assert worker.saves._out.drain(10)
     present = guard.call(lambda client: client.contains(keys).tolist(), None)
     assert present == [False, True], "only what was copied is saved"
     worker.close()
@@ -108,15 +108,15 @@ def test_copies_of_the_host_are_made_before_blocks_are_reused_and_before_the_end
     for job, (key, block_id) in enumerate(zip(keys, (1, 3, 2), strict=True)):
         saves = Saves(job, keys=[key], parents=[None], block_ids=[block_id], slots=[job], how=[SendAs()])
         worker.begin_step(StepPlan(saves=saves, held={f"request {job}": job}))
-        worker.save()
-    assert worker.take_saved() == set(), "the engine must keep the blocks"
+        worker.saves.save()
+    assert worker.saves.take_saved() == set(), "the engine must keep the blocks"
     with ThreadPoolExecutor(1) as model:
         ending = model.submit(getattr(worker, ends))
         with pytest.raises(TimeoutError):
             ending.result(0.05)
         layout.may_copy.set()
         ending.result(10)
-    assert worker.take_saved() == {"request 0", "request 1", "request 2"}
+    assert worker.saves.take_saved() == {"request 0", "request 1", "request 2"}
     report = worker.take_report()
     assert report is not None and report.broken == {1} and report.copied == {0: 1, 1: 1, 2: 1}
     worker.close()
@@ -138,7 +138,7 @@ def test_what_the_host_copied_is_sent_though_no_step_follows(
     )
     [key] = make_keys(1, first=700)
     worker.begin_step(StepPlan(saves=Saves(0, keys=[key], parents=[None], block_ids=[1], slots=[0], how=[SendAs()])))
-    worker.save()
+    worker.saves.save()
     layout.may_copy.set()
     wait_until(lambda: guard.call(lambda client: client.contains([key]).tolist(), [False]) == [True])
     worker.close()

@@ -66,23 +66,23 @@ class Rank:
 
     def end_step(self) -> WorkerReport:
         """-> what became of it, once all is sent."""
-        self.worker.save()
-        self.worker.take_saved()
-        assert self.worker._out.drain(10)
+        self.worker.saves.save()
+        self.worker.saves.take_saved()
+        assert self.worker.saves._out.drain(10)
         report = self.worker.take_report()
         assert report is not None
         return report
 
     def compute(self, *layers: int) -> None:
         for layer in layers:
-            self.worker.layer_computed(f"model.layers.{layer}.attn")
-        assert self.worker._out.drain(10)
+            self.worker.saves.layer_computed(f"model.layers.{layer}.attn")
+        assert self.worker.saves._out.drain(10)
 
     def load(self, **how: float | bool) -> set[int]:
         """Load all into blocks 3, 4, 5. -> those that are missing."""
-        self.worker.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=5.0, **how))  # type: ignore[arg-type]
-        wait_until(self.worker.take_loaded, 10)
-        return self.worker.take_failed_block_ids()
+        self.worker.loads.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=5.0, **how))  # type: ignore[arg-type]
+        wait_until(self.worker.loads.take_loaded, 10)
+        return self.worker.loads.take_failed_block_ids()
 
     def close(self) -> None:
         self.worker.close()
@@ -183,13 +183,13 @@ def test_parts_are_loaded_as_they_come_and_a_block_counts_when_all_have(rank: Ra
     rank.begin_step()
     rank.compute(*range(6))
     with client.promise(part_keys(KEYS, range(OF))):
-        rank.worker.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=30.0, waits=True))
+        rank.worker.loads.load(Load("it", keys=KEYS, block_ids=[3, 4, 5], within_s=30.0, waits=True))
         tensors = list(rank.tensors.values())
         wait_until(lambda: equal(tensors[5][3:6], wanted[5]), 10, "the first parts are there")
-        assert not rank.worker.take_loaded() and not equal(tensors[6][3:6], wanted[6])
+        assert not rank.worker.loads.take_loaded() and not equal(tensors[6][3:6], wanted[6])
         rank.compute(*range(6, LAYERS))
-        wait_until(rank.worker.take_loaded, 10)
-    assert not rank.worker.take_failed_block_ids()
+        wait_until(rank.worker.loads.take_loaded, 10)
+    assert not rank.worker.loads.take_failed_block_ids()
     assert all(equal(tensor[3:6], want) for tensor, want in zip(tensors, wanted, strict=True))
     assert rank.counters.take()["transfer_in_blocks"] == 3
 

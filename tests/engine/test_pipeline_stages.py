@@ -60,16 +60,16 @@ class Stage:
         count = len(keys)
         saves = Saves(0, list(keys), [None, *keys[:-1]], list(range(count)), list(range(count)), [SendAs()] * count)
         self.worker.begin_step(StepPlan(saves=saves))
-        self.worker.save()
-        self.worker.order_copies()
+        self.worker.saves.save()
+        self.worker.saves.order_copies()
         self.worker.take_report()
-        assert self.worker._out.drain(10)
+        assert self.worker.saves._out.drain(10)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> set[int]:
         """-> the blocks that are missing."""
-        self.worker.load(Load("it", keys=list(keys), block_ids=list(block_ids), within_s=10.0))
-        wait_until(self.worker.take_loaded)
-        return self.worker.take_failed_block_ids()
+        self.worker.loads.load(Load("it", keys=list(keys), block_ids=list(block_ids), within_s=10.0))
+        wait_until(self.worker.loads.take_loaded)
+        return self.worker.loads.take_failed_block_ids()
 
     def close(self) -> None:
         self.worker.close()

@@ -41,10 +41,10 @@ def test_saved_blocks_are_copied_once_from_the_pool_to_the_server(start_server: 
         0, keys=keys, parents=[None, *keys[:3]], block_ids=[0, 1, 2, 3], slots=[5, 1, 8, 3], how=[SendAs()] * 4
     )
     worker.begin_step(StepPlan(saves=saves))
-    worker.save()
-    worker.order_copies()
+    worker.saves.save()
+    worker.saves.order_copies()
     worker.take_report()
-    assert worker._out.drain(10)
+    assert worker.saves._out.drain(10)
     blocks = guard.call(lambda client: client.get(keys).blocks, None)
     assert blocks is not None and b"".join(map(bytes, blocks)) == swapped_out(layout, 0, 1, 2, 3).tobytes()
     staging = guard.call(lambda client: client._core.links[0].staging, None)

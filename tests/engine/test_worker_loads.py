@@ -21,7 +21,8 @@ with warnings.catch_warnings():
     from kvstore_client.engine.guard import Counters, StoreGuard
     from kvstore_client.vllm.connector.layout import BlockLayout
     from kvstore_client.vllm.connector.plan import Load, RankStore, Saves, StepPlan
-    from kvstore_client.vllm.connector.worker import STAGED_LOADS, STAGED_WAITING_LOADS, WorkerHalf
+    from kvstore_client.vllm.connector.rank_loads import STAGED_LOADS, STAGED_WAITING_LOADS
+    from kvstore_client.vllm.connector.worker import WorkerHalf
     from tests.engine.late_layout import LateLayout
 
 
@@ -36,17 +37,17 @@ def test_blocks_in_host_memory_do_not_wait_for_the_network(server: Server) -> No
     )
     keys = make_keys(1 + 2 * STAGED_LOADS)
     worker.begin_step(StepPlan(saves=Saves(0, keys[:1], [None], block_ids=[0], slots=[3], how=[SendAs()])))
-    worker.save()
-    worker.order_copies()
+    worker.saves.save()
+    worker.saves.order_copies()
     loaded: set[str] = set()
     with server.stopped():
         for number, key in enumerate(keys[1:]):  # more than have rows at a time
-            worker.load(Load(f"network {number}", keys=[key], block_ids=[4], within_s=4.0))
-        worker.load(Load("host", host_slots=[3], host_block_ids=[2]))
-        wait_until(lambda: loaded.update(worker.take_loaded()) or "host" in loaded, 1.0)
-        assert loaded == {"host"} and not worker.take_failed_block_ids()
+            worker.loads.load(Load(f"network {number}", keys=[key], block_ids=[4], within_s=4.0))
+        worker.loads.load(Load("host", host_slots=[3], host_block_ids=[2]))
+        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or "host" in loaded, 1.0)
+        assert loaded == {"host"} and not worker.loads.take_failed_block_ids()
     assert (swapped_out(layout, 2) == swapped_out(layout, 0)).all()
-    wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == len(keys), 10)
+    wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == len(keys), 10)
     worker.close()
     guard.close()
 
@@ -65,16 +66,16 @@ def test_many_loads_take_no_thread_each_and_end_when_their_requests_do(server: S
     with KVStoreClient(server.endpoint, namespace) as producer, producer.promise(keys):
         for number, key in enumerate(keys):
             how = {"slots": [number]} if number < 40 else {}
-            worker.load(Load(str(number), keys=[key], block_ids=[4], within_s=60.0, waits=True, **how))
+            worker.loads.load(Load(str(number), keys=[key], block_ids=[4], within_s=60.0, waits=True, **how))
         wait_until(lambda: namespace_info(producer).awaited == len(keys), what="all wait at a time")
         assert threading.active_count() == threads + 2
         worker.begin_step(StepPlan(cancelled=["3", "5", "no such request"]))
         loaded: set[str] = set()
-        wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == 2, 5.0)
-        assert loaded == {"3", "5"} and worker.take_failed_block_ids() == {4}
+        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == 2, 5.0)
+        assert loaded == {"3", "5"} and worker.loads.take_failed_block_ids() == {4}
         wait_until(lambda: namespace_info(producer).awaited == len(keys) - 2, what="the store was told")
         worker.begin_step(StepPlan(cancelled=list(map(str, range(len(keys))))))
-        wait_until(lambda: loaded.update(worker.take_loaded()) or len(loaded) == len(keys), 5.0)
+        wait_until(lambda: loaded.update(worker.loads.take_loaded()) or len(loaded) == len(keys), 5.0)
     assert not counters.take().get("defects")
     worker.close()
     guard.close()
@@ -93,9 +94,9 @@ def test_rows_are_received_into_when_their_last_copy_is_made(server: Server, mon
     keys = make_keys(40)
     blocks = blocks_of(keys, layout.block_bytes)
     guard.call(lambda client: client.set(keys, blocks, deferred=False), None)
-    worker.load(Load("it", keys=keys, block_ids=list(range(40)), within_s=20.0))
-    wait_until(worker.take_loaded)
-    assert not worker.take_failed_block_ids()
+    worker.loads.load(Load("it", keys=keys, block_ids=list(range(40)), within_s=20.0))
+    wait_until(worker.loads.take_loaded)
+    assert not worker.loads.take_failed_block_ids()
     assert tensor.numpy().tobytes() == b"".join(blocks)
     worker.close()
     guard.close()

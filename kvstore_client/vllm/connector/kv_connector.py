@@ -376,12 +376,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker and isinstance(kv_connector_metadata, StepPlan) and kv_connector_metadata.reusing:
-            self._worker.order_copies()
+            self._worker.saves.order_copies()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker:
             for load in self._plan().loads:
-                self._worker.load(load)
+                self._worker.loads.load(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a request runs only after its load has ended."""
@@ -391,26 +391,26 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Starts to save the part of the step's blocks of which this is the last layer, if blocks are in parts."""
         if self._worker:
-            self._worker.layer_computed(layer_name)
+            self._worker.saves.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Starts the copies out of the cache. They end, and the blocks are sent, in the background."""
         if self._worker:
-            self._worker.save()
+            self._worker.saves.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if not self._worker:
             return None, None
-        loaded = self._worker.take_loaded()
-        return self._worker.take_saved(), loaded
+        loaded = self._worker.loads.take_loaded()
+        return self._worker.saves.take_saved(), loaded
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         saved, loaded = self.get_finished(finished_req_ids)
-        failed = self._worker.take_failed_requests() if self._worker else set()
+        failed = self._worker.loads.take_failed_requests() if self._worker else set()
         return KVConnectorTransferResults(saved or set(), loaded or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_block_ids() if self._worker else set()
+        return self._worker.loads.take_failed_block_ids() if self._worker else set()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._worker.take_report() if self._worker else None
@@ -427,7 +427,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             stats = TransferStats.of(counters, histograms={"held_back_seconds": held_back})
             self._never_raise(lambda: self._traffic.observe(stats.data), None)
             return stats
-        waiting = self._worker.waiting_blocks if self._worker else 0
+        waiting = self._worker.saves.waiting_blocks if self._worker else 0
         if not counters and waiting == self._waiting_told:
             return None
         self._waiting_told = waiting

@@ -77,6 +77,11 @@ class FinishedCopy:
         pass
 
 
+def rows_of(slots: Sequence[int], parts: int, part: int) -> list[int]:
+    """The rows of the host pool where this one of so many parts of the blocks in these slots is."""
+    return [slot * parts + part for slot in slots]
+
+
 class BlockLayout:
     """Copies the parts of blocks between KV cache tensors and rows of ``part_bytes`` bytes: ``parts`` of them a block,
     1 unless that was asked for.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstore_client.engine.jobs import Job, Rows
 from kvstore_client.engine.shared_rows import Stripe
 from kvstore_client.vllm.connector.device import Fence
-from kvstore_client.vllm.connector.layout import BlockLayout, Copy
+from kvstore_client.vllm.connector.layout import BlockLayout, Copy, rows_of
 from kvstore_client.vllm.connector.plan import Load
 
 
@@ -98,7 +98,7 @@ class RankLoad:
         copies: list[Copy] = []
         try:
             for part in range(parts) if block_ids else ():
-                rows = [slot * parts + part for slot in self.load.host_slots]
+                rows = rows_of(self.load.host_slots, parts, part)
                 copies.append(self.layout.swap_in(self._pool, rows, block_ids, self.fence, part))
         finally:
             for copy in copies:

@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from kvstore_client.engine.shared_rows import SharedRows, Stripe, share_rows
 from kvstore_client.engine.transfer_in import CHUNK_BYTES, WAITED_CHUNK_BYTES
-from kvstore_client.vllm.connector.layout import BlockLayout
+from kvstore_client.vllm.connector.layout import BlockLayout, rows_of
 from kvstore_client.vllm.connector.plan import Load
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -45,7 +45,7 @@ class SharedPool:
             slots = self._passages[load.passage]
         if slots is None:
             return None
-        return self.rows.stripe(load.number, [slot * self._parts + part for slot in slots], len(load.keys))
+        return self.rows.stripe(load.number, rows_of(slots, self._parts, part), len(load.keys))
 
 
 def passages(slots: int, block_bytes: int) -> list[range]:
