@@ -96,7 +96,13 @@ class ServerCache:
         namespace = Namespace(model="benchmarks.eviction", dtype="uint8", block_tokens=1, block_bytes=BLOCK_BYTES)
         self._asking, self._moving = (
             _Connection(
-                self._state, socket.socket(), Share(self._state.account, "simulated"), port, Line(), lambda peer: None
+                self._state,
+                socket.socket(),
+                Share(self._state.account, "simulated"),
+                "simulated",
+                port,
+                Line(),
+                lambda peer: None,
             )
             for port in (0, 1)
         )

@@ -45,9 +45,9 @@ WAITED_CHUNK_BYTES: Final = 8 << 20
 AT_A_TIME: Final = 2
 SLOW_S: Final = 0.1
 # The first chunk of a job is such a part of it, and after this part of its time a job must be as far as it should be:
-# so a store that is too slow is found out soon. Before any block has come from a store, the first chunk is one block,
-# and further ones double what has come, until `TRIED_S` have passed: of a few blocks, most of the time is round trips.
-# Then the job ends if it would take so many times its time.
+# so a store that is too slow is found out soon. Before any block has come from a store, the first chunk is one block.
+# While the job would take so many times its time at this pace, further chunks double what has come, as of a few blocks
+# most of the time is round trips; after `TRIED_S` it ends.
 FIRST_CHUNK: Final = 1 / 8
 GRACE: Final = 0.1
 TRIED_S: Final = 0.05
@@ -338,10 +338,10 @@ class TransferIn:
             return False
         time_s = job.within.begin(job.began) - job.began
         passed_s = time.monotonic() - job.began
-        if job.tries and passed_s < TRIED_S:
-            return True
         needed_s = passed_s * len(job.keys) / max(1, job.end)
         if job.tries and hits.all() and needed_s > HOPELESS * time_s:
+            if passed_s < TRIED_S:  # a round trip takes its time, however few blocks it brings
+                return True
             self._counters.add("missed_blocks", (len(job.keys) - job.end) / self._parts)
             return False
         job.tries = False

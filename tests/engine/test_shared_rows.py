@@ -274,12 +274,13 @@ def test_loads_wait_for_a_passage_and_their_time_runs_meanwhile() -> None:
     passages = Passages(there=True)
     loads = [Load(f"{at}", keys=[b"k"], block_ids=[1], within_s=0.2) for at in range(PASSAGES + 2)]
     going, waiting = passages.admit(loads)
-    assert [load.number for load in going] == [1, 2, 3] and len({load.passage for load in going}) == PASSAGES
+    assert [load.number for load in going] == list(range(1, PASSAGES + 1))
+    assert len({load.passage for load in going}) == PASSAGES
     passages.left("1")
     going, waiting = passages.admit(waiting)
     [load] = going
-    assert (load.passage, load.request_id) == (loads[1].passage, "3") and load.within_s < 0.2
-    assert [load.request_id for load in waiting] == ["4"]
+    assert (load.passage, load.request_id) == (loads[1].passage, str(PASSAGES)) and load.within_s < 0.2
+    assert [load.request_id for load in waiting] == [str(PASSAGES + 1)]
     slotted = Load("slotted", keys=[b"k"], block_ids=[1], within_s=1.0, slots=[7])
     promised = [Load(f"p{at}", keys=[b"k"], within_s=9.0, waits=True) for at in range(WAITING_PASSAGES + 1)]
     going, _ = passages.admit([slotted, *promised])
@@ -287,8 +288,8 @@ def test_loads_wait_for_a_passage_and_their_time_runs_meanwhile() -> None:
     time.sleep(0.21)
     [late], waiting = passages.admit(waiting)
     assert (late.within_s, late.passage, waiting) == (0.0, None, [])
-    for name in ("0", "2", "3", *(load.request_id for load in promised)):
-        passages.left(name)
+    for load in [*loads, *promised]:
+        passages.left(load.request_id)
     assert passages.under_way == 0
 
 

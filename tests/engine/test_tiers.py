@@ -141,19 +141,18 @@ def test_requests_given_up_in_any_phase_leave_nothing(
         play(engine, Ask(stored[0], 20, abort="waiting"), Ask(stored[1], 20), Ask(prompt(60 + number), abort="waiting"))
         link.release()
         until_it_hits(engine, stored[0])
-        link.hold(3 * BLOCK_BYTES)
+        link.hold(BLOCK_BYTES)
         play(engine, Ask(stored[1 + number], 20, abort="loading"), Ask(prompt(62 + number)))
-        assert link.held
         link.release()
         until_it_hits(engine, stored[0])
-        # A load that takes its time ends well although nobody wants it any more.
+        # A load that takes its time is broken off when nobody wants it any more. What has come of it stays.
         link.bytes_per_s = 8e6
         play(engine, Ask(stored[3], 20, abort="loading"))
         link.bytes_per_s = None
         before = engine.metrics()["hit_tokens/cpu"]
         check_answers(engine, expected, stored[3], cached=full_blocks(500))
         engine.settle()
-        assert engine.metrics()["hit_tokens/cpu"] - before == number * full_blocks(500)
+        assert 0 <= engine.metrics()["hit_tokens/cpu"] - before <= number * full_blocks(500)
         for index, phase in enumerate(("prefilling", "decoding")):
             new = prompt(70 + 2 * number + index)
             half = stored[1][:200] + prompt(80 + 2 * number + index, 300)

@@ -476,16 +476,17 @@ def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
 
 
 def test_a_large_load_is_not_given_up_because_a_round_trip_takes_long_for_a_block(
-    start_server: StartServer, new_namespace: MakeNamespace, small_chunks: int
+    start_server: StartServer, new_namespace: MakeNamespace, small_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the pace of its first block it would take many times its time; the store has no more than a few of it."""
+    monkeypatch.setattr("kvstore_client.engine.transfer_in.TRIED_S", 20.0)
     namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(100_000)
     server = start_server("--unix-socket", "off")
     put(server, namespace, keys[:7])
     guard = StoreGuard(server.endpoint, namespace, timeout_s=20, counters=Counters())
     transfer = TransferIn(guard, counters=Counters())
-    job = Job(transfer, keys, empty_rows(12), [index % 12 for index in range(len(keys))], left_s=5.0, chunks=4)
+    job = Job(transfer, keys, empty_rows(12), [index % 12 for index in range(len(keys))], left_s=1.0, chunks=4)
     job.wait()
     assert [(first, len(hits)) for first, hits in job.chunks] == [(0, 1), (1, 1), (2, 2), (4, 4)]
     assert not job.chunks[-1][1][-1]
