@@ -41,9 +41,9 @@ def write_trace(file: Path, rows: list[tuple[int, int, int, list[int]]]) -> Path
 def load(server: ServedEngine, folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """-> the report, and the lines of all requests."""
     output = folder / "requests.jsonl"
-    command = ["load", "--url", server.url, "--model", MODEL, "--slo-ttft", "30", "--slo-tpot", "10"]
-    command += ["--json", "--output", str(output), *arguments]
-    done = forked.run("kvstore_cli", *command, env=environment(), timeout=100)
+    given = ["load", "--url", server.url, "--model", MODEL, "--slo-ttft", "30", "--slo-tpot", "10"]
+    given += ["--json", "--output", str(output), *arguments]
+    done = forked.run("kvstore_cli", *given, env=environment(), timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout), [json.loads(line) for line in output.read_text().splitlines()]
 
@@ -73,10 +73,10 @@ def vllm_benchmark(server: ServedEngine, folder: Path, trace: Path, requests: in
         "timed-trace-label-hash-ids": "hash_ids",
         "result-filename": str(result),
     }
-    command = ["--save-result", "--disable-tqdm"]
-    command += [part for name, value in options.items() for part in (f"--{name}", value)]
+    arguments = ["--save-result", "--disable-tqdm"]
+    arguments += [part for name, value in options.items() for part in (f"--{name}", value)]
     log = folder / "vllm.log"
-    process = nursery().Process(target=bench_serve, args=(command, log))
+    process = nursery().Process(target=bench_serve, args=(arguments, log))
     process.start()
     process.join(150)
     process.kill()

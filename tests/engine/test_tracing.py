@@ -31,10 +31,10 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 def timeline(fleet: Fleet, request: str) -> list[dict[str, Any]]:
     """-> the events of a request in one file, once P and D have told all: with `row`, and `began`, `ended` in s."""
     out = fleet.folder / f"{request}.json"
-    command = ["trace", *map(str, fleet.files), "-o", str(out), "--request", request]
+    arguments = ["trace", *map(str, fleet.files), "-o", str(out), "--request", request]
 
     def complete() -> list[dict[str, Any]] | None:
-        if forked.run("kvstore_cli", *command, env=environment()).returncode:
+        if forked.run("kvstore_cli", *arguments, env=environment()).returncode:
             return None
         events = json.loads(out.read_bytes())["traceEvents"]
         rows = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
