@@ -1,7 +1,8 @@
-"""The targets of logins and of tenants."""
+"""The targets of logins, of tenants and of TLS."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Final
 
@@ -39,6 +40,20 @@ def _beside_a_flood(times: float, points: float) -> Callable[[Result], Finding]:
     return find
 
 
+def _tls(gb_per_s: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        case, own = result.cases[0], result.parameters["shard_tls_process_gb_per_s"]
+        rates = {name: statistics.median(values) for name, values in sorted(own.items())}
+        whole = ", ".join(f"{name} {case.rate(name).median:.2f} GB/s" for name in rates)
+        return Finding(
+            ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items()),
+            f"with client, its TLS process and shard on two cores: {whole}",
+            min(rates.values()) >= gb_per_s,
+        )
+
+    return find
+
+
 SECURITY_CLAIMS: Final = (
     Claim(_MODULE, "logins cost `get_into` at most 1 %", "test_logins", "", _cost(1.01)),
     Claim(
@@ -47,5 +62,12 @@ SECURITY_CLAIMS: Final = (
         "test_logins",
         "",
         _beside_a_flood(2.0, 0.02),
+    ),
+    Claim(
+        _MODULE,
+        "TLS: the shard's TLS process moves ≥ 1.5 GB in a second of one core",
+        "test_tls",
+        "",
+        _tls(1.5),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -171,12 +172,14 @@ def block_macs_alone(results: Results) -> str:
 
 def tls(results: Results) -> str:
     """Transfers with TLS beside those without it, and beside OpenSSL."""
-    case = results["test_tls"].cases[0]
+    result = results["test_tls"]
+    case, own = result.cases[0], result.parameters.get("shard_tls_process_gb_per_s", {})
     rows = []
     for name in sorted(case.limits):
         rates = (f"{case.rate(which).median:.2f}" for which in (name, case.limits[name]))
-        rows.append((name, *rates, spread_text(case.to_limit(name))))
-    return markdown(("one client", "GB/s", "limit, GB/s", "x limit"), rows)
+        of_core = f"{statistics.median(own[name]):.2f}" if name in own else ""
+        rows.append((name, *rates, spread_text(case.to_limit(name)), of_core))
+    return markdown(("one client", "GB/s", "limit, GB/s", "x limit", "GB per second of the shard's TLS process"), rows)
 
 
 def beside_python(results: Results) -> str:

@@ -111,7 +111,7 @@ def test_copies_of_the_host_are_made_before_blocks_are_reused_and_before_the_end
         worker.saves.save()
     assert worker.saves.take_saved() == set(), "the engine must keep the blocks"
     with ThreadPoolExecutor(1) as model:
-        ending = model.submit(getattr(worker, ends))
+        ending = model.submit(worker.close if ends == "close" else worker.saves.order_copies)
         with pytest.raises(TimeoutError):
             ending.result(0.05)
         layout.may_copy.set()
