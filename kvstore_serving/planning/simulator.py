@@ -126,9 +126,9 @@ class _Simulation:
         for (phase, engines), places in zip(fleet.placement.named.items(), found, strict=True):
             for stages in places:
                 self.nodes[self._make(phase, engines)] = stages
-        engines_made = [*self.prefills, *self.decodes, *self.colocated]
-        for engine in engines_made:
-            engine.neighbours = [each for each in engines_made if each is not engine and self._share_node(engine, each)]
+        everyone = [*self.prefills, *self.decodes, *self.colocated]
+        for engine in everyone:
+            engine.neighbours = [each for each in everyone if each is not engine and self._share_node(engine, each)]
         pool = fleet.pools[fleet.placement.phases[0].pool]
         self.kv_bytes = pool.profile.kv_bytes_per_token
         self.jobs = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
+
+from tests.support.standing_clock import StandingClock
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it is imported
@@ -26,20 +27,10 @@ def computing(first: int, end: int) -> float:
 Start = Callable[..., ScheduledEngine]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
     """What the connector takes for the time a request is held back."""
-    clock = Clock()
-    monkeypatch.setattr(held_back, "time", SimpleNamespace(monotonic=clock.monotonic))
-    return clock
+    return StandingClock(monkeypatch, held_back)
 
 
 def engine_of(start: Start, blocks_in_store: int, **arguments: object) -> ScheduledEngine:
@@ -56,7 +47,9 @@ def taken(engine: ScheduledEngine) -> list[float]:
     return [round(seconds, 6) for seconds in engine.half.held_back.take()]
 
 
-def test_a_request_waits_for_the_store_as_long_as_the_engine_asks_in_every_step(start: Start, clock: Clock) -> None:
+def test_a_request_waits_for_the_store_as_long_as_the_engine_asks_in_every_step(
+    start: Start, clock: StandingClock
+) -> None:
     engine = engine_of(start, 0)
     engine.lookups.answering = False
     engine.add(PROMPT)
@@ -70,7 +63,9 @@ def test_a_request_waits_for_the_store_as_long_as_the_engine_asks_in_every_step(
     assert taken(engine) == [0.75]
 
 
-def test_while_the_engine_has_no_room_it_is_not_the_store_that_holds_a_request_back(start: Start, clock: Clock) -> None:
+def test_while_the_engine_has_no_room_it_is_not_the_store_that_holds_a_request_back(
+    start: Start, clock: StandingClock
+) -> None:
     times = HeldBackTimes()
     times.asked("a", 0, again=True)
     times.step()
@@ -94,7 +89,7 @@ def test_while_the_engine_has_no_room_it_is_not_the_store_that_holds_a_request_b
 
 @pytest.mark.parametrize(("load_s", "held_back_s"), [(0.4, 0.0), (0.9, 0.4)])
 def test_of_a_load_only_what_computing_would_not_have_taken_counts(
-    start: Start, clock: Clock, load_s: float, held_back_s: float
+    start: Start, clock: StandingClock, load_s: float, held_back_s: float
 ) -> None:
     engine = engine_of(start, 5)
     engine.add(PROMPT)
@@ -105,7 +100,7 @@ def test_of_a_load_only_what_computing_would_not_have_taken_counts(
     assert taken(engine) == [held_back_s]
 
 
-def test_a_load_that_fails_ends_as_one_that_does_not(start: Start, clock: Clock) -> None:
+def test_a_load_that_fails_ends_as_one_that_does_not(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 5)
     request = engine.add(PROMPT)
     engine.step()
@@ -119,7 +114,7 @@ def test_a_load_that_fails_ends_as_one_that_does_not(start: Start, clock: Clock)
 
 
 def test_a_request_that_waits_for_anothers_load_would_have_computed_what_that_brings(
-    start: Start, clock: Clock
+    start: Start, clock: StandingClock
 ) -> None:
     engine = engine_of(start, 5)
     engine.add(PROMPT)
@@ -132,14 +127,14 @@ def test_a_request_that_waits_for_anothers_load_would_have_computed_what_that_br
     assert taken(engine) == [0.0, 0.0]
 
 
-def test_prompts_that_others_compute_have_times_of_their_own(start: Start, clock: Clock) -> None:
+def test_prompts_that_others_compute_have_times_of_their_own(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 5)
     engine.add(PROMPT, side="do_remote_decode")
     engine.run()
     assert taken(engine) == []
 
 
-def test_times_that_nobody_takes_are_not_kept_for_ever(clock: Clock) -> None:
+def test_times_that_nobody_takes_are_not_kept_for_ever(clock: StandingClock) -> None:
     times = HeldBackTimes()
     for number in range(MOST_UNTAKEN + 10):
         times.asked(str(number), 0, again=False)
@@ -149,7 +144,7 @@ def test_times_that_nobody_takes_are_not_kept_for_ever(clock: Clock) -> None:
     assert not times.take() and not len(times)
 
 
-def test_a_request_that_is_aborted_leaves_nothing(start: Start, clock: Clock) -> None:
+def test_a_request_that_is_aborted_leaves_nothing(start: Start, clock: StandingClock) -> None:
     engine = engine_of(start, 5)
     engine.lookups.answering = False
     request = engine.add(PROMPT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,10 +79,11 @@ class Job:
         slots: Sequence[int] | None = None,
         *,
         left_s: float = 10.0,
+        latest_s: float = math.inf,
         chunks: int = 1000,
         waits: bool = False,
     ) -> None:
-        """chunks: so many are asked for."""
+        """left_s: from its turn on; latest_s: from now. chunks: so many are asked for."""
         self.chunks: list[tuple[int, list[bool]]] = []
         self.done_at: list[float] = []
         self._asked_for = chunks
@@ -90,7 +92,7 @@ class Job:
             keys,
             rows,
             list(range(len(keys))) if slots is None else slots,
-            within=Within(left_s),
+            within=Within(left_s, self.started + latest_s),
             arrived=self._arrived,
             done=lambda: self.done_at.append(time.monotonic()),
             waits=waits,
@@ -490,6 +492,24 @@ def test_a_large_load_is_not_given_up_because_a_round_trip_takes_long_for_a_bloc
     job.wait()
     assert [(first, len(hits)) for first, hits in job.chunks] == [(0, 1), (1, 1), (2, 2), (4, 4)]
     assert not job.chunks[-1][1][-1]
+    transfer.close()
+    guard.close()
+
+
+def test_a_job_ends_when_it_is_of_no_use_any_more_whenever_its_turn_comes(
+    server: Server, new_namespace: MakeNamespace, counters: Counters
+) -> None:
+    """Two jobs have their turn, at a store that does not answer; the others wait for theirs."""
+    namespace, keys = new_namespace(BLOCK_BYTES), make_keys(4)
+    put(server, namespace, keys)
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=20.0, counters=counters)
+    transfer = TransferIn(guard, counters=counters)
+    assert Job(transfer, keys, empty_rows(4)).wait() == [True] * 4
+    with server.stopped():
+        jobs = [Job(transfer, keys, empty_rows(4), left_s=20.0, latest_s=1.0) for _ in range(6)]
+        for job in jobs:
+            assert not any(job.wait()) and job.seconds < 5.0
+    assert counters.take()["missed_blocks"] == 24
     transfer.close()
     guard.close()
 

@@ -8,21 +8,12 @@ import pytest
 
 from kvstore_client.engine import admission as module
 from kvstore_client.engine.admission import FIRST_LOAD_S, HOPE_S, LEAST_S, LOOKUP_SHARE, Admission, Pace
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.support.standing_clock import StandingClock
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
+    return StandingClock(monkeypatch, module)
 
 
 def known(arriving: float) -> Admission:
@@ -34,14 +25,14 @@ def known(arriving: float) -> Admission:
     return admission
 
 
-def test_what_arrives_sooner_is_loaded_and_the_rest_computed(clock: Clock) -> None:
+def test_what_arrives_sooner_is_loaded_and_the_rest_computed(clock: StandingClock) -> None:
     assert known(arriving=101).judge(50, 0.5) == 50
     assert known(arriving=99).judge(50, 0.5) == 0
     assert known(arriving=0).judge(1, 4.0) == 0
     assert known(arriving=101).judge(50, math.inf) == 50, "how long computing takes is not known"
 
 
-def test_a_load_waits_for_those_before_it(clock: Clock) -> None:
+def test_a_load_waits_for_those_before_it(clock: StandingClock) -> None:
     admission = known(arriving=200)
     assert admission.begin(50, 0.5) == pytest.approx(0.5)  # as long as computing them
     assert admission.judge(50, 0.5) == 50  # 100 / 200 s
@@ -55,7 +46,7 @@ def test_a_load_waits_for_those_before_it(clock: Clock) -> None:
     assert admission.judge(50, 0.49) == 50
 
 
-def test_while_nothing_is_known_one_load_is_tried(clock: Clock) -> None:
+def test_while_nothing_is_known_one_load_is_tried(clock: StandingClock) -> None:
     admission = Admission(timeout_s=5)
     assert admission.judge(50, math.inf) == 50
     assert admission.begin(50, math.inf) == 5
@@ -68,7 +59,7 @@ def test_while_nothing_is_known_one_load_is_tried(clock: Clock) -> None:
     assert admission.judge(50, math.inf) == 50
 
 
-def test_no_load_takes_longer_than_the_timeout_or_less_than_chance(clock: Clock) -> None:
+def test_no_load_takes_longer_than_the_timeout_or_less_than_chance(clock: StandingClock) -> None:
     assert known(arriving=1e6).begin(1000, 1000.0) == 5
     assert known(arriving=1e6).begin(1, 1e-9) == LEAST_S
     slow = known(arriving=1)
@@ -76,7 +67,7 @@ def test_no_load_takes_longer_than_the_timeout_or_less_than_chance(clock: Clock)
     assert slow.begin(1, 10.0) == 5
 
 
-def test_a_store_that_was_slow_is_tried_again(clock: Clock) -> None:
+def test_a_store_that_was_slow_is_tried_again(clock: StandingClock) -> None:
     admission = known(arriving=10)
     assert admission.judge(50, 0.5) == 0
     clock.now += 3 * HOPE_S
@@ -90,7 +81,7 @@ def test_a_store_that_was_slow_is_tried_again(clock: Clock) -> None:
     assert admission.judge(50, 0.5) == 50
 
 
-def test_a_store_that_gave_nothing_at_all_is_tried_again_too(clock: Clock) -> None:
+def test_a_store_that_gave_nothing_at_all_is_tried_again_too(clock: StandingClock) -> None:
     admission = known(arriving=0)
     admission.arriving = Pace()
     admission.arrived(0, 1.0)
@@ -101,7 +92,7 @@ def test_a_store_that_gave_nothing_at_all_is_tried_again_too(clock: Clock) -> No
     assert admission.judge(50, 0.5) == 7
 
 
-def test_a_lookup_is_waited_for_as_long_as_it_can_pay(clock: Clock) -> None:
+def test_a_lookup_is_waited_for_as_long_as_it_can_pay(clock: StandingClock) -> None:
     admission = Admission(timeout_s=5)
     assert admission.patience_s(50, math.inf) == pytest.approx(LOOKUP_SHARE * 5)
     assert admission.patience_s(50, 2.0) == pytest.approx(LOOKUP_SHARE * 2.0)
@@ -119,7 +110,7 @@ def test_a_lookup_is_waited_for_as_long_as_it_can_pay(clock: Clock) -> None:
 @pytest.mark.parametrize("stored_per_s", [0.0, 0.5, 7.6, 40.0, 90.0, 110.0, 1000.0])
 @pytest.mark.parametrize("one_takes_s", [0.1, 0.5, 2.0])
 def test_requests_one_after_another_are_no_slower_than_computing(
-    clock: Clock, stored_per_s: float, one_takes_s: float
+    clock: StandingClock, stored_per_s: float, one_takes_s: float
 ) -> None:
     """But for the first load, which tells how fast the store is, and a trial of a part of a load now and then. Its
     clock is the test's, so what is added up here are decisions."""
@@ -149,7 +140,7 @@ def test_requests_one_after_another_are_no_slower_than_computing(
         assert loads == 200 and parked_s == pytest.approx(200 * blocks / stored_per_s)
 
 
-def test_always_means_always(clock: Clock) -> None:
+def test_always_means_always(clock: StandingClock) -> None:
     admission = Admission(timeout_s=5, always=True)
     admission.arriving.add(1, 100.0)
     assert admission.judge(10**6, 1e-9) == 10**6

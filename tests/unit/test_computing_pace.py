@@ -13,14 +13,7 @@ from hypothesis import given, settings
 from kvstore_client.engine import computing_pace as module
 from kvstore_client.engine.computing_pace import RECENT_S, ComputingPace, Scheduled, StepTimes
 from tests.support.properties import examples
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.support.standing_clock import StandingClock
 
 
 @dataclass
@@ -181,14 +174,12 @@ def test_the_estimate_converges(c1: float, c2: float, budget: int, attention: fl
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
+    return StandingClock(monkeypatch, module)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_the_engines_pace_is_that_of_its_steps(ahead: int, clock: Clock) -> None:
+def test_the_engines_pace_is_that_of_its_steps(ahead: int, clock: StandingClock) -> None:
     """With one step ahead, a step has ended when the one after the next is planned."""
     pace = ComputingPace()
     steps = StepTimes(pace, ahead)
@@ -198,7 +189,7 @@ def test_the_engines_pace_is_that_of_its_steps(ahead: int, clock: Clock) -> None
     assert pace.seconds(0, 1024) == pytest.approx(1.0)
 
 
-def test_decoding_and_pauses_tell_nothing_of_prompts(clock: Clock) -> None:
+def test_decoding_and_pauses_tell_nothing_of_prompts(clock: StandingClock) -> None:
     pace = ComputingPace()
     steps = StepTimes(pace, 0)
     decoding = {name: Scheduled(100, 1, prompt=False) for name in ("one", "two", "three")}

@@ -171,3 +171,30 @@ def test_news_is_looked_at_at_once_and_defects_end_no_thread(
 def fails(core: Core) -> Steps[None]:
     yield Awaited(core, lambda: True, 0.0)
     raise ZeroDivisionError("a defect")
+
+
+def looks_until(holds: Callable[[], bool], looks: list[bool]) -> Steps[int]:
+    """Something that comes over no link."""
+    while not looks or not looks[-1]:
+        looks.append((yield Awaited(None, holds, time.monotonic() + 0.002)))
+    return len(looks)
+
+
+def test_what_comes_over_no_link_is_looked_at_by_the_deadline(cores: list[Core]) -> None:
+    """By whoever runs the call: alone, beside calls that wait for links, and among such calls only."""
+    it_is_there = threading.Event()
+    looks: list[bool] = []
+    threading.Timer(0.05, it_is_there.set).start()
+    assert drive(looks_until(it_is_there.is_set, looks)) == len(looks) > 1 and not any(looks[:-1])
+    for beside in (False, True):
+        it_is_there.clear()
+        ended, never = Ended(), threading.Event()
+        multiplexer = Multiplexer(lambda: FAR + time.monotonic())
+        if beside:
+            multiplexer.start(waits_for(cores[0], never, []), ended.of(0))
+        multiplexer.start(looks_until(it_is_there.is_set, []), ended.of(1))
+        time.sleep(0.02)  # it looks in vain
+        assert not ended.results
+        it_is_there.set()
+        wait_until(lambda ended=ended: 1 in ended.results)  # type: ignore[misc]
+        multiplexer.close()
