@@ -183,6 +183,20 @@ def test_a_load_may_take_longer_while_the_engine_has_other_prompts_to_compute(st
     assert loads._work_before_s(other) == 0
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_load_is_given_up_when_all_before_it_and_itself_would_be_computed(start: StartEngine, before: int) -> None:
+    engine = start(admission=Admission(timeout_s=5), budget=2 * BLOCK_TOKENS)
+    engine.half.loads.computing.add([(0, 100 * BLOCK_TOKENS)], 200.0)
+    if before:
+        engine.add([7] * (before + 2) * BLOCK_TOKENS)
+        engine.step()  # computes all but the last of its blocks
+    store(engine, PROMPT, 4)
+    engine.add(PROMPT)
+    (load,) = engine.step().plan.loads
+    assert load.within_s == 5, "from when its turn begins"
+    assert load.latest_s == pytest.approx((before + 4) * 2.0, rel=0.05), "from now, at 2 s a block"
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_pace_of_computing_is_told_which_part_of_a_prompt_each_step_computed(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
