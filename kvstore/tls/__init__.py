@@ -5,7 +5,7 @@ neither there nor in a thread: a process of its own (`relay`) encrypts and decry
 TLS connection to the process that serves or uses it. A server has one such process for each shard (`accepting`), which
 hands the shard its end of the pair and the client's address (`handing`). A client has one for all its connections
 (`outgoing`, `connecting`). Python's `ssl`, that is OpenSSL, does the cryptography. Copies on each side: kernel →
-OpenSSL → relay → kernel.
+relay → OpenSSL's memory → OpenSSL → kernel.
 
 This module itself, how a client makes TLS connections, imports nothing: clients without TLS may use it.
 """

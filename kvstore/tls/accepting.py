@@ -20,7 +20,6 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import sys
 from collections import Counter
 from typing import Final
@@ -33,7 +32,9 @@ from kvstore.tls import TLSError
 from kvstore.tls.certificate import Certificate
 from kvstore.tls.counting import Counts, CountsPage
 from kvstore.tls.handing import hand_over
-from kvstore.tls.relay import IN, Joined, Lingering, Loop, Shaking, prepare_pair
+from kvstore.tls.loop import IN, Lingering, Loop, Shaking
+from kvstore.tls.relay import Joined, prepare_pair
+from kvstore.tls.secured import Secured
 
 log = logging.getLogger("kvstore.tls")
 
@@ -96,9 +97,8 @@ class _Client(Shaking):
         else:
             self.sock.close()
 
-    def begin(self) -> ssl.SSLSocket:
-        context = self._acceptor.certificate.context
-        return context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+    def begin(self) -> Secured:
+        return Secured(self.sock, self._acceptor.certificate.context)
 
     def done(self) -> None:
         assert self.tls is not None

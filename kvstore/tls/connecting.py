@@ -22,7 +22,9 @@ from typing import Any, Final
 
 from kvstore.tls import TLSError, TLSOptions
 from kvstore.tls.contexts import client_context, explain, signature
-from kvstore.tls.relay import IN, Joined, Loop, Shaking, prepare_pair
+from kvstore.tls.loop import IN, Loop, Shaking
+from kvstore.tls.relay import Joined, prepare_pair
+from kvstore.tls.secured import RECORD_BYTES, Secured
 
 READY: Final = b"\0"
 FAILED: Final = b"\1"
@@ -59,10 +61,10 @@ class _Server(Shaking):
         self._context, self._name, self._ca = context, name, ca
         self.shake()
 
-    def begin(self) -> ssl.SSLSocket:
+    def begin(self) -> Secured:
         assert self._context is not None
         try:
-            return self._context.wrap_socket(self.sock, server_hostname=self._name, do_handshake_on_connect=False)
+            return Secured(self.sock, self._context, self._name)
         except (OSError, ValueError) as error:  # ValueError: a name that cannot be in a certificate
             raise TLSError(f"{self._name}: {error}") from None
 
@@ -72,19 +74,22 @@ class _Server(Shaking):
 
     def _hear(self, _events: int) -> None:
         assert self.tls is not None
+        room = memoryview(bytearray(RECORD_BYTES))
         try:
-            first = self.tls.recv(1)
+            with contextlib.suppress(ssl.SSLWantReadError):  # it may have come with the handshake
+                self.tls.receive(room)
+            size = self.tls.read(room[:1])
         except ssl.SSLWantReadError:
             return
         except OSError as error:
             self.failed(error)
             return
-        if not first:
+        if not size:
             self.failed(ConnectionResetError())
             return
         self.over()
         with contextlib.suppress(OSError):  # the client has gone: joining notices it
-            self._pair.send(READY + first)
+            self._pair.send(READY + room[:1])
         Joined(self.loop, self.tls, self._pair)
 
     def failed(self, error: OSError) -> None:

@@ -402,10 +402,7 @@ def test_a_client_that_takes_nothing_costs_the_node_little(
         client.sync()
         before = {process.pid: process.memory_info().rss for process in server.shards()}
         context = ssl.create_default_context(cafile=authority.file)
-        raw = RawClient(server, handshake=False)
-        raw.sock = context.wrap_socket(raw.sock, server_hostname=server.host)
-        with raw:
-            raw._shake_hands()
+        with RawClient(server, tls=context) as raw:
             raw.hello(namespace.canonical())
             for number in range(1, 9):
                 raw.send(pack(GET, number, 60_000, len(keys), len(keys[0])), b"".join(keys))

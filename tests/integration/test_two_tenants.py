@@ -51,10 +51,7 @@ class Shared(NamedTuple):
 
     def lie(self, namespace: Namespace, blocks: list[bytes], sums: bytes | None = None) -> None:
         """Have the server give these blocks for `KEYS`, as one that lies would."""
-        raw = RawClient(self.server, handshake=False)
-        raw.sock = ssl.create_default_context(cafile=self.ca).wrap_socket(raw.sock, server_hostname="localhost")
-        with raw:
-            raw._shake_hands()
+        with RawClient(self.server, tls=ssl.create_default_context(cafile=self.ca)) as raw:
             hello = pack(HELLO, 1, PROTOCOL, namespace.canonical(), "liar", self.tokens["operator"].encode())
             assert raw.ask(hello)[0] == WELCOME
             assert raw.ask(*set_frames(2, KEYS, blocks, sums, force=True))[0] == SET_REPLY

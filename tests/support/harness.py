@@ -12,6 +12,7 @@ import queue
 import re
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -319,9 +320,14 @@ class RawClient:
     """A connection over a plain socket, which sends any bytes that a test wants. Calls block for up to `ANSWER_S`."""
 
     def __init__(
-        self, server: Server | ShardAddress, handshake: bool = True, receive_buffer: int = 0, source: str = ""
+        self,
+        server: Server | ShardAddress,
+        handshake: bool = True,
+        receive_buffer: int = 0,
+        source: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """server: its first shard, or one of its shards. source: the address to connect from."""
+        """server: its first shard, or one of its shards. source: the address to connect from. tls: connect with TLS."""
         self.sock = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
         if source:
             self.sock.bind((source, 0))
@@ -330,12 +336,14 @@ class RawClient:
         self.sock.settimeout(ANSWER_S)
         self.sock.connect((server.host, server.port))
         self._data = b""
-        if handshake:
-            try:
+        try:
+            if tls is not None:
+                self.sock = tls.wrap_socket(self.sock, server_hostname=server.host)
+            if handshake:
                 self._shake_hands()
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def _shake_hands(self) -> None:
         self.sock.sendall(GREETING + ready_command())

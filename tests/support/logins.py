@@ -72,18 +72,9 @@ class LocalRaw(RawClient):
         self._shake_hands()
 
 
-class EncryptedRaw(RawClient):
-    """A `RawClient` over TLS."""
-
-    def __init__(self, server: Server, ca: str) -> None:
-        super().__init__(server, handshake=False)
-        self.sock = ssl.create_default_context(cafile=ca).wrap_socket(self.sock, server_hostname="localhost")
-        self._shake_hands()
-
-
 def connect(guarded: Guarded, path: str) -> RawClient:
     if path == "tls":
-        return EncryptedRaw(guarded.encrypted, guarded.authority.file)
+        return RawClient(guarded.encrypted, tls=ssl.create_default_context(cafile=guarded.authority.file))
     return RawClient(guarded.server) if path == "tcp" else LocalRaw(str(guarded.socket))
 
 
