@@ -1,6 +1,6 @@
 # Every target makes the environment it needs; the first `make test` takes minutes, later ones in any checkout do not.
 .DEFAULT_GOAL := help
-.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-helm build check-install clean clean-cache
+.PHONY: help serve run check test gpu-test coverage soak layouts torture chaos faults upgrade attack sanitize lint format docs demo disagg bench man deb check-deb check-service check-helm build check-install clean clean-cache
 # Quotes inside are the shell's: make test PYTEST_ARGS="-k 'eviction or quota'"
 ARGS ?=
 PYTEST_ARGS ?=
@@ -82,6 +82,9 @@ deb: ## a Debian package with its own environment in /opt/kvstore, a systemd uni
 
 check-deb: ## build the Debian package, unpack it and try its server
 	@exec scripts/check_deb.sh
+
+check-service: ## install that package in a Debian of its own under systemd: start, reload, crashes, upgrade, purge (needs root)
+	@KVSTORE_SERVICE=1 scripts/run.sh test python -m pytest -v tests/integration/test_debian_package.py $(PYTEST_ARGS)
 
 check-helm: ## lint the Helm chart, and render it, with Helm
 	@exec scripts/run.sh test python scripts/check_helm.py

@@ -3,11 +3,14 @@
 A line may carry fields beside its message: `log.info("...", extra=fields(uptime_s=3.2))`. In JSON they are keys of
 `fields`; text omits them, so the message must contain all that people need. Python's warnings and uncaught exceptions
 become log lines as well, so that machines can parse every line on standard error.
+
+Where standard error is the journal of systemd, each line has the priority of its level (`journalctl -p warning`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -19,6 +22,7 @@ import msgspec
 LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("text", "json")
 _FIELDS: Final = "kvstore_fields"
+_PRIORITIES: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
 _BURST: Final = 20  # lines of a kind, which is a message before its values are filled in,
 _BURST_S: Final = 10.0  # in so many seconds: whoever can cause a line can cause a million
@@ -40,7 +44,8 @@ def configure(level: str, where: str, form: str = "text") -> None:
     _configured = (level, where, form)
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_Bounded())
-    handler.setFormatter(_JSONFormatter(where) if form == "json" else _text_formatter(where))
+    formatter = _JSONFormatter(where) if form == "json" else _text_formatter(where)
+    handler.setFormatter(_JournalFormatter(formatter) if _is_journal() else formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _log_exception
@@ -78,6 +83,27 @@ def _text_formatter(where: str) -> logging.Formatter:
     formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {where} %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     return formatter
+
+
+def _is_journal() -> bool:
+    """Whether standard error goes to the journal, which systemd names by device and inode: it may lead elsewhere."""
+    try:
+        status = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+    return os.environ.get("JOURNAL_STREAM", "") == f"{status.st_dev}:{status.st_ino}"
+
+
+class _JournalFormatter(logging.Formatter):
+    """Begins each line with its priority, which the journal takes off again."""
+
+    def __init__(self, of: logging.Formatter) -> None:
+        super().__init__()
+        self._of = of
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = f"<{_PRIORITIES.get(record.levelno, 6)}>"
+        return prefix + self._of.format(record).replace("\n", f"\n{prefix}")
 
 
 class _JSONFormatter(logging.Formatter):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the Debian package and tries what is in it, unpacked: its files, its server and its manual pages. It is not
-# installed: that would make a user and write to /etc here.
+# installed, which would make a user and write to /etc here: `make check-service` does that in a system of its own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch=$(mktemp -d)
@@ -20,7 +20,7 @@ for script in postinst prerm postrm; do
     sh -n "$scratch/control/$script"
 done
 for file in opt/kvstore/bin/kvstore-server opt/kvstore/bin/kvstore etc/kvstore/server.toml \
-    lib/systemd/system/kvstore-server.service usr/share/man/man1/kvstore-server.1.gz usr/share/man/man1/kvstore-top.1.gz \
+    usr/lib/systemd/system/kvstore-server.service usr/share/man/man1/kvstore-server.1.gz usr/share/man/man1/kvstore-top.1.gz \
     usr/share/bash-completion/completions/kvstore usr/share/zsh/vendor-completions/_kvstore-server \
     usr/share/fish/vendor_completions.d/kvstore.fish; do
     [[ -e $scratch/root/$file ]] || fail "it lacks /$file"

@@ -15,28 +15,32 @@ done
     exit 1
 }
 unset PYTHONPATH VIRTUAL_ENV
+# /usr/bin/python3 belongs to another package than the one that is depended on, and may lead to another Python tomorrow.
+python=$(readlink -f "$(command -v "$python")")
 
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 chmod 755 "$root"
 venv=$root/opt/kvstore
+# What was installed, and not this checkout, whose modules Python would take if it were run here.
+installed() { (cd "$root" && PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" "$@"); }
 "$python" -m venv "$venv"
 PYTHON=$venv/bin/python scripts/wheel.sh "$root/wheels"
 wheel=$(echo "$root"/wheels/llm_kvstore-*.whl)
 "$venv/bin/python" -m pip install -q --no-compile -c requirements/test.txt "${wheel}[cluster]" \
     2> >(grep -v "is ignored: it is neither a file nor a directory" >&2)
-python_version=$("$venv/bin/python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
-version=$("$venv/bin/python" -c 'import kvstore; print(kvstore.__version__)')
+python_version=$(installed -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+version=$(installed -c 'import kvstore; print(kvstore.__version__)')
 install -d "$root/usr/share/man/man1"
-PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" -P scripts/shell_files.py man "$root/usr/share/man/man1"
-PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" -P scripts/shell_files.py completion "$root/completion"
+installed "$PWD/scripts/shell_files.py" man "$root/usr/share/man/man1"
+installed "$PWD/scripts/shell_files.py" completion "$root/completion"
 "$venv/bin/python" -m pip uninstall -q -y pip setuptools
 rm -rf "$root/wheels"
 find "$venv" -name __pycache__ -type d -prune -exec rm -rf {} +
 # Scripts name the folder that the environment was made in.
 grep -rlI "$venv" "$venv" | xargs -r sed -i "s|$venv|/opt/kvstore|g"
 
-install -D -m 644 packaging/kvstore-server.service "$root/lib/systemd/system/kvstore-server.service"
+install -D -m 644 packaging/kvstore-server.service "$root/usr/lib/systemd/system/kvstore-server.service"
 install -D -m 644 packaging/server.toml "$root/etc/kvstore/server.toml"
 install -D -m 644 LICENSE "$root/usr/share/doc/llm-kvstore/copyright"
 install -D -m 644 CHANGELOG.md "$root/usr/share/doc/llm-kvstore/changelog"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.shard.account import LIMITS
 from kvstore_client import KVStoreClient
 from tests.support.harness import ROOT, MakeNamespace, Server, StartServer, blocks_of, make_keys, wait_until
 
@@ -151,6 +152,7 @@ def test_every_metric_of_a_node_is_in_the_manual(start_server: StartServer, new_
     }
     assert len(served) > 40
     assert not {name for name in served if f"`{name}`" not in manual}
+    assert not {limit for limit in LIMITS if f"\n| `{limit}` | " not in manual}
 
 
 def test_a_server_without_a_disk_tier_has_no_metrics_of_one(start_server: StartServer) -> None:

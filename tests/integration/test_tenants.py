@@ -129,6 +129,7 @@ def test_connections_of_a_tenant_are_limited(tenants: Tenants) -> None:
         with pytest.raises(ConnectionLost, match="tenant 'small' is at its limit of connections = 2"):
             tenants.client("small")
         assert state(second).connections == 2
+        assert state(second).refused == {"connections": 1} and second.info().shards[0].refused["tenant"] == 1
     with tenants.client("quiet") as quiet:  # nobody else is held up
         assert quiet.match_prefix(make_keys(1)) == 0
     client = wait_until(lambda: _connected(tenants), what="a place is free again")
@@ -150,6 +151,8 @@ def test_requests_and_bytes_beyond_a_limit_are_refused_told_and_recorded(tenants
                 slow.contains(keys)
         wait_until(lambda: _asked(slow), what="soon it may ask again")
         assert state(slow).refused.keys() == {"requests_per_s"}
+        assert slow.info().shards[0].refused["tenant"] == sum(state(slow).refused.values())
+        assert "refused at a limit: tenant 'slow' is at its limit of requests_per_s" in tenants.server.log_text()
     with tenants.client("heavy") as heavy:
         many = make_keys(64, 100)
         heavy.set(many, blocks_of(many, BLOCK_BYTES))  # 4 MiB in one request: let through, and paid for later
