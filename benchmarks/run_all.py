@@ -72,7 +72,7 @@ BENCHMARKS: Final = (
     Entry("benchmarks.eviction.chains", 2),
     Entry("benchmarks.cluster_sim", 10, trace="must"),
     Entry("benchmarks.cluster_sim.batch_latency", 3),
-    Entry(f"{REMOTE}.test_transfer_out", 8, engine=True),
+    Entry(f"{REMOTE}.test_transfer_out", 10, engine=True),
     Entry(f"{REMOTE}.test_transfer_in", 5, engine=True),
     Entry(f"{REMOTE}.test_long_prefill", 7, ("--first-token-rounds", "7"), engine=True),
     Entry(f"{REMOTE}.test_documents", 12, engine=True),

@@ -15,7 +15,7 @@ from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
 from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
-from benchmarks.remote_kv_cache.test_transfer_out import ANSWERED, BATCH_SIZES, PREFILL, STORED
+from benchmarks.remote_kv_cache.test_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED
 from benchmarks.results_reader import CaseResult, Result, Results
 
 
@@ -26,12 +26,18 @@ def transfer_out(results: Results) -> str:
         (
             case.name,
             _qps(case, WITHOUT),
-            *(spread_text(case.to_limit(name).inverse) for name in (ANSWERED, STORED)),
+            *(spread_text(case.to_limit(name).inverse) for name in (AGAIN, ANSWERED, STORED)),
         )
         for group in (BATCH_SIZES, PREFILL)
         for case in result.group(group)
     ]
-    headings = ("", "prompts/s without", "until answered, ÷ without", "until stored, ÷ without")
+    headings = (
+        "",
+        "prompts/s without",
+        "another engine without, ÷ without",
+        "until answered, ÷ without",
+        "until stored, ÷ without",
+    )
     scales = [_scale(cases[0]) for cases in map(result.group, (BATCH_SIZES, PREFILL)) if cases]
     return f"{markdown(headings, rows)}\n\n{'; '.join(scales)}. {_checked(result)}"
 
