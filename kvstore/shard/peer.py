@@ -88,6 +88,7 @@ class Peer:
         self.host = host
         self.address = f"{host}:{port}"
         self.closed = False
+        self._refused = False
         self.closing = False  # close when all replies are sent
         self.rights: Rights = state.newcomer
         self.login: tuple[str, str] | None = None  # the principal and the hash of the token with which it logged in
@@ -341,10 +342,17 @@ class Peer:
         self.sock.close()
 
     def refuse(self, request_id: int, error: wire.WireError) -> None:
-        """Answer a request with ERROR."""
+        """Answer a request with ERROR. Only the first refusal of a connection is logged above DEBUG."""
         self._state.errors += 1
         if isinstance(error, LimitReached):
             self._state.refused[error.limit] += 1
+        if self._refused:
+            log.debug("client %s: refused again: %s", self.address, error)
+        elif isinstance(error, LimitReached):  # another kind of line: the operator can do something about it
+            log.warning("client %s: refused at a limit: %s", self.address, error)
+        else:
+            log.info("client %s: refused: %s", self.address, error)
+        self._refused = True
         self.reply(wire.Error(request_id, int(error.code), str(error)))
 
     def close_after_defect(self) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 from kvstore import wire
 from kvstore._cext import Payload
 from kvstore.auth.rights import NEEDED
-from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES, LimitReached
+from kvstore.shard.account import FRAMES, SMALL_BYTES, WRITE_BLOCK_BYTES, WRITE_BYTES, WRITES
 from kvstore.shard.answers import Answers
 from kvstore.shard.peer import Peer, Place
 from kvstore.shard.sets import Write
@@ -62,7 +62,6 @@ class MessageReader:
         self._frame = 0  # index of the next frame in the current message
         self._request: wire.Set | wire.KeyedRequest | None = None
         self._skipping = False
-        self._refused = False  # after the first refusal of a connection, log the next ones at DEBUG only
         self._collecting = 0  # bytes of the frame that is being collected
 
     @property
@@ -357,13 +356,6 @@ class MessageReader:
         request_id = self._request.id if self._request is not None else error.request_id
         self._skipping = True
         self.abort_write()
-        if self._refused:
-            log.debug("client %s: refused again: %s", self.peer.address, error)
-        elif isinstance(error, LimitReached):  # another kind of line: the operator can do something about it
-            log.warning("client %s: refused at a limit: %s", self.peer.address, error)
-        else:
-            log.info("client %s: refused: %s", self.peer.address, error)
-        self._refused = True
         self.peer.refuse(request_id, error)
 
     def _end_write(self, write: Write) -> Write:

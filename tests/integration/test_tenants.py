@@ -128,6 +128,7 @@ def test_connections_of_a_tenant_are_limited(tenants: Tenants) -> None:
     with tenants.client("small"), tenants.client("small") as second:
         with pytest.raises(ConnectionLost, match="tenant 'small' is at its limit of connections = 2"):
             tenants.client("small")
+        assert "refused at a limit: tenant 'small' is at its limit of connections = 2" in tenants.server.log.read_text()
         assert state(second).connections == 2
         assert state(second).refused == {"connections": 1} and second.info().shards[0].refused["tenant"] == 1
     with tenants.client("quiet") as quiet:  # nobody else is held up
