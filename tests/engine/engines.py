@@ -213,16 +213,19 @@ def check_answers(
 
 
 def answers_alone(engine: Engine, *, reset: bool = False) -> Expected:
-    """-> ``expected(prompt, ..., max_tokens=8)``: what this engine answers, each prompt by itself and once. reset: it
-    has a cache, which is emptied before."""
+    """-> ``expected(prompt, ..., max_tokens=8)``: what this engine answers, computed once. reset: it has a cache, which
+    is emptied before each prompt."""
     known: dict[tuple[int, ...], list[int]] = {}
 
     def answer(*prompts: list[int], max_tokens: int = 8) -> list[list[int]]:
-        for prompt in prompts:
-            if len(known.get(tuple(prompt), ())) < max_tokens:
-                if reset:
-                    engine.reset_prefix_cache()
-                known[tuple(prompt)] = engine.generate(prompt, max_tokens=max_tokens)[0].token_ids
+        missing = [[*each] for each in dict.fromkeys(map(tuple, prompts)) if len(known.get(each, ())) < max_tokens]
+        while missing:
+            asked = missing[:1] if reset else missing[:]
+            if reset:
+                engine.reset_prefix_cache()
+            for each, found in zip(asked, engine.generate(*asked, max_tokens=max_tokens), strict=True):
+                known[tuple(each)] = found.token_ids
+            del missing[: len(asked)]
         return [known[tuple(prompt)][:max_tokens] for prompt in prompts]
 
     return answer

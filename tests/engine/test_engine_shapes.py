@@ -50,8 +50,8 @@ def test_chunks_and_preemption_change_nothing(
     stem = prompt(30, 100)
     prompts = [stem + prompt(seed, 150) for seed in range(31, 35)] + [prompt(seed, 250) for seed in (36, 37)]
     for _ in range(3):
-        answers = engine.generate(*prompts, max_tokens=60)
-        assert [answer.token_ids for answer in answers] == expected(*prompts, max_tokens=60)
+        answers = engine.generate(*prompts, max_tokens=30)
+        assert [answer.token_ids for answer in answers] == expected(*prompts, max_tokens=30)
     assert sum(answer.preemptions for answer in answers) > 0
     engine.settle()
     numbers = engine.metrics()
@@ -135,12 +135,12 @@ def test_each_rank_stores_its_part(server: Server, start_engine: StartEngine, ex
     for options, first, shape in (({}, 0, {}), ({"cpu_bytes": "32MiB"}, full_blocks(500), small)):
         engine = start_engine(server.endpoint, options=options, **TWO_RANKS, **shape)
         for cached in (first, full_blocks(500)):
-            check_answers(engine, expected, *prompts, cached=cached, tokens=60)
-            wait_until(lambda: stored_blocks(server) == 2 * 2 * blocks(559), what="both ranks have saved")
+            check_answers(engine, expected, *prompts, cached=cached, tokens=20)
+            wait_until(lambda: stored_blocks(server) == 2 * 2 * blocks(519), what="both ranks have saved")
         assert engine.stop() == 0
     ranks = namespaces(server)
     assert [each.block_bytes for each in ranks] == [BLOCK_BYTES // 2] * 2
-    assert [each.blocks for each in ranks] == [2 * blocks(559)] * 2
+    assert [each.blocks for each in ranks] == [2 * blocks(519)] * 2
 
 
 def test_engines_of_different_sizes_read_what_the_other_has_saved(
@@ -154,10 +154,10 @@ def test_engines_of_different_sizes_read_what_the_other_has_saved(
         ({"enable_prefix_caching": False}, 3, [hit, hit, 0]),
     ):
         engine = start_engine(server.endpoint, options={"head_shards": 2}, **shape)
-        answers = engine.generate(*prompts[:asked], max_tokens=60)
-        assert [answer.token_ids for answer in answers] == expected(*prompts[:asked], max_tokens=60)
+        answers = engine.generate(*prompts[:asked], max_tokens=20)
+        assert [answer.token_ids for answer in answers] == expected(*prompts[:asked], max_tokens=20)
         assert [answer.cached_tokens for answer in answers] == cached
-        wait_until(lambda asked=asked: stored_blocks(server) == asked * 2 * blocks(559), what="both parts are saved")
+        wait_until(lambda asked=asked: stored_blocks(server) == asked * 2 * blocks(519), what="both parts are saved")
         assert engine.stop() == 0
     [namespace] = namespaces(server)
     assert (namespace.block_bytes, namespace.created) == (BLOCK_BYTES // 2, namespace.blocks)

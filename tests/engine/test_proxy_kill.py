@@ -24,7 +24,7 @@ def test_a_decode_engine_that_is_killed_does_not_change_the_answers(fleet: Fleet
         for sampling in (GREEDY, SEEDED)
     ]
     for _, body in asks:
-        body["max_tokens"] = 300
+        body["max_tokens"] = 200
     right = [text_of(chunks_of(fleet.d.url, path, body)) for path, body in asks]
     readings = [Reading(fleet.proxy.url, path, body) for path, body in asks]
     begun = [list(islice(reading, 20)) for reading in readings]

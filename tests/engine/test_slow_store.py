@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.engine.engines import BLOCK, Expected, StartEngine, full_blocks, prompt
@@ -39,6 +41,7 @@ def test_behind_a_slow_link_prompts_are_computed_until_it_is_fast_again(
     link.bytes_per_s = None
 
     def is_used() -> bool:
+        time.sleep(2.0)  # hope grows with the seconds; each question in vain is computed
         [answer] = engine.generate(questions[0])
         return answer.cached_tokens >= full_blocks(TOKENS) - BLOCK
 

@@ -51,15 +51,16 @@ def test_busy_engines_with_a_failing_store_stay_right_quick_and_small(
         while busy_s < SOAK_S or turn < 2 * WARM_UP_ROUNDS or (busy_s < 3 * SOAK_S and not (preemptions and aborted)):
             asked = scene.asks(turn, talk)
             started = time.monotonic()
-            for engine, asks in zip(engines, asked, strict=True):
-                engine.order_play(*asks)
+            for engine, its_own in zip(engines, asked, strict=True):
+                engine.order_play(*its_own)
             if choose.random() < 0.7:
                 scene.harm(choose)
             answers = [engine.result() for engine in engines]
             busy_s += time.monotonic() - started
-            for ask, answer in zip(itertools.chain(*asked), itertools.chain(*answers), strict=True):
+            asks = [*itertools.chain(*asked)]
+            right = scene.expected(*[ask.prompt for ask in asks], max_tokens=MOST_TOKENS)
+            for ask, tokens, answer in zip(asks, right, itertools.chain(*answers), strict=True):
                 if not answer.aborted:
-                    [tokens] = scene.expected(ask.prompt, max_tokens=MOST_TOKENS)
                     assert answer.token_ids == tokens[: ask.max_tokens], ask
                 preemptions += answer.preemptions
                 aborted += answer.aborted

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import environment, wait_until
 
@@ -29,14 +30,7 @@ def command(url: str, *arguments: str) -> list[str]:
 
 
 def load(url: str, *arguments: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(url, *arguments),
-        env=environment(COLUMNS="100", **variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = forked.run("kvstore_cli", *command(url, *arguments)[3:], env=environment(COLUMNS="100", **variables))
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done

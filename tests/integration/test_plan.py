@@ -14,24 +14,18 @@ from typing import Any
 import pytest
 
 from kvstore_serving.proxy.pools_file import read_pools
+from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import environment
 
 SEARCH = ["--slo-ttft", "0.3", "--slo-tpot", "0.1", "--percentile", "90"]
-ENGINE = ["--profile", "opt-13b-a100-80g", "--nodes", "1", "--gpus-per-node", "4"]
+ENGINE = ["--profile", "opt-13b-a100-80g", "--nodes", "1", "--gpus-per-node", "2"]
 LOAD = ["--rate", "3", "--input-tokens", "512", "--output-tokens", "64"]
-QUICK = ["--seeds", "2", "--no-sensitivity"]
+QUICK = ["--seeds", "1", "--no-sensitivity"]
 
 
 def plan(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore_cli", "plan", *arguments],
-        env=environment(COLUMNS="100"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked.run("kvstore_cli", "plan", *arguments, env=environment(COLUMNS="100"), timeout=120)
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
@@ -105,7 +99,7 @@ def test_pipeline_refuses_what_is_no_hardware() -> None:
 def test_search_finds_a_placement_and_writes_what_the_proxy_takes(tmp_path: Path) -> None:
     pools, chart = tmp_path / "pools.toml", tmp_path / "plan.svg"
     files = ["--pools", str(pools), "--chart", str(chart), "--prefill-url", "http://p-{}:80"]
-    found = document("search", *ENGINE, *LOAD, *SEARCH, "--seeds", "2", *files)
+    found = document("search", *ENGINE[:-1], "4", *LOAD, *SEARCH, "--seeds", "2", *files)
     for phase in ("prefill", "decode"):
         assert {"tp", "pp", "instances"} <= found["placement"][phase].keys()
     assert found["enough"] and found["goodput_rps"] >= 3 and found["gpus"] <= 4

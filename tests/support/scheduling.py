@@ -4,8 +4,9 @@ A module's tests share its fixtures, so one worker runs a whole file. Two worker
 share engines and because more engines at once need more cores than a small machine has.
 
 Tests marked `exclusive` measure time or throughput: they wait until all others have ended. Then three workers run them.
-Two of them have the clusters of tests/chaos, which wait most of the time and take longest, the third one those of
-tests/integration, which wait for deadlines. When all these have ended, the first one has those that keep a core busy.
+Two of them have the clusters of tests/chaos, which wait most of the time and take longest, and the slow disks of
+tests/attack; the third one those of tests/integration, which wait for deadlines. When all these have ended, the first
+one has those that keep a core busy.
 
 This is a plugin of pytest, which tests/conftest.py registers. It acts only under `--dist loadgroup`. The process that
 schedules does not collect tests, so the workers tell it which ones are exclusive: all write the same file.
@@ -101,7 +102,8 @@ def name_of(nodeid: str) -> str:
 def _exclusive_unit(nodeid: str) -> str:
     if nodeid.startswith("tests/integration/"):
         return EXCLUSIVE[2]
-    return EXCLUSIVE[nodeid.startswith("tests/chaos/") and "two-copies" not in nodeid]
+    second = nodeid.startswith("tests/attack/test_slow_disk.py")
+    return EXCLUSIVE[second or (nodeid.startswith("tests/chaos/") and "two-copies" not in nodeid)]
 
 
 def _room(item: pytest.Item) -> int:
