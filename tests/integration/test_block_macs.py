@@ -192,9 +192,12 @@ def test_copies_keep_their_macs(cluster: Cluster, new_namespace: MakeNamespace) 
         assert client.set(KEYS, BLOCKS, deferred=False).copies == 2
         with cluster.alone("a", client.namespace) as a:
             a.delete(KEYS)
-        assert list(client.get(KEYS).blocks) == BLOCKS
-        found = client.stats.found_elsewhere
-        assert found
+
+        def found_elsewhere() -> int:
+            assert list(client.get(KEYS).blocks) == BLOCKS
+            return client.stats.found_elsewhere
+
+        found = wait_until(found_elsewhere, what="node a is asked: not while it is the slower one")
         wait_until(lambda: client.stats.repaired == found, what="what was found elsewhere is set again")
         with KVStoreClient(cluster.nodes["a"].endpoint, namespace, block_secret=SECRET) as a:
             present = a.contains(KEYS)
