@@ -17,7 +17,7 @@ from kvstore.tls.loop import IN, OUT, SCRATCH_BYTES, Lingering, Loop
 from kvstore.tls.secured import RECORD_BYTES, Secured
 
 READ_BYTES: Final = SCRATCH_BYTES - 2 * RECORD_BYTES  # a chunk from a TLS connection, before which a record had begun
-WRITE_BYTES: Final = 96 << 10  # a chunk to one; larger and smaller ones take more processor time
+WRITE_BYTES: Final = 112 << 10  # a chunk to one; larger and smaller ones take more processor time
 KEPT_BYTES: Final = 64 << 20
 PAIR_BYTES: Final = 512 << 10  # in the kernel, for each direction of a pair
 
