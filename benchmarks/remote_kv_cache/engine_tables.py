@@ -26,10 +26,7 @@ def transfer_out(results: Results) -> str:
         (
             case.name,
             _qps(case, WITHOUT),
-            *(
-                spread_text(case.to_limit(name).inverse) if name in case.operations else "not measured"
-                for name in (AGAIN, ANSWERED, STORED)
-            ),
+            *(spread_text(case.to_limit(name).inverse) for name in (AGAIN, ANSWERED, STORED)),
         )
         for group in (BATCH_SIZES, PREFILL)
         for case in result.group(group)

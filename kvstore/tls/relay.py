@@ -1,10 +1,11 @@
 """Joins TLS connections to socket pairs.
 
 A `Joined` connection takes a chunk at a time through the loop's own memory. What the other side did not take is kept,
-and then nothing more is read until it was taken. So a slow reader on either side slows its writer down, as one TCP
-connection would. Chunks are as large as a TLS record, until a direction of a connection has more to move: then it gets
-chunks of `READ_BYTES` or `WRITE_BYTES`, and OpenSSL memory for them, which it keeps. All that is kept is bounded:
-beyond `KEPT_BYTES` each connection has two records in each direction.
+and then nothing more is read in this direction until it was taken. So a slow reader on either side slows its writer
+down, as one TCP connection would, and neither direction waits for the other. Chunks are as large as a TLS record, until
+a direction of a connection has more to move: then it gets chunks of `READ_BYTES` or `WRITE_BYTES`, and OpenSSL memory
+for them, which it keeps. All that is kept is bounded: beyond `KEPT_BYTES` each connection has two records in each
+direction.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Joined:
             return
         if events & OUT:
             self._flush()
-        if events & ~OUT and not (self._closed or self._tls_over or self._to_pair or self._tls.unsent):
+        if events & ~OUT and self._reads_tls:
             try:
                 self._reads.filled(self._tls.receive(self._reads.chunk()))
             except ssl.SSLWantReadError:
@@ -55,6 +56,12 @@ class Joined:
                 self._tls_over = True
             self._decrypt()
         self._settle()
+
+    @property
+    def _reads_tls(self) -> bool:
+        """Whether more may come from the TLS side."""
+        over = self._closed or self._tls_over
+        return not (over or self._to_pair or self._tls.answers_bytes > RECORD_BYTES)
 
     def on_pair(self, events: int) -> None:
         """The pair is ready."""
@@ -132,7 +139,7 @@ class Joined:
         kept = len(self._to_pair) + self._tls.kept_bytes
         loop.kept_bytes += kept - self._kept_bytes
         self._kept_bytes = kept
-        tls = (0 if self._to_pair or self._tls_over or unsent else IN) | (OUT if unsent else 0)
+        tls = (IN if self._reads_tls else 0) | (OUT if unsent else 0)
         loop.watch(self._tls.sock.fileno(), tls, self.on_tls)
         loop.watch(self._pair.fileno(), (0 if unsent else IN) | (OUT if self._to_pair else 0), self.on_pair)
 

@@ -17,18 +17,28 @@ RECORD_BYTES: Final = 16 << 10  # the most that a TLS record carries
 class Secured:
     """`sock` with TLS. server_name: whose certificate it must be; None: this is the server's side.
 
-    unsent: what is encrypted and the socket has not taken; kept_bytes: memory that has it. Not thread-safe. Raises
-    `ssl.SSLError`, or `ValueError` for a name that cannot be in a certificate.
+    unsent: what is encrypted and the socket has not taken. Not thread-safe. Raises `ssl.SSLError`, or `ValueError` for
+    a name that cannot be in a certificate.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> None:
         self.sock = sock
         self.unsent = memoryview(b"")
-        self.kept_bytes = 0
+        self._unsent_bytes = 0  # memory that has it
         self._arrived, self._encrypted = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._arrived, self._encrypted, server_side=server_name is None, server_hostname=server_name
         )
+
+    @property
+    def answers_bytes(self) -> int:
+        """What OpenSSL answers by itself, as when it is asked for new keys, while `unsent` has not gone."""
+        return self._encrypted.pending
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that has what the socket has not taken."""
+        return self._unsent_bytes + self._encrypted.pending
 
     def shake(self) -> None:
         """Go on with the handshake. Raises `ssl.SSLWantReadError` or `ssl.SSLWantWriteError` when it waits for the
@@ -77,12 +87,12 @@ class Secured:
         while self.unsent or self._encrypted.pending:
             if not self.unsent:
                 self.unsent = memoryview(self._encrypted.read())
-                self.kept_bytes = len(self.unsent)
+                self._unsent_bytes = len(self.unsent)
             try:
                 self.unsent = self.unsent[self.sock.send(self.unsent) :]
             except BlockingIOError:
                 return False
-        self.kept_bytes = 0
+        self._unsent_bytes = 0
         return True
 
     def say_goodbye(self) -> None:

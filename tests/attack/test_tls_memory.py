@@ -19,7 +19,7 @@ MiB = 1 << 20
 CLIENTS = 600 if FULL else 120
 KEYS = b"".join(make_keys(8000, key_bytes=64))
 FIRST = 20  # that have gone before the process is measured
-A_CLIENT_BYTES = 6 * RECORD_BYTES + (64 << 10)  # a record in each direction and those begun, and Python's own
+A_CLIENT_BYTES = 4 * RECORD_BYTES + (64 << 10)  # two records in each direction, and Python's own
 OTHER_BYTES = 8 * MiB  # what the allocator keeps, and the loop's own memory
 
 

@@ -8,7 +8,9 @@ import selectors
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from kvstore.tls.certificate import Certificate
 from kvstore.tls.contexts import client_context
 from kvstore.tls.handing import Handed, hand_over, pair
 from kvstore.tls.loop import Loop
+from kvstore.tls.outgoing import dial
 from kvstore_client.endpoints import Endpoints, parse_endpoints, with_tls
 from tests.support.certificates import Authority
 from tests.support.harness import wait_until
@@ -247,6 +250,32 @@ def test_a_reader_that_is_slow_slows_the_writer_down(node: Node) -> None:
                     got += reader.recv(1 << 20)
                 expected = data * (len(got) // len(data) + 1)
                 assert got == expected[: len(got)]
+
+
+def test_both_directions_go_on_when_both_were_full(node: Node, authority: Authority) -> None:
+    """Each side's process for TLS has bytes that the other one's does not take: each must take them all the same."""
+    data = os.urandom(24 << 20)
+    with ThreadPoolExecutor(1) as threads:
+        dialling = threads.submit(dial, TLSOptions(authority.file), node.address, 5)
+        shard = node.accepted()
+        shard.sendall(b"!")  # the server speaks first
+        client = dialling.result()
+    with client, shard:
+        assert client.recv(1) == b"!"
+        client.settimeout(20)
+        shard.settimeout(20)
+        writers = [threading.Thread(target=each.sendall, args=[data], daemon=True) for each in (client, shard)]
+        for writer in writers:
+            writer.start()
+        time.sleep(1.0)  # both fill what is between them
+        assert all(writer.is_alive() for writer in writers), "more is between them than was sent: send more"
+        for reader in (client, shard):
+            got = bytearray()
+            while len(got) < len(data):
+                got += reader.recv(1 << 20)
+            assert got == data
+        for writer in writers:
+            writer.join()
 
 
 def test_the_last_bytes_of_a_shard_reach_the_client(node: Node) -> None:
