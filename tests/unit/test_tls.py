@@ -196,9 +196,13 @@ class Node:
         certificate = Certificate(issued.cert, issued.key, "")
         self.acceptor = accepting.Acceptor(self.loop, self.listener, self.give, certificate, b"refused")
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self.loop.run, args=(self._over.is_set, lambda: None))
+        self._thread = threading.Thread(target=self.loop.run, args=(self._is_over, lambda: None))
         self._thread.start()
         self._context = client_context(TLSOptions(authority.file))
+
+    def _is_over(self) -> bool:
+        """Asked by the loop itself, between two of its steps, as by the processes for TLS."""
+        return self._over.is_set() and self.loop.idle
 
     def client(self) -> ssl.SSLSocket:
         return self._context.wrap_socket(socket.create_connection(self.address, 5), server_hostname="127.0.0.1")
@@ -217,9 +221,9 @@ class Node:
         return sock
 
     def close(self) -> None:
-        wait_until(lambda: self.loop.idle, what="its connections end with their clients")
         self._over.set()
-        self._thread.join()
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "its connections end with their clients"
         self.listener.close()
         self.give.close()
         self.take.close()
