@@ -13,12 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
+import kvstore
+import kvstore_client
 from kvstore_client import KVStoreClient, KVStoreError
 from tests.attack.scale import FULL
 from tests.support.harness import Server, block_of, make_keys, make_namespace, wait_until
@@ -27,6 +30,7 @@ NAMESPACE = make_namespace(65_536, "interrupts")
 COUNT = 64
 KEYS = make_keys(COUNT)
 BLOCKS = np.array([np.frombuffer(block_of(key, NAMESPACE.block_bytes), dtype=np.uint8) for key in KEYS])
+OURS = tuple(f"{Path(package.__file__).parent}/" for package in (kvstore, kvstore_client))
 INTERRUPTED = 1000 if FULL else 60  # calls; in how many rounds so many are depends on the machine
 
 
@@ -146,7 +150,7 @@ class Interruption:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if "/kvstore" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(OURS):
             return None
         frame.f_trace_opcodes = True
         return self._instruction
