@@ -20,6 +20,7 @@ from kvstore.wire import ErrorCode, WireError
 MAX_HELD_BYTES: Final = 96 << 20
 RESERVED_BYTES: Final = 16 << 20  # of them, for the cluster's members
 FREE_TIMES: Final = 3  # a host with many engines, and one that floods, must not have less than it needs
+REQUESTS_BYTES: Final = 1 << 20  # that an address has room for, whatever it has promised
 SMALL_BYTES: Final = 8 << 10  # always given: small requests, which may end the use of memory, must get through
 
 # What holds memory, and below it what one of them takes beside its bytes, rounded up generously. What counts is the
@@ -139,6 +140,11 @@ class Share:
             "send fewer requests at once",
             request_id,
         )
+
+    def check_lasting(self, size: int) -> None:
+        """As `check`, of bytes that stay for long: beside them there must be room for the requests that renew or end
+        them. A byte taken makes what its address may hold smaller by `FREE_TIMES`, too."""
+        self.check((FREE_TIMES + 1) * size + REQUESTS_BYTES)
 
     def take(self, holder: str, size: int) -> None:
         """Take `size` bytes without a check: they are few, or were checked."""

@@ -238,7 +238,7 @@ class Answers:
             stream = Stream(self._store, self._disk, namespace, request, keys, now, peer.resume, pin_until, peer.leases)
             peer.add_stream(stream)  # counts its time when its last part is sent
         elif isinstance(request, wire.Promise):
-            self._promise(peer, request, keys)
+            self._promise(peer, request, namespace, keys)
             self._state.timing.add("promise", self._state.now)
         elif isinstance(request, wire.Withdraw):
             withdrawn = namespace.promises.withdraw(split(keys, request.key_bytes), peer) if namespace else 0
@@ -254,16 +254,18 @@ class Answers:
             verb = "match_prefix" if isinstance(request, wire.MatchPrefix) else "contains"
             self._state.timing.add(verb, self._state.now)
 
-    def _promise(self, peer: Peer, request: wire.Promise, keys: bytes) -> None:
+    def _promise(self, peer: Peer, request: wire.Promise, namespace: NamespaceStore | None, keys: bytes) -> None:
         if self._state.draining:
             raise WireError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
-        peer.share.check(request.count * PROMISE_BYTES)
+        named, new = list(split(keys, request.key_bytes)), request.count
+        if namespace is not None and namespace.promises.held_by(peer):  # what is renewed takes nothing
+            new = namespace.promises.new_to(peer, named)
+        if new:
+            peer.share.check_lasting(new * PROMISE_BYTES)
         namespace, now = self._store.open(peer.namespace, request.key_bytes), self._state.now
         present = namespace.contains(keys, now, False, 0)
-        peer.promising.add(namespace.promises)
-        answers = namespace.promises.make(
-            split(keys, request.key_bytes), present, peer, now + request.ttl_ms / 1000, peer.promised
-        )
+        answers = namespace.promises.make(named, present, peer, now + request.ttl_ms / 1000, peer.promised)
+        peer.promises_in(namespace.promises)
         peer.reply(wire.PromiseReply(request.id, answers))
 
     def _delete(self, peer: Peer, request: wire.Delete, namespace: NamespaceStore | None, keys: bytes) -> None:

@@ -425,6 +425,10 @@ class Shard:
             peer = reader.peer
             held_back = self._held_back(reader)
             reader.keep_alive(now, held_back)
+            if now > peer.next_due:
+                self._pass_time(peer, now, held_back)
+                if peer.closed:
+                    continue
             if held_back:  # the delay is the server's: the client's deadline must not run
                 reader.deadline += HOUSEKEEPING_S
                 continue
@@ -443,8 +447,6 @@ class Shard:
             # epoll never reports them, so read what is there.
             if reader.write is not None:
                 self._to_read.add(reader, reader.pace)
-            if now > peer.next_due:
-                self._pass_time(peer, now)
             if peer.leases is not None and peer.leases.held_bytes:
                 for stream in peer.streams.values():
                     if stream.impatient(now):
@@ -452,10 +454,10 @@ class Shard:
         self._flush_all(now)
 
     @staticmethod
-    def _pass_time(peer: Peer, now: float) -> None:
-        """Some of its streams may be due."""
+    def _pass_time(peer: Peer, now: float, held_back: bool) -> None:
+        """Some of its streams may be due. While it is held back, nobody reads whether it has cancelled them."""
         for stream in list(peer.streams.values()):
-            if now > stream.deadline + 2.0:
+            if now > stream.deadline + 2.0 and not held_back:
                 peer.close("a reply was not taken by its deadline")
                 return
             if now > stream.due:

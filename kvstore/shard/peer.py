@@ -195,6 +195,11 @@ class Peer:
         if stream in self._turn:
             self._turn.remove(stream)
 
+    def promises_in(self, promises: Promises) -> None:
+        """It may have promised blocks of another namespace; where it has none any more is forgotten."""
+        if promises not in self.promising and promises.held_by(self):
+            self.promising = {each for each in self.promising if each.held_by(self)} | {promises}
+
     def promised(self, keys: int) -> None:
         """It has promised so many keys more; below 0: fewer."""
         self._promised_keys += keys
@@ -336,6 +341,10 @@ class Peer:
             self.end_stream(stream)
         for promises in self.promising:
             promises.withdraw_all(self)
+        # A promise that ends later may still know it: what it holds must not wait for that.
+        self.chain = b""
+        self._replies.clear()
+        self._sending = []
         if self.files is not None:
             self.files.close()
         self._on_close(self)

@@ -211,12 +211,18 @@ class Search:
         absent = slots == -1
         if absent.any() and namespace.disk is not None and not namespace.disk.empty:
             expected[absent] = self._fetch(keys[absent], now)
+        most = MAX_WAITING - len(self._waiting)
         if self.wait_until > now and namespace.promises:
+            promised = 0
             for row in np.flatnonzero(absent & ~expected).tolist():
-                expected[row] = keys[row].tobytes() in namespace.promises
+                if keys[row].tobytes() in namespace.promises:
+                    expected[row] = True
+                    promised += 1
+                    if promised > most:  # those behind are looked at when one of these is there
+                        break
         waits = np.flatnonzero(expected)
         end = len(positions)
-        if len(waits) > (most := MAX_WAITING - len(self._waiting)):
+        if len(waits) > most:
             end = int(waits[most])
             namespace.memory.index.release(slots[end:][there[end:]])
         for position in positions[waits[:most]].tolist():

@@ -66,8 +66,13 @@ class Waiters:
             wake()
 
 
+def _nothing_changes(_: int) -> None:
+    """Of a promise that has ended."""
+
+
 class Promise:
-    """The keys that one request has promised, as long as they are not set."""
+    """The keys that one request has promised, as long as they are not set. One that has ended is kept for a while, so
+    it lets go of its owner."""
 
     __slots__ = ("changed", "keys", "owner")
 
@@ -125,6 +130,14 @@ class Promises:
             changed(len(promise.keys))
         return bytes(answers)
 
+    def held_by(self, owner: Hashable) -> bool:
+        """The owner has promised something here."""
+        return owner in self._by_owner
+
+    def new_to(self, owner: Hashable, keys: Iterable[bytes]) -> int:
+        """-> how many of the keys the owner has not promised yet."""
+        return sum((promise := self._by_key.get(key)) is None or promise.owner != owner for key in keys)
+
     def fulfil(self, keys: Iterable[bytes]) -> None:
         """These keys were set. Nobody is woken: they may not be readable yet."""
         if self._by_key:
@@ -144,21 +157,21 @@ class Promises:
         self._go_on()
 
     def expire(self, now: float) -> None:
-        """End the promises whose time is over; if they are very many, some of them with the next calls."""
-        ended = self._go_on()
-        expiring = self._expiring
+        """End the promises whose time is over; if they are very many, some of them with the next calls. Those of owners
+        that are gone wait for their own turn: however many there are, no other promise holds longer for it."""
+        expiring, ended = self._expiring, 0
         while expiring and ended < STEP and (expiring[0][0] <= now or not expiring[0][2].keys):
             promise = heapq.heappop(expiring)[2]
             ended += len(promise.keys)
             self._give_up(promise)
+        self._go_on()
 
-    def _go_on(self) -> int:
+    def _go_on(self) -> None:
         ended = 0
         while self._ending and ended < STEP:
             promise = self._ending.popleft()
             ended += len(promise.keys)
             self._give_up(promise)
-        return ended
 
     def _give_up(self, promise: Promise) -> None:
         keys = list(promise.keys)
@@ -176,10 +189,11 @@ class Promises:
 
     def _drop(self, promise: Promise, keys: list[bytes]) -> None:
         promise.keys.difference_update(keys)
+        promise.changed(-len(keys))
         if not promise.keys:
             self._alive -= 1
             owned = self._by_owner[promise.owner]
             owned.discard(promise)
             if not owned:
                 del self._by_owner[promise.owner]
-        promise.changed(-len(keys))
+            promise.owner, promise.changed = None, _nothing_changes

@@ -10,8 +10,20 @@ import pytest
 
 from kvstore_client import KVStoreClient
 from tests.attack.scale import FULL, LONGEST_S
-from tests.support.disk import disk_flags, wait_until_on, wait_until_written
-from tests.support.harness import MakeNamespace, StartServer, blocks_of, make_keys, wait_until
+from tests.support.disk import disk_flags, disk_info, wait_until_on, wait_until_written
+from tests.support.harness import (
+    GET,
+    PART,
+    SET_REPLY,
+    MakeNamespace,
+    RawClient,
+    StartServer,
+    blocks_of,
+    make_keys,
+    pack,
+    set_frames,
+    wait_until,
+)
 from tests.support.pinger import Pinger
 
 DELAY_S = 10.0 if FULL else 3.0
@@ -59,3 +71,40 @@ def test_nobody_waits_for_a_slow(
         trigger.unlink()
         wait_until(lambda: wait_until_written(client, 60))
         assert client.get(first + second).blocks == blocks_of(first + second, BLOCK)
+
+
+def test_a_read_that_waits_ends_in_time_though_its_client_must_wait_for_the_disk(
+    start_server: StartServer, new_namespace: MakeNamespace, slow_calls: Path, tmp_path: Path
+) -> None:
+    """Its client has set something, so nothing more is read from it while the disk is behind."""
+    folder, trigger = tmp_path / "disk", tmp_path / "trigger"
+    server = start_server(
+        *disk_flags(folder, "256MiB"),
+        memory="32MiB",
+        segment="4MiB",
+        LD_PRELOAD=str(slow_calls),
+        SLOW_CALLS_FOLDER=str(folder),
+        SLOW_CALLS_TRIGGER=str(trigger),
+        SLOW_CALLS_MS="6000",
+    )
+    namespace = new_namespace(BLOCK)
+    [key, promised, *many] = make_keys(402)
+    with (
+        KVStoreClient(server.endpoint, namespace, timeout_s=30) as client,
+        KVStoreClient(server.endpoint, namespace, timeout_s=1, fail_open=True) as flood,
+        RawClient(server) as raw,
+        client.promise([promised]),
+    ):
+        wait_until_on(client)
+        trigger.write_text("fallocate")
+        raw.hello(namespace.canonical())
+        assert raw.ask(*set_frames(1, [key], blocks_of([key], BLOCK)))[0] == SET_REPLY
+        raw.send(pack(GET, 2, 20_000, 1, 16, 0, True, False, False, False, 2000), promised)
+        began = time.monotonic()
+        flood.set(many, blocks_of(many, BLOCK))  # as much as there may be before the disk is behind
+        raw.sock.settimeout(10.0)
+        header, frames = raw.reply()
+        assert header[:2] == [PART, 2] and not frames
+        assert time.monotonic() - began < 4.0, "it waited for the disk"
+        assert disk_info(client).behind
+        trigger.unlink()

@@ -13,8 +13,14 @@ from kvstore_client import KVStoreClient
 from tests.attack.crowd import crowd
 from tests.attack.scale import FULL, LONGEST_S, MEDIAN_S
 from tests.support.harness import (
+    CONTAINS,
+    CONTAINS_REPLY,
     GET,
     PART,
+    PROMISE,
+    PROMISE_REPLY,
+    WITHDRAW,
+    WITHDRAW_REPLY,
     MemoryWatch,
     StartServer,
     blocks_of,
@@ -30,6 +36,7 @@ from tests.support.pinger import Pinger
 MEMORY = 64 << 20
 NAMESPACE = make_namespace(4096, "waiters")
 CONNECTIONS = 40
+READS = 250
 GETS = 250 if FULL else 50  # waiting, a connection
 PROMISES = 100_000 if FULL else 20_000
 
@@ -81,6 +88,57 @@ def test_many_waiters_and_promises_disturb_nobody(start_server: StartServer) -> 
         info = shard_info(other)
         assert (info.streams, info.held_bytes["promises"]) == (0, 0)
         assert namespace_info(other).awaited == namespace_info(other).promised == 0
+
+
+def test_reads_of_many_promised_blocks_are_woken_in_short_turns(start_server: StartServer) -> None:
+    """Each read names 8192 promised blocks and waits for the first ones; these are withdrawn one by one."""
+    server = start_server(memory="64MiB", segment="4MiB")
+    namespace = make_namespace(64, "short-turns")
+    keys = make_keys(8192)
+    packed = b"".join(keys)
+    with (
+        KVStoreClient(server.endpoint, namespace, timeout_s=20) as other,
+        crowd(server, 1, "127.0.0.9", namespace) as [waiting],
+        crowd(server, 1, "127.0.0.8", namespace) as [producer],
+    ):
+        assert producer.ask(pack(PROMISE, 1, 1000, 8192, 16, 600_000), packed)[0] == PROMISE_REPLY
+        for request_id in range(READS):
+            waiting.send(pack(GET, request_id, 600_000, 8192, 16, 0, True, False, False, False, 600_000), packed)
+        wait_until(lambda: shard_info(other).streams == READS, 30)
+        with Pinger(server) as pinger:
+            for key in keys[:40]:
+                assert producer.ask(pack(WITHDRAW, 1, 1000, 1, 16), key) == [WITHDRAW_REPLY, 1, 1]
+        assert pinger.latency.longest_s <= LONGEST_S / 2, pinger.latency
+
+
+def test_promises_in_ever_new_namespaces_take_no_memory(start_server: StartServer) -> None:
+    """Of no keys at all, and of keys that are withdrawn at once."""
+    server = start_server(memory="64MiB", segment="4MiB")
+    rounds = 100_000 if FULL else 4_000
+    with MemoryWatch(server, MEMORY), crowd(server, 1, "127.0.0.9", NAMESPACE) as [raw]:
+        for number in range(rounds):
+            raw.hello(make_namespace(4096, f"namespace-{number}").canonical())
+            key = b"%16d" % number
+            raw.ask(pack(PROMISE, 1, 1000, 0, 16, 600_000), b"")
+            raw.ask(pack(PROMISE, 1, 1000, 1, 16, 600_000), key)
+            raw.ask(pack(WITHDRAW, 1, 1000, 1, 16), key)
+
+
+def test_promises_of_closed_connections_take_no_memory(start_server: StartServer) -> None:
+    """What a connection remembers goes with it, although its promise was to hold for long."""
+    server = start_server(memory="64MiB", segment="4MiB")
+    with (
+        MemoryWatch(server, MEMORY),
+        KVStoreClient(server.endpoint, NAMESPACE, timeout_s=20) as keeper,
+    ):
+        kept = [keeper.promise([key], ttl_s=590) for key in make_keys(1000, first=100_000, key_bytes=64)]
+        keys = b"".join(make_keys(8192, key_bytes=64))
+        for _ in range(2000 if FULL else 800):
+            with crowd(server, 1, "127.0.0.9", NAMESPACE) as [raw]:
+                assert raw.ask(pack(CONTAINS, 1, 5000, 8192, 64, False), keys)[0] == CONTAINS_REPLY
+                assert raw.ask(pack(PROMISE, 2, 5000, 1, 64, 600_000), keys[:64]) == [PROMISE_REPLY, 2, bytes(1)]
+        for promise in kept:
+            promise.withdraw()
 
 
 def test_waiters_beyond_what_memory_there_is_are_refused(start_server: StartServer) -> None:

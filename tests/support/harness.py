@@ -385,12 +385,13 @@ class RawClient:
         self.sock.sendall(b"".join(data))
 
     def reply(self) -> tuple[list[Any], list[bytes]]:
-        """The next message: its header's fields and its other frames."""
+        """The next message: its header's fields and its other frames. Commands, such as PING, are passed over."""
         frames = []
         flags = 1
-        while flags & 1:
+        while flags & 5:
             flags, data = self.read_frame()
-            frames.append(data)
+            if not flags & 4:
+                frames.append(data)
         return msgspec.msgpack.decode(frames[0]), frames[1:]
 
     def ask(self, *frames: bytes) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -107,6 +108,10 @@ class Machine(RuleBasedStateMachine):
         assert all((key in self.promises) == (key in self.promised) for key in KEYS)
         held = Counter(owner for owner, _ in self.promised.values())
         assert +self.held == held, "the account of a client is wrong"
+        for owner in ("anna", "bert", "cleo"):
+            mine = [key for key, (whose, _) in self.promised.items() if whose == owner]
+            assert self.promises.held_by(owner) == bool(mine)
+            assert self.promises.new_to(owner, KEYS) == len(KEYS) - len(mine)
         assert len(self.waiters) == len(self.waiting)
 
     def teardown(self) -> None:
@@ -125,6 +130,37 @@ def test_who_renews_often_leaves_nothing_behind() -> None:
         promises.make(KEYS, bytes(len(KEYS)), "anna", 600.0 + number, lambda _: None)
     assert len(promises) == len(KEYS)
     assert len(promises._expiring) <= 2 + SPARE + 1
+
+
+class Owner:
+    """A client; the collector of garbage can be watched taking it."""
+
+
+def test_a_promise_that_has_ended_lets_go_of_its_owner() -> None:
+    """It is remembered for as long as it would have held."""
+    promises = Promises(Waiters())
+    promises.make(KEYS, bytes(len(KEYS)), "anna", 600.0, lambda _: None)
+    gone = []
+    for number in range(SPARE // 2):
+        owner = Owner()
+        promises.make([b"key %4d" % number], bytes(1), owner, 600.0, lambda _, owner=owner: None)
+        promises.withdraw_all(owner)
+        gone.append(weakref.ref(owner))
+        del owner
+    assert len(promises._expiring) > SPARE // 2
+    assert not any(each() for each in gone)
+
+
+def test_the_time_of_promises_passes_however_many_of_others_are_ending() -> None:
+    promises = Promises(Waiters())
+    promises.make([b"of bert."], bytes(1), "bert", 1.0, lambda _: None)
+    many = [number.to_bytes(8, "big") for number in range(3 * STEP)]
+    for first in range(0, len(many), 8192):
+        promises.make(many[first : first + 8192], bytes(8192), "anna", 600.0, lambda _: None)
+    promises.withdraw_all("anna")
+    assert len(promises) > STEP
+    promises.expire(1.0)
+    assert b"of bert." not in promises
 
 
 def test_a_waiter_of_many_keys_is_told_once_of_all() -> None:
