@@ -197,8 +197,18 @@ class AsyncKVStoreClient:
     async def promise(self, keys: Keys, *, ttl_s: float = 30.0, timeout_s: float | None = None) -> Promise:
         """See `KVStoreClient.promise`. Use what it returns in an `async with` statement."""
         client = await self._connected()
-        promise = await self._run(client.promise, keys, ttl_s=ttl_s, timeout_s=timeout_s)
-        return promise
+        making = asyncio.ensure_future(self._run(client.promise, keys, ttl_s=ttl_s, timeout_s=timeout_s))
+
+        def withdraw_after(making: asyncio.Future[Promise]) -> None:
+            if not making.cancelled() and making.exception() is None:  # nobody gets it any more
+                with contextlib.suppress(RuntimeError):  # the client is closed, and the promise ended
+                    self._threads.submit(making.result().withdraw)
+
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(withdraw_after)
+            raise
 
     async def load_prefix(self, keys: Keys, out: Any, *, timeout_s: float | None = None) -> int:
         """See `KVStoreClient.load_prefix`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvstore import wire
 from kvstore.wire import Promised
 from kvstore_client import _arguments
 from kvstore_client._calls.options import Options
-from kvstore_client._calls.promising import UNASKED, Promiser, no_longer
+from kvstore_client._calls.promising import UNASKED, Promiser, Told
 from kvstore_client._links.view import Numbers
 from kvstore_client.keys import KeyArray
 
@@ -47,9 +48,11 @@ class Promise:
         self._options = options
         self._lock = threading.Lock()  # whoever withdraws must know all who were told
         self._withdrawn = False
-        answers, self._told = promiser.make(packed, unique, ttl_s, options)
-        self._mine = unique[answers[unique] == Promised.MINE]
-        answers = answers[first]
+        self._told: list[Told] = []
+        made = promiser.make(packed, unique, ttl_s, options)
+        self._told = made.told
+        self._mine = unique[made.answers[unique] == Promised.MINE]
+        answers = made.answers[first]
         self.mine: npt.NDArray[np.bool_] = (answers == Promised.MINE) | (answers == UNASKED)
         self.present: npt.NDArray[np.bool_] = answers == Promised.PRESENT
         self.others: npt.NDArray[np.bool_] = answers == Promised.OTHERS
@@ -63,8 +66,12 @@ class Promise:
         with self._lock:
             if not self._withdrawn:
                 before = self._told
-                _, self._told = self._promiser.make(self._packed, self._mine, ttl_s, self._options)
-                self._promiser.withdraw(self._packed, no_longer(before, self._told))
+                made = self._promiser.make(self._packed, self._mine, ttl_s, self._options)
+                # A shard that has not answered may do so yet: what it was told before holds as long as it did.
+                unanswered = [_without(each, made.told) for each in before if each.link in made.silent]
+                self._promiser.hold(self._packed, unanswered)
+                self._told = made.told + unanswered
+                self._promiser.withdraw(self._packed, before)
 
     def withdraw(self) -> None:
         """Say that what was not set will not be: who waits for it misses at once. Does not raise for a shard that
@@ -73,6 +80,10 @@ class Promise:
             self._withdrawn = True
             told, self._told = self._told, []
             self._promiser.withdraw(self._packed, told)
+
+    def __del__(self) -> None:
+        if self._told:
+            self._promiser.drop(self._packed, self._told)
 
     def __enter__(self) -> Promise:
         return self
@@ -91,3 +102,9 @@ class Promise:
         import asyncio  # slow to import, and most users do not need it
 
         await asyncio.to_thread(self.withdraw)
+
+
+def _without(told: Told, others: Sequence[Told]) -> Told:
+    """The positions there that the others of its link do not have."""
+    known = [each.positions for each in others if each.link is told.link]
+    return Told(told.link, np.setdiff1d(told.positions, np.concatenate(known)) if known else told.positions)

@@ -1,14 +1,18 @@
 """Promises: telling the shards that blocks will be set, so that who asks for them meanwhile may wait.
 
 The first owner of a key decides who has promised it; only then its other owners are told. A promise belongs to the
-connection that it was made on: if that is lost, the shard ends it, and so there is nothing to withdraw.
+connection that it was made on: if that is lost, the shard ends it, and so there is nothing to withdraw. To a shard, all
+promises of a client's key are one: so they are counted here, and the last one that is withdrawn ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -31,28 +35,19 @@ Answers = npt.NDArray[np.uint8]
 
 @dataclass
 class Told:
-    """A shard that was told of a promise, on which of its connections, and of which positions."""
+    """A shard that was told of a promise, and of which positions."""
 
     link: Link
-    connection: int
     positions: Numbers
 
-    @property
-    def alive(self) -> bool:
-        return self.link.sock is not None and self.link.connections == self.connection
 
+@dataclass
+class Made:
+    """What became of a promise: an answer by position, who was told, and which shards did not answer."""
 
-def no_longer(before: Sequence[Told], now: Sequence[Told]) -> list[Told]:
-    """The shards that were told before of positions of which they were not told now, and those positions."""
-    told: dict[int, list[Numbers]] = {}
-    for each in now:
-        told.setdefault(id(each.link), []).append(each.positions)
-    return [
-        Told(each.link, each.connection, np.setdiff1d(each.positions, np.concatenate(told[id(each.link)])))
-        if id(each.link) in told
-        else each
-        for each in before
-    ]
+    answers: Answers
+    told: list[Told] = field(default_factory=list)
+    silent: set[Link] = field(default_factory=set)
 
 
 class Promiser:
@@ -62,47 +57,92 @@ class Promiser:
         self._exchange = exchange
         self._core = exchange.core
         self._replicas = replicas
+        self._lock = threading.Lock()  # of what follows
+        self._held: dict[Link, Counter[bytes]] = {}  # how many promises of this client there are of each key
+        self._dropped: deque[tuple[KeyArray, list[Told]]] = deque()
 
-    def make(self, packed: KeyArray, positions: Numbers, ttl_s: float, options: Options) -> tuple[Answers, list[Told]]:
-        """Promise the keys at these positions, or renew that. -> an answer by position, and who was told. Raises if a
-        shard refuses, or without `fail_open` if one does not answer; then nothing is promised."""
-        answers = np.full(len(packed), UNASKED, dtype=np.uint8)
-        told: list[Told] = []
+    def make(self, packed: KeyArray, positions: Numbers, ttl_s: float, options: Options) -> Made:
+        """Promise the keys at these positions. Raises if a shard refuses, or without `fail_open` if one does not
+        answer; then nothing is promised that was not before."""
+        made = Made(np.full(len(packed), UNASKED, dtype=np.uint8))
         deadline = time.monotonic() + options.timeout_s
         view = self._core.view
         if not view.links:
             if options.fail_open:
-                return answers, told
+                return made
             raise self._core.no_shards()
         owners = view.owners(packed, self._replicas)
         for column in range(owners.shape[1]):
-            asked = positions if column == 0 else positions[answers[positions] == wire.Promised.MINE]
-            calls = self._ask(packed, view.split(owners[asked, column], asked), ttl_s, options, deadline)
+            asked = positions if column == 0 else positions[made.answers[positions] == wire.Promised.MINE]
+            groups = view.split(owners[asked, column], asked)
+            # Held before they are promised: whoever withdraws the same keys meanwhile must not end this promise.
+            self.hold(packed, [Told(*group) for group in groups])
             error: KVStoreError | None = None
-            for call in calls:
-                reply = call.reply
+            for call in self._ask(packed, groups, ttl_s, options, deadline):
+                reply, mine = call.reply, call.positions
                 if call.error is None and isinstance(reply, wire.PromiseReply) and len(reply.answers) == call.count:
-                    told.append(Told(call.link, call.connection, call.positions))
                     if column == 0:
-                        answers[call.positions] = np.frombuffer(reply.answers, dtype=np.uint8)
+                        made.answers[call.positions] = np.frombuffer(reply.answers, dtype=np.uint8)
+                        mine = mine[made.answers[mine] == wire.Promised.MINE]
+                    made.told.append(Told(call.link, mine))
+                    self._let_go(packed, [Told(call.link, np.setdiff1d(call.positions, mine))])
                     continue
+                self._let_go(packed, [Told(call.link, call.positions)])
                 failed = call.error or protocol_error(call.link, reply)
+                made.silent.add(call.link)
                 if not (isinstance(failed, TRANSPORT_ERRORS) and (options.fail_open or column)):
                     error = failed
             if error is not None:
-                self.withdraw(packed, told)
+                self.withdraw(packed, made.told)
                 raise error
-        return answers, told
+        return made
 
     def withdraw(self, packed: KeyArray, told: Sequence[Told]) -> None:
-        """Tell the shards that these keys will not be set. A shard that cannot be told ends the promise by itself."""
+        """Tell the shards that these keys will not be set, unless another promise of this client has them. A shard that
+        cannot be told ends the promise by itself."""
         deadline_ms = int(WITHDRAW_S * 1000)
 
         def request(number: int, keys: int, key_bytes: int) -> wire.Withdraw:
             return wire.Withdraw(number, deadline_ms, keys, key_bytes)
 
-        groups = [(each.link, each.positions) for each in told if each.alive]
+        ended = self._let_go(packed, told)
+        groups = [(each.link, each.positions) for each in ended if each.link.sock is not None]
         self._exchange.run(self._exchange.calls(packed, groups, request), time.monotonic() + WITHDRAW_S)
+
+    def drop(self, packed: KeyArray, told: list[Told]) -> None:
+        """Nobody has this promise any more, and nobody has withdrawn it: its time will end it. For the collector of
+        garbage, which may come while the lock is held: they are let go of with the next call."""
+        self._dropped.append((packed, told))
+
+    def hold(self, packed: KeyArray, told: Sequence[Told]) -> None:
+        """Count these once more: `withdraw` counts them once less."""
+        with self._lock:
+            for each in told:
+                self._held.setdefault(each.link, Counter()).update(_keys(packed, each.positions))
+
+    def _let_go(self, packed: KeyArray, told: Sequence[Told]) -> list[Told]:
+        """-> of these, what no promise of this client has any more."""
+        while self._dropped:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                packed_then, told_then = self._dropped.popleft()
+                self._count_less(packed_then, told_then)
+        return self._count_less(packed, told)
+
+    def _count_less(self, packed: KeyArray, told: Sequence[Told]) -> list[Told]:
+        ended = []
+        with self._lock:
+            for each in told:
+                held, last = self._held.get(each.link, Counter()), []
+                for position, key in zip(each.positions.tolist(), _keys(packed, each.positions), strict=True):
+                    held[key] -= 1
+                    if held[key] <= 0:
+                        del held[key]
+                        last.append(position)
+                if not held:
+                    self._held.pop(each.link, None)
+                if last:
+                    ended.append(Told(each.link, np.array(last, dtype=each.positions.dtype)))
+        return ended
 
     def _ask(
         self,
@@ -120,3 +160,9 @@ class Promiser:
         calls = self._exchange.calls(packed, groups, request)
         self._exchange.run(calls, deadline)
         return calls
+
+
+def _keys(packed: KeyArray, positions: Numbers) -> Iterator[bytes]:
+    key_bytes = packed.shape[1]
+    named = packed[positions].tobytes()
+    return (named[at : at + key_bytes] for at in range(0, len(named), key_bytes))

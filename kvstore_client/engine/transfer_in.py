@@ -52,6 +52,10 @@ FIRST_CHUNK: Final = 1 / 8
 GRACE: Final = 0.1
 TRIED_S: Final = 0.05
 HOPELESS: Final = 2.0
+# Of the time that a job may wait for promised blocks, so much is kept for what comes when the wait ends: at least, and
+# as a share; but no more than a call of the store may take.
+ANSWER_S: Final = 0.1
+ANSWER_SHARE: Final = 0.1
 
 log = logging.getLogger("kvstore_client")
 
@@ -267,6 +271,8 @@ class TransferIn:
             self._counters.add(job.missed, len(keys) / self._parts)
             return nothing
         timeout_s = min(left, self._guard.timeout_s)
+        if job.waits:
+            timeout_s = min(timeout_s, ANSWER_S + ANSWER_SHARE * left)
         wait_s = left - timeout_s if job.waits else 0.0
 
         def get(client: Store) -> Steps[Hits]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from kvstore import wire
 from kvstore_client import AsyncKVStoreClient, KVStoreClient, KVStoreError, Lookup, Namespace
+from kvstore_client._links.call import Call
 from tests.support.harness import (
     ERROR,
     GET,
@@ -376,7 +378,100 @@ def test_promises_are_bounded_by_the_account(server: Server, namespace: Namespac
             info = shard_info(other)
             assert info.held_bytes["promises"] >= count * 200 and sum(info.held_bytes.values()) <= info.held_limit_bytes
             assert count >= 100_000
+            for _ in range(3):  # a renewal takes nothing
+                keys = b"".join(make_keys(8192))
+                assert raw.ask(pack(PROMISE, 9, 1000, 8192, 16, 600_000), keys) == [PROMISE_REPLY, 9, bytes(8192)]
         wait_until(lambda: shard_info(other).held_bytes["promises"] == 0)
+
+
+def test_each_promise_of_a_client_holds_until_it_is_withdrawn(connect: Connect) -> None:
+    """Two requests of one engine share a prefix, and one is aborted."""
+    producer, other = connect(), connect()
+    keys = make_keys(6)
+    with producer.promise(keys[:4]) as first:
+        with producer.promise(keys) as second:
+            assert first.mine.all() and second.mine.all()
+            second.renew()
+        assert other.lookup(keys) == Lookup(0, 4)
+        with producer.promise(keys[:2]):
+            first.withdraw()
+            first.withdraw()
+            assert other.lookup(keys) == Lookup(0, 2)
+        assert other.lookup(keys) == Lookup(0, 0)
+    assert not producer._promiser._held
+
+
+def test_a_promise_that_nobody_has_any_more_ends_with_its_time(connect: Connect) -> None:
+    producer, other = connect(), connect()
+    keys = make_keys(4)
+    dropped = producer.promise(keys, ttl_s=60)
+    del dropped
+    gc.collect()
+    assert other.lookup(keys) == Lookup(0, 4)
+    with producer.promise(keys):
+        pass
+    assert other.lookup(keys) == Lookup(0, 0)
+    assert not producer._promiser._held
+
+
+def test_a_renewal_that_is_not_answered_ends_nothing(
+    server: Server, connect: Connect, start_server: StartServer, namespace: Namespace
+) -> None:
+    producer, other = connect(fail_open=True), connect()
+    keys = make_keys(4)
+    promise = producer.promise(keys, ttl_s=60, timeout_s=0.3)
+    for _ in range(2):
+        with server.stopped():
+            promise.renew()
+        assert other.lookup(keys) == Lookup(0, 4)
+    promise.renew()
+    promise.withdraw()
+    assert other.lookup(keys) == Lookup(0, 0)
+    assert not producer._promiser._held
+
+
+def test_a_renewal_that_one_shard_refuses_ends_nothing_at_the_others(
+    start_server: StartServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server("--shards", "2")
+    keys = make_keys(200)
+    with (
+        KVStoreClient(server.endpoint, namespace, timeout_s=5) as producer,
+        KVStoreClient(server.endpoint, namespace, timeout_s=5) as other,
+        producer.promise(keys) as promise,
+    ):
+        ask = producer._promiser._ask
+
+        def one_refuses(*arguments: Any) -> list[Call]:
+            calls = ask(*arguments)
+            assert len(calls) == 2
+            calls[0].answer.reply = wire.Error(calls[0].id, int(wire.ErrorCode.LIMIT), "it has no room")
+            return calls
+
+        with monkeypatch.context() as patch, pytest.raises(KVStoreError, match="no room"):
+            patch.setattr(producer._promiser, "_ask", one_refuses)
+            promise.renew()
+        assert other.lookup(keys) == Lookup(0, len(keys))
+        promise.withdraw()
+        assert other.lookup(keys) == Lookup(0, 0)
+
+
+async def _cancelled(server: Server, namespace: Namespace, keys: list[bytes]) -> None:
+    async with AsyncKVStoreClient(server.endpoint, namespace, timeout_s=5) as producer:
+        assert not (await producer.contains(keys)).any()
+        with server.stopped():
+            making = asyncio.ensure_future(producer.promise(keys, ttl_s=600))
+            await asyncio.sleep(0.1)
+            making.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await making
+        assert not (await producer.contains(keys)).any()  # on the same connection, so the promise is made
+        while await producer.lookup(keys) != Lookup(0, 0):
+            await asyncio.sleep(0.01)
+
+
+def test_a_promise_whose_call_was_cancelled_is_withdrawn(server: Server, namespace: Namespace) -> None:
+    asyncio.run(asyncio.wait_for(_cancelled(server, namespace, make_keys(3)), SOON_S + 4))
 
 
 async def _together(endpoint: str, namespace: Namespace, keys: list[bytes]) -> list[bool]:

@@ -381,6 +381,19 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
             assert not any(job.wait()) and job.seconds < 10
 
 
+def test_a_job_waits_nearly_all_of_its_time_though_a_call_may_take_longer(
+    server: Server, new_namespace: MakeNamespace, start_in: StartIn
+) -> None:
+    namespace, keys = new_namespace(BLOCK_BYTES), make_keys(6)
+    transfer = start_in(server, namespace, timeout_s=5.0)
+    with KVStoreClient(server.endpoint, namespace) as producer, producer.promise(keys):
+        job = Job(transfer, keys, empty_rows(6), left_s=4.0, waits=True)
+        time.sleep(3.0)
+        assert not job.done_at, "it gave up long before its time"
+        put(server, namespace, keys)
+        assert job.wait() == [True] * 6
+
+
 def test_closing_ends_every_job_and_further_ones_at_once(
     start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
