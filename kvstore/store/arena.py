@@ -19,8 +19,9 @@ Where the kernel cannot give a segment a memfd, or there is no descriptor for it
 process, and its blocks are sent through the socket.
 
 Pages: huge pages make reads through the server about 5 % faster. Shared memory gets them from the system's reserve if
-that is large enough, by the system's setting for shared memory, or else by MADV_COLLAPSE, which needs no setting
-(Linux 6.1). Private memory gets them where the system allows them.
+that is large enough, or by the system's setting for shared memory; private memory where the system allows them.
+MADV_COLLAPSE would need no setting, but it keeps this process from mapping anything until every processor has done some
+work for it: where one is busy, the loop stood still for seconds.
 
 Invariant: the range never grows, so the blocks of a shard can never take more than its limit.
 Threads: only the shard's loop calls `take`, `give_back`, `allow` and `export`. The pre-faulting thread only touches
@@ -43,7 +44,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.pages import HUGE_PAGE_BYTES, Range, advise, collapse, map_at, populate
+from kvstore.pages import HUGE_PAGE_BYTES, Range, advise, map_at, populate
 
 log = logging.getLogger(__name__)
 
@@ -110,15 +111,13 @@ class Arena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         reserved = size % HUGE_PAGE_BYTES == 0 and _free_huge_pages_bytes() >= size
         self._file_flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self._collapse = False
         if reserved:
             self.pages = "reserved huge pages"
             self._file_flags |= _MFD_HUGETLB
             flags |= 0 if shared else mmap.MAP_HUGETLB if hasattr(mmap, "MAP_HUGETLB") else 0x40000
-        elif shared and segment_bytes % HUGE_PAGE_BYTES == 0:
-            self._collapse = not _transparent_huge_pages("shmem_enabled")
-            self.pages = "collapsed huge pages" if self._collapse else "transparent huge pages"
-        elif not shared and _transparent_huge_pages("enabled"):
+        elif _transparent_huge_pages("shmem_enabled" if shared else "enabled") and (
+            not shared or segment_bytes % HUGE_PAGE_BYTES == 0
+        ):
             self.pages = "transparent huge pages"
         else:
             self.pages = "small pages"
@@ -275,8 +274,6 @@ class Arena:
         start = self._address + segment * self.segment_bytes
         for offset in range(0, self.segment_bytes, _POPULATE_STEP_BYTES):
             step = min(_POPULATE_STEP_BYTES, self.segment_bytes - offset)
-            if self._collapse and segment in self._files:
-                self._populate_huge(start + offset, step)
             try:
                 populate(start + offset, step)
             except OSError as error:
@@ -284,12 +281,3 @@ class Arena:
                 log.log(level, "arena is not pre-faulted: %s", error.strerror)
                 return False
         return True
-
-    def _populate_huge(self, start: int, size: int) -> None:
-        """Have huge pages behind `size` bytes; where there is none, small ones are populated next."""
-        try:
-            collapse(start, size)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                log.info("block memory is in small pages: this kernel has no MADV_COLLAPSE")
-                self._collapse = False

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import wire
+from kvstore import pages, wire
 from kvstore._cext import BlockIndex, lift_ticks
 from kvstore.disk.segments import SegmentFiles
+from kvstore.pages import HUGE_PAGE_BYTES
 from kvstore.store import listing as listing_module
 from kvstore.store import namespaces as store_module
 from kvstore.store.arena import Arena
@@ -24,7 +25,7 @@ from kvstore.store.namespaces import EMPTY_S, MAX_NAMESPACES, Store
 from kvstore.store.rules import NamespaceRule
 from kvstore.wire import ErrorCode, WireError
 from kvstore_client import Namespace
-from tests.support.harness import make_keys
+from tests.support.harness import make_keys, wait_until
 
 SEGMENT = 1 << 20
 BLOCK = 1 << 18  # four a segment
@@ -550,3 +551,23 @@ def test_the_parent_of_keys_is_found_in_the_chain_asked_for_before() -> None:
         assert find_parent(other_chain, other_keys, 16) == (b"", False)
     astride = chain[8:24]  # the end of one key and the beginning of the next
     assert find_parent(chain, astride, 16)[0] == b""
+
+
+def test_the_arena_never_has_the_kernel_wait_for_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MADV_COLLAPSE does, and meanwhile nothing can be mapped: a shard stood still for seconds beside busy engines."""
+    advised: list[int] = []
+
+    class Recorder:
+        def madvise(self, address: int, nbytes: int, advice: int) -> int:
+            advised.append(advice)
+            return int(libc.madvise(address, nbytes, advice))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(libc, name)
+
+    libc = pages._libc
+    monkeypatch.setattr(pages, "_libc", Recorder())
+    arena = Arena(4 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, shared=True)
+    wait_until(lambda: all(arena._populated), what="its pages are touched ahead")
+    arena.close()
+    assert advised and pages._MADV_COLLAPSE not in advised
