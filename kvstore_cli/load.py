@@ -131,7 +131,7 @@ def load(
     from kvstore_serving.load.sweep import make_sweep
 
     check_url(url)
-    _check_files(output, chart)
+    _check_files(output, chart, trace)
     try:
         bodies = Bodies(model, "chat" if api is Api.CHAT else "completions", extensions=extensions, extra=extra_body)
     except BadBody as error:
@@ -181,8 +181,11 @@ def check_url(url: str) -> None:
         fail("usage", f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
 
 
-def _check_files(output: Path | None, chart: Path | None) -> None:
+def _check_files(output: Path | None, chart: Path | None, trace: Path | None) -> None:
     """Fail now rather than after the run."""
+    for option, file in (("--output", output), ("--chart", chart)):
+        if file is not None and trace is not None and file.exists() and trace.exists() and file.samefile(trace):
+            fail("usage", f"{option} {file}: that is the --trace; expected another file")
     if chart is not None:
         from kvstore_serving.load.chart import FORMATS
 
@@ -191,7 +194,7 @@ def _check_files(output: Path | None, chart: Path | None) -> None:
     for option, file in (("--output", output), ("--chart", chart)):
         try:
             if file is not None:
-                file.open("wb").close()
+                file.open("ab").close()  # what is in it stays until there is something new
         except OSError as error:
             fail("usage", f"{option} {file}: {error.strerror}")
 
@@ -204,7 +207,7 @@ def _synthetic(
     warmup: int,
     seed: int,
 ) -> list[_Load]:
-    from kvstore_serving.load.arrivals import synthetic
+    from kvstore_serving.load.arrivals import seed_of, synthetic
 
     given = {"--input-tokens": input_tokens, "--output-tokens": output_tokens, "--requests": requests}
     missing = [name for name, value in {"--rate": rates or None, **given}.items() if value is None]
@@ -215,7 +218,7 @@ def _synthetic(
     assert input_tokens and output_tokens and requests
     loads = []
     for number, rate in enumerate(rates):
-        own = seed + number  # the same prompts would be in the endpoint's cache
+        own = seed_of(seed, number)  # the same prompts would be in the endpoint's cache
         planned = list(synthetic(rate, requests, warmup, input_tokens, output_tokens, own))
         source = f"Poisson, {rate:g} req/s, {input_tokens} to {output_tokens} tokens"
         loads.append(_Load(planned, rate, source, own))

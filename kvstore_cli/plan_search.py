@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from kvstore_serving.planning.fleet import Pool
     from kvstore_serving.planning.plan import Plan
     from kvstore_serving.planning.search import Question
-    from kvstore_serving.planning.workload import Recipe
+    from kvstore_serving.planning.workload import Recipe, Replayed
 
 MOST_CV: Final = 20.0
 STORE: Final = 10e9  # bytes a second of a store node
+_ENGINE_URL: Final = re.compile(r"https?://[^\s/?#]+")  # as engines register: `EngineRecord`
 PART: Final = 100  # requests of a part of a trace, at least
 SEARCH_EXAMPLES: Final = example(
     "kvstore plan search --profile opt-13b-a100-80g --rate 6 --input-tokens 755 --output-tokens 200 \\",
@@ -155,6 +157,7 @@ def search(
         if any(value is not None for value in given.values()) or hit_rate or hit_curve is not None or spread:
             fail("usage", "--trace has its own rate, lengths and hits: leave out --rate, --input-tokens and the like")
         recipe, asked = _replayed(trace, speed, requests, hits, kept_tokens, seeds)
+        seeds = recipe.parts
     else:
         if speed != 1.0 or requests is not None or not hits:
             fail("usage", "--speed, --requests and --no-hits go with --trace")
@@ -190,8 +193,10 @@ def _check_urls(*urls: str) -> None:
             fine = url.format(0) != url.format(1)
         except (LookupError, ValueError):
             fine = False
-        if not fine or not url.startswith(("http://", "https://")):
+        if not fine or not _ENGINE_URL.fullmatch(url):
             fail("usage", f"{option} {url!r}: expected http://HOST:PORT with {{}} where the engine's number goes")
+    if urls[0] == urls[1]:
+        fail("usage", f"--prefill-url and --decode-url are both {urls[0]!r}: two engines would have one URL")
 
 
 def _pools(profiles: list[str], nodes: list[int], gpus: list[int], prices: list[float] | None) -> list[Pool]:
@@ -235,7 +240,7 @@ def _synthetic(
 
 def _replayed(
     trace: Path, speed: float, requests: int | None, hits: bool, kept_tokens: int | None, seeds: int
-) -> tuple[Recipe, float]:
+) -> tuple[Replayed, float]:
     from kvstore_serving.planning.workload import Replayed, rate_of
 
     check_positive("--speed", speed, "a number; 2 is twice the rate")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvstore_cli.output import fail
 from kvstore_cli.progress import progress_bar
-from kvstore_serving.load.arrivals import synthetic
+from kvstore_serving.load.arrivals import seed_of, synthetic
 from kvstore_serving.load.client import Bodies, Client, reach
 from kvstore_serving.load.prompts import Prompts
 from kvstore_serving.load.records import Planned
@@ -67,7 +67,7 @@ def compare_rates(
     fleet = Fleet([pool], links, placement, max_batch, chunk_tokens)
     found = []
     for number, rate in enumerate(rates):
-        seed = against.seed + number
+        seed = seed_of(against.seed, number)
         planned = list(
             synthetic(rate, against.requests, against.warmup, against.input_tokens, against.output_tokens, seed)
         )

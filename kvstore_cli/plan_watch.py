@@ -20,6 +20,7 @@ def watch_load(
 ) -> None:
     """Look at the proxy every `interval_s`, until Ctrl-C. A proxy that does not answer is waited for."""
     planned: Load | None = None
+    engines = 0
     before = _look(proxy, required=True)
     try:
         while True:
@@ -31,7 +32,16 @@ def watch_load(
             load, before = load_between(before, after), after
             if load is None:
                 continue
+            if len(after.roles) < 2:
+                said = f"the proxy has {len(after.roles)} engine(s): expected two or more, whose roles can be shifted"
+                if once:
+                    fail("failed", said)
+                print(f"{said}; waiting for them", file=sys.stderr)
+                continue
             changed = [] if planned is None else drift(planned, load, share)
+            if planned is not None and len(after.roles) != engines:
+                changed.append(f"{engines} -> {len(after.roles)} engines")
+            engines = len(after.roles)
             proposal = Proposal(load, changed)
             if planned is None or changed:
                 proposal = _proposed(watched, load, after, changed, as_json)
@@ -66,7 +76,5 @@ def _look(proxy: str, required: bool) -> Counters | None:
 
 
 def _proposed(watched: Watched, load: Load, seen: Counters, changed: list[str], as_json: bool) -> Proposal:
-    if len(seen.roles) < 2:
-        fail("failed", f"the proxy has {len(seen.roles)} engine(s): expected two or more, whose roles can be shifted")
     with progress_bar("simulating", not as_json, "runs") as progress, crew(progress) as workers:
         return propose(watched, load, len(seen.roles), seen.split, changed, workers)

@@ -20,6 +20,12 @@ def poisson(rate_rps: float, count: int, seed: int) -> list[float]:
     return [0.0, *np.cumsum(gaps).tolist()][:count]
 
 
+def seed_of(seed: int, number: int) -> int:
+    """-> the seed of a sweep's run. Sweeps with other seeds share none of them: the same prompts would be in the
+    endpoint's cache."""
+    return seed if not number else int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
 def synthetic(
     rate_rps: float, requests: int, warmup: int, input_tokens: int, output_tokens: int, seed: int
 ) -> Iterator[Planned]:

@@ -13,6 +13,7 @@ HTTP, is in the times: that is what users see.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -86,9 +87,7 @@ async def measure_contention(
 ) -> Contention:
     """Measure what an engine takes more while another one of its node, at `beside`, works: prompts and batches from the
     middle of the sweep. Raises `MeasureError`."""
-    engine, other = (
-        _Engine(each, model, sweep, lambda done, of: None, seed) for seed, each in enumerate((url, beside))
-    )
+    engine, other = (_Engine(each, model, sweep, lambda done, of: None) for each in (url, beside))
     length = sweep.lengths[len(sweep.lengths) // 2]
     batch = sweep.decode_batches[len(sweep.decode_batches) // 2]
     prefills, decodes = [], []
@@ -117,11 +116,11 @@ async def kv_tokens(url: str) -> int | None:
 
 
 class _Engine:
-    def __init__(self, url: str, model: str, sweep: Sweep, progress: Callable[[int, int], None], seed: int = 0) -> None:
+    def __init__(self, url: str, model: str, sweep: Sweep, progress: Callable[[int, int], None]) -> None:
         self._bodies = Bodies(model, "completions")
         self.client = Client(url, "completions", timeout_s=sweep.timeout_s, api_key=None, whole_output=True)
         self._sweep = sweep
-        self._prompts = Prompts(sweep.vocabulary, seed)
+        self._prompts = Prompts(sweep.vocabulary, secrets.randbits(32))  # no cache has prompts of an earlier profile
         self._next_id = 0
         self._progress = progress
         self._done = 0

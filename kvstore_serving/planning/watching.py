@@ -27,6 +27,7 @@ _COUNTERS: Final = {
     "kvstore_proxy_cached_tokens_total": "cached",
     "kvstore_proxy_output_tokens_total": "output",
 }
+GENERATING: Final = ("/v1/completions", "/v1/chat/completions")  # endpoints
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -62,7 +63,7 @@ class Proposal(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Counters:
-    """The proxy's counters at a time, and the roles of each of its engines that works."""
+    """The proxy's counters at a time, and the roles of each of its engines."""
 
     at_s: float
     counts: dict[str, float]
@@ -83,9 +84,13 @@ def counters(samples: Sequence[Sample], at_s: float) -> Counters:
     seen = False
     for sample in samples:
         if name := _COUNTERS.get(sample.name):
-            counts[name] += sample.value
             seen = True
-        elif sample.name == "kvstore_proxy_engine_up" and sample.value:
+            # Others generate nothing, or were sent away before any engine had them.
+            if name != "requests" or (
+                sample.labels["endpoint"] in GENERATING and sample.labels["outcome"] not in ("rejected", "refused")
+            ):
+                counts[name] += sample.value
+        elif sample.name == "kvstore_proxy_engine_up":  # also of one that failed a moment ago
             roles.setdefault(sample.labels["engine"], set()).add(sample.labels["role"])
     if not seen:
         raise ValueError("no metrics of `kvstore proxy` there")

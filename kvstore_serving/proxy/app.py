@@ -211,6 +211,7 @@ class Proxy:
 
     async def _passed_to(self, engine: Engine, user: User, record: Record, method: str, path: str, body: bytes) -> None:
         upstream, pools = self.serving.upstream, self.serving.pools
+        headers: dict[str, str] = {}
         try:
             with pools.running(engine, 0), engine_span(record, "pass", "proxy to D", engine, method) as span:
                 sent = record.for_engine(span)
@@ -222,8 +223,14 @@ class Proxy:
             record.outcome = "ok" if status < 400 else "refused"
         except EngineFailed as error:
             engine.failed()
-            record.outcome = "failed"
-            await user.refuse(502, f"the engine failed: {error}", "upstream_error", None, _RETRY)
+            self.serving.metrics.failures.labels(engine.url).inc()
+            log.warning("request %s: %s", record.id, error)
+            record.outcome = "cut" if user.status else "failed"
+            if not user.status:
+                await user.refuse(502, f"the engine failed: {error}", "upstream_error", None, _RETRY)
+            elif headers.get("content-type", "").startswith("text/event-stream"):
+                await self._cut_off(user, "the engine failed")
+            # Else the server breaks the connection, so that nobody takes the part for the whole.
 
     async def _body(self, user: User, record: Record) -> bytes | None:
         most = self.serving.settings.max_body_bytes

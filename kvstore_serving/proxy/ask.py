@@ -19,6 +19,7 @@ from typing import Any, Final
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
+_LAST_TOKEN: Final = (1 << 31) - 1
 _DEFAULT_MAX_TOKENS: Final = 16  # of completions, by OpenAI's API
 _OURS: Final = ("do_remote_decode", "do_remote_prefill")
 
@@ -208,6 +209,14 @@ def understand(path: str, body: object) -> Ask:
                 f"kv_transfer_params.{flag} was given; the proxy sets it. Leave it out: the object `kvstore` is yours",
                 "kv_transfer_params",
             )
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise AskError(f"stream_options is {type(options).__name__}; expected an object", "stream_options")
+    prompt = body.get("prompt")
+    tokens = [each for each in prompt if type(each) is int] if isinstance(prompt, list) else []
+    if tokens and not 0 <= min(tokens) <= max(tokens) <= _LAST_TOKEN:
+        wrong = next(each for each in tokens if not 0 <= each <= _LAST_TOKEN)
+        raise AskError(f"prompt has the token id {wrong}; expected 0 to {_LAST_TOKEN}", "prompt")
     return Ask(path, body, bool(body.get("return_token_ids")))
 
 

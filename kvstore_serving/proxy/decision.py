@@ -145,8 +145,9 @@ class Decider:
         except (EngineFailed, msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
             log.warning("%s/tokenize: %s; the prompt's length is guessed", engine.url, error)
             return None
+        before = self._tokenized.pop(name, None)  # requests with one text, at once, all asked
         self._tokenized[name] = tokens
-        self._kept += len(tokens)
+        self._kept += len(tokens) - (0 if before is None else len(before))
         while self._kept > _KEPT_TOKENS:
             self._kept -= len(self._tokenized.popitem(last=False)[1])
         return tokens  # type: ignore[return-value]

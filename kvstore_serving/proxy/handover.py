@@ -112,8 +112,12 @@ class StreamedAnswer:
                     await self._end()
                     return
                 begun = self._raw_sent or not transcript.empty
-                may_go_on = not begun or (self._ask.plain and (self._may_continue() or self._ask.steady))
-                if not may_go_on or not request.after(error, "in the stream" if begun else "before the first token"):
+                if not begun or (self._ask.plain and (self._may_continue() or self._ask.steady)):
+                    goes_on = request.after(error, "in the stream" if begun else "before the first token")
+                else:
+                    request.note(error)
+                    goes_on = False
+                if not goes_on:
                     if request.user.status:
                         await self._break_off(str(error))
                     else:
@@ -213,8 +217,8 @@ class StreamedAnswer:
     async def _relay_raw(self, stream: Stream) -> None:
         """Pass on a stream as it is: what an answer of several parts is made of is not looked at."""
         while (data := await stream.next()) is not None:
-            if data.startswith(b'{"error"') and not self._raw_sent:
-                raise EngineFailed(stream.engine, f"an error in its stream: {data[:200].decode(errors='replace')}")
+            if data.startswith(b'{"error"'):
+                stream.refuse(data)
             self._raw_sent = True
             await self._write(b"data: %b\n\n" % data, token=True)
 

@@ -77,12 +77,16 @@ class Request:
         """-> the body of a request to an engine with these headers."""
         return with_trace(body, headers["traceparent"]) if self.serving.traced else body
 
+    def note(self, error: EngineFailed) -> None:
+        """Note that the engine failed."""
+        self.engine.failed()
+        self.serving.metrics.failures.labels(self.engine.url).inc()
+        log.warning("request %s: %s", self.record.id, error)
+
     def after(self, error: EngineFailed, when: str) -> bool:
         """Note that the engine failed, and choose another one. -> False: there were enough, or there is none."""
         serving, record = self.serving, self.record
-        self.engine.failed()
-        serving.metrics.failures.labels(self.engine.url).inc()
-        log.warning("request %s: %s", record.id, error)
+        self.note(error)
         self.tried.add(self.engine.url)
         if record.retries >= serving.settings.retries:
             return False

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import aiohttp
 import msgspec
@@ -116,15 +116,22 @@ class Stream:
         except sse.EventError as error:
             raise EngineFailed(self.engine, str(error)) from None
         if "error" in chunk:
-            said = chunk["error"]
-            code = said.get("code") if isinstance(said, dict) else None
-            if isinstance(code, int) and 400 <= code < 500:
-                raise EngineRefused(Answer(code, {"content-type": "application/json"}, data))
-            raise EngineFailed(self.engine, f"an error in its stream: {data[:200].decode(errors='replace')}")
+            self.refuse(data)
         choices = chunk.get("choices", [])
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise EngineFailed(self.engine, "an event whose choices are no list of objects")
         return chunk
+
+    def refuse(self, data: bytes) -> NoReturn:
+        """Raise what an event with an error means."""
+        try:
+            said = sse.decode(data)["error"]
+        except (sse.EventError, KeyError):
+            said = None
+        code = said.get("code") if isinstance(said, dict) else None
+        if isinstance(code, int) and 400 <= code < 500:
+            raise EngineRefused(Answer(code, {"content-type": "application/json"}, data))
+        raise EngineFailed(self.engine, f"an error in its stream: {data[:200].decode(errors='replace')}")
 
     def _expire(self) -> None:
         self._expired = True
@@ -188,7 +195,7 @@ class Upstream:
         """An answer that is passed on as it comes: status, headers, pieces. Raises `EngineFailed`."""
         response = await self._open(engine, method, path, data, headers, self._settings.answer_s)
         with _closing(response):
-            yield response.status, _kept(response), response.content.iter_any()
+            yield response.status, _kept(response), _pieces(engine, response)
 
     async def _whole(
         self, engine: Engine, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
@@ -223,14 +230,19 @@ class Upstream:
 
     async def _read(self, engine: Engine, response: aiohttp.ClientResponse) -> Answer:
         pieces = bytearray()
-        try:
-            async for piece in response.content.iter_any():
-                pieces += piece
-                if len(pieces) > self._settings.max_answer_bytes:
-                    raise EngineFailed(engine, f"an answer of more than {self._settings.max_answer_bytes} bytes")
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise EngineFailed(engine, f"its answer was cut: {type(error).__name__} {error}") from None
+        async for piece in _pieces(engine, response):
+            pieces += piece
+            if len(pieces) > self._settings.max_answer_bytes:
+                raise EngineFailed(engine, f"an answer of more than {self._settings.max_answer_bytes} bytes")
         return Answer(response.status, _kept(response), bytes(pieces))
+
+
+async def _pieces(engine: Engine, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for piece in response.content.iter_any():
+            yield piece
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        raise EngineFailed(engine, f"its answer was cut: {type(error).__name__} {error}") from None
 
 
 def raise_for(engine: Engine, answer: Answer) -> None:

@@ -51,7 +51,10 @@ class User:
             raise BodyTooLarge
         pieces = bytearray()
         while True:
-            message = await self._receive()
+            try:
+                message = await asyncio.wait_for(self._receive(), self._stall_s)
+            except asyncio.TimeoutError:
+                raise UserGone from None
             if message["type"] == "http.disconnect":
                 raise UserGone
             pieces += message.get("body", b"")

@@ -345,11 +345,14 @@ class _Proxy(BaseHTTPRequestHandler):
         type(self).looks += 1
         looks = type(self).looks
         lines = [
-            f'kvstore_proxy_requests_total{{endpoint="c",decision="split",outcome="ok"}} {looks * 4}',
+            f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="split",outcome="ok"}} {looks * 4}',
+            # For these no engine generates anything. An engine that failed a moment ago is still there.
+            f'kvstore_proxy_requests_total{{endpoint="/tokenize",decision="passed",outcome="ok"}} {looks * 9}',
+            f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="",outcome="rejected"}} {looks * 9}',
             f"kvstore_proxy_prompt_tokens_total {looks * 4 * 2000}",
             f"kvstore_proxy_cached_tokens_total {looks * 4 * 500}",
             f"kvstore_proxy_output_tokens_total {looks * 4 * 10}",
-            *(f'kvstore_proxy_engine_up{{engine="http://{n}",role="decode"}} 1' for n in "abc"),
+            *(f'kvstore_proxy_engine_up{{engine="http://{n}",role="decode"}} {int(n != "b")}' for n in "abc"),
             'kvstore_proxy_engine_up{engine="http://d",role="prefill"} 1',
         ]
         body = ("\n".join(lines) + "\n").encode()

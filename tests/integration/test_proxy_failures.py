@@ -307,6 +307,9 @@ def test_bodies_and_headers_have_bounds(proxy: ProxyProcess) -> None:
         (completion(kv_transfer_params={"do_remote_prefill": True}), b"do_remote_prefill"),
         (completion(kv_transfer_params={"do_remote_decode": False}), b"do_remote_decode"),
         (completion(kv_transfer_params=3), b"kv_transfer_params"),
+        (completion(stream=True, stream_options=[1]), b"stream_options is list; expected an object"),
+        (completion(prompt=[5, 1 << 63]), b"the token id 9223372036854775808; expected 0 to 2147483647"),
+        (completion(prompt=[5, -1]), b"the token id -1; expected 0 to"),
     ],
 )
 def test_requests_that_no_engine_can_serve_are_refused_here(proxy: ProxyProcess, body: Any, says: bytes) -> None:

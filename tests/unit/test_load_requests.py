@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_serving.load.arrivals import poisson, synthetic
+from kvstore_serving.load.arrivals import poisson, seed_of, synthetic
 from kvstore_serving.load.client import BadBody, Bodies, error_message
 from kvstore_serving.load.prompts import HASHED_TOKENS, WORDS, Prompts
 from kvstore_serving.load.sse import MAX_EVENT_BYTES, EventParser, EventTooLong
@@ -43,6 +43,12 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() ->
     # Counts in windows of a second have a variance of their mean.
     counts = np.bincount(np.cumsum(gaps).astype(int))[:-1]
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.2)
+
+
+def test_runs_of_sweeps_with_other_seeds_have_other_seeds() -> None:
+    seeds = [seed_of(seed, number) for seed in range(20) for number in range(20)]
+    assert len(set(seeds)) == len(seeds)
+    assert [seed_of(seed, 0) for seed in range(3)] == [0, 1, 2]
 
 
 def test_arrivals_start_at_zero_and_follow_from_the_seed_alone() -> None:
