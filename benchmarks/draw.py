@@ -18,6 +18,7 @@ from benchmarks.eviction.tables import EVICTION_TABLES
 from benchmarks.ledger import claims_table, missed_table, rig_table
 from benchmarks.persistence_kv_cache.claims import PERSISTENCE_CLAIMS
 from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
+from benchmarks.planning.claims import PLANNING_CLAIMS
 from benchmarks.planning.tables import PLANNING_TABLES
 from benchmarks.remote_kv_cache.claims import REMOTE_CLAIMS
 from benchmarks.remote_kv_cache.engine_tables import ENGINE_TABLES
@@ -27,7 +28,7 @@ from benchmarks.results_reader import Results, read_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCUMENTS: Final = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "planning.md")
-CLAIMS: Final = (*REMOTE_CLAIMS, *SECURITY_CLAIMS, *PERSISTENCE_CLAIMS)
+CLAIMS: Final = (*REMOTE_CLAIMS, *SECURITY_CLAIMS, *PERSISTENCE_CLAIMS, *PLANNING_CLAIMS)
 LEDGER: Final = {
     "claims": lambda results: claims_table(CLAIMS, results),
     "missed": lambda results: missed_table(CLAIMS, results),

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from benchmarks.markdown import markdown
 from benchmarks.planning.test_interference import APART as SEPARATED
 from benchmarks.planning.test_interference import LENGTHS, WAYS
+from benchmarks.planning.test_parallelism import DECODES, PREFILLS
 from benchmarks.planning.test_predicted import APART, COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, SEARCH, T_ALL, T_SINGLE
 from benchmarks.results_reader import CaseResult, Results
 
 SIMULATOR: Final = "test_simulator"
+PARALLELISM: Final = "test_parallelism"
 PREDICTED: Final = "test_predicted"
 PREDICTED_APART: Final = "test_predicted_apart"
 PIPELINE: Final = "test_pipeline"
 INTERFERENCE: Final = "test_interference"
+INTERVALS: Final = "intervals that hold together with 95 %"
 _QUANTITIES: Final = {"mean": "mean", "p90": "P90", "p99": "P99"}
 
 
@@ -32,6 +35,12 @@ def _off(case: dict[str, Any], name: str) -> float:
     return difference / error if error else (0.0 if difference < 1e-9 else float("inf"))
 
 
+def inside_intervals(cases: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """-> how many of the waits are within `INTERVALS` around the closed forms, and how many there are."""
+    offs = [_off(case, name) for case in cases for name in _QUANTITIES]
+    return sum(off <= T_ALL for off in offs), len(offs)
+
+
 def closed_forms(results: Results) -> str:
     """The waits of a million arrivals beside the closed forms."""
     cases = _parameters(results, SIMULATOR, FORMS)
@@ -44,10 +53,10 @@ def closed_forms(results: Results) -> str:
         rows.append((case["kind"], f"{case['load']:g}", *cells))
     offs = [_off(case, name) for case in cases for name in _QUANTITIES]
     inside = sum(off <= T_SINGLE for off in offs)
-    together = sum(off <= T_ALL for off in offs)
+    together, _ = inside_intervals(cases)
     said = (
-        f"\n\n{inside} of {len(offs)} figures are within their own 95 % interval, {together} within intervals that "
-        f"hold together with 95 % ({BATCHES} batches)."
+        f"\n\n{inside} of {len(offs)} figures are within their own 95 % interval, {together} within {INTERVALS} "
+        f"({BATCHES} batches)."
     )
     return (
         markdown(("case", "utilisation", *(f"{name}: simulated / exact" for name in _QUANTITIES.values())), rows) + said
@@ -94,6 +103,38 @@ def _degrees(degrees: list[int]) -> str:
 
 def _rate(rate: float | None) -> str:
     return "" if rate is None else f"{rate:.2f}"
+
+
+def prefill_degrees(results: Results) -> str:
+    """The mean time to the first token by rate, a table for each number of GPUs."""
+    cases = _parameters(results, PARALLELISM, PREFILLS)
+    tables = []
+    for profile, gpus in dict.fromkeys((case["profile"], case["gpus"]) for case in cases):
+        mine = [case for case in cases if (case["profile"], case["gpus"]) == (profile, gpus)]
+        rows = []
+        for case in mine:
+            times = case["ttft_s"].values()
+            best = min((each for each in times if each is not None), default=None)
+            cells = ("too many" if each is None else _best(f"{each * 1e3:.0f}", each == best) for each in times)
+            rows.append((f"{case['rate_rps']:g}", *cells))
+        tables.append(markdown((f"`{profile}`, {gpus} GPUs: prompts/s", *mine[0]["ttft_s"]), rows))
+    return "\n\n".join(tables)
+
+
+def _best(text: str, best: bool) -> str:
+    return f"**{text}**" if best else text
+
+
+def decode_degrees(results: Results) -> str:
+    """The time per token and the tokens a second of full batches."""
+    rows = [
+        (
+            f"`{case['profile']}`", f"({case['tp']}, {case['pp']})", f"{case['tpot_s'] * 1e3:.0f}",
+            f"{case['tokens_per_s']:.0f}", f"{case['tokens_per_s'] / (case['tp'] * case['pp']):.0f}",
+        )
+        for case in _parameters(results, PARALLELISM, DECODES)
+    ]  # fmt: skip
+    return markdown(("profile", "(tp, pp)", "time per token, ms", "tokens/s", "tokens/s and GPU"), rows)
 
 
 def search_time(results: Results) -> str:
@@ -181,6 +222,8 @@ PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "closed_forms": (SIMULATOR, closed_forms),
     "crossovers": (SIMULATOR, crossovers),
     "distserve": (SIMULATOR, distserve),
+    "prefill_degrees": (PARALLELISM, prefill_degrees),
+    "decode_degrees": (PARALLELISM, decode_degrees),
     "search_time": (SIMULATOR, search_time),
     "predicted": (PREDICTED, predicted),
     "interference": (INTERFERENCE, interference),

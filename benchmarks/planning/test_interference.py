@@ -21,11 +21,12 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from benchmarks.planning.test_predicted import engine, proxy
+from benchmarks.planning.test_predicted import NO_CACHE
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.served import engine, proxy
 from kvstore_serving.load.client import Bodies, Client
 from kvstore_serving.load.prompts import HASHED_TOKENS, Prompts
 from kvstore_serving.load.records import Outcome, Planned
@@ -102,7 +103,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         for way, options in ways:
-            with engine(weights, first, scratch / "engine.log", None, *options) as url:
+            with engine(weights, first, scratch / "engine.log", None, *options, NO_CACHE) as url:
                 _measure(benchmark, way, Asking(url, model.vocab_size, way == PRIORITY))
         if not benchmark.quick:
             with ExitStack() as stack:
@@ -111,7 +112,7 @@ def main() -> int:
                     stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *WAYS[WHOLE]))
                     for core in (first, second)
                 ]
-                front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
+                front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
                 _measure(benchmark, APART, Asking(front, model.vocab_size, False))
     benchmark.finish(batch=BATCH, context=CONTEXT, model=model.to_json())
     return 0

@@ -13,21 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS, ENGINE_MODELS, EngineModel, save_model
+from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, save_model
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import environment, kvstore_server
 from benchmarks.remote_kv_cache.report import Case, console
+from benchmarks.remote_kv_cache.served import engine, proxy
 
 COLOCATED: Final = "one engine"
 APART: Final = "prefill and decode apart"
@@ -35,7 +33,8 @@ INPUT: Final = 512
 OUTPUT: Final = 32
 REQUESTS: Final = 120
 WARM_UP: Final = 10
-START_S: Final = 300.0
+STEP: Final = ("--max-num-batched-tokens", "2048")
+NO_CACHE: Final = "--no-enable-prefix-caching"
 # Of the capacity that the profile gives an engine: the rates to compare.
 SHARES: Final = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1)
 SCALE_TTFT: Final = 3.0  # SLOs, as multiples of an idle engine's times
@@ -45,75 +44,6 @@ SCALE_TPOT: Final = 2.0
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-size", choices=sorted(ENGINE_MODELS), default="mid")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of each rate; default: %(default)s")
-
-
-@contextmanager
-def engine(model: Path, core: int, log: Path, store: str | None, *options: str) -> Iterator[str]:
-    """`vllm serve` on one core, with these options. -> its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--skip-tokenizer-init", "--enforce-eager"]
-    command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "8192", "--gpu-memory-utilization", "0.3"]
-    command += ["--no-enable-prefix-caching"] if store is None else []
-    command += options or ["--max-num-batched-tokens", "2048"]
-    if store is not None:
-        transfer = {
-            "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": "kvstore_client.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "512MiB", "always_load": True},
-        }
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=file,
-            env={**environment(), **settings},
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),  # noqa: PLW1509
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_S
-        while True:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the engine did not start; its log ends:\n{log.read_text(errors='replace')[-3000:]}"
-                )
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.3)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def proxy(store: str, prefill: str, decode: str, log: Path) -> Iterator[str]:
-    """`kvstore proxy` before a prefill and a decode engine. -> its URL."""
-    command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", store]
-    command += ["--prefill", prefill, "--decode", decode, "--policy", "split", "--access-log", ""]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment())
-    try:
-        assert process.stdout is not None
-        words = process.stdout.readline().split()
-        if words[:3] != ["kvstore", "proxy", "ready"]:
-            raise RuntimeError(f"the proxy did not start:\n{log.read_text(errors='replace')[-2000:]}")
-        yield words[3]
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def plan(*arguments: str) -> dict[str, Any]:
@@ -138,7 +68,7 @@ def main() -> int:
         scratch = Path(folder)
         weights = save_model(model)
         profile = scratch / "profile.json"
-        with engine(weights, first, scratch / "engine.log", None) as url:
+        with engine(weights, first, scratch / "engine.log", None, *STEP, NO_CACHE) as url:
             found = measure_profile(benchmark, url, model, profile)
             [degree] = found["degrees"]
             ttft, tpot, capacity = idle(degree)
@@ -146,9 +76,10 @@ def main() -> int:
             compare(benchmark, COLOCATED, url, profile, [capacity * share for share in SHARES], slo, requests)
         endpoint = stack.enter_context(kvstore_server(1 << 30))
         urls = [
-            stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint)) for core in (first, second)
+            stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *STEP))
+            for core in (first, second)
         ]
-        front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
+        front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
         apart = 1 / degree_prefill(degree)  # prompts that a prefill engine can compute a second
         compare(
             benchmark, APART, front, profile, [apart * share for share in SHARES], slo, requests,

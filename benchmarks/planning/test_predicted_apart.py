@@ -22,16 +22,16 @@ from benchmarks.planning.test_predicted import (
     OUTPUT,
     SCALE_TPOT,
     SCALE_TTFT,
+    STEP,
     compare,
     degree_prefill,
-    engine,
     idle,
     measure_profile,
-    proxy,
 )
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import kvstore_server
+from benchmarks.remote_kv_cache.served import engine, proxy
 
 AS_IT_RUNS: Final = "apart, profiled beside each other"
 REQUESTS: Final = 90
@@ -55,14 +55,14 @@ def main() -> int:
         scratch = Path(folder)
         endpoint = stack.enter_context(kvstore_server(2 << 30))
         urls = [
-            stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint))
+            stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *STEP))
             for core in sorted(os.sched_getaffinity(0))[:2]
         ]
         profile = scratch / "profile.json"
         found = measure_profile(benchmark, urls[0], model, profile, "--beside", urls[1])
         [degree] = found["degrees"]
         ttft, tpot, _ = idle(degree)
-        front = stack.enter_context(proxy(endpoint, *urls, scratch / "proxy.log"))
+        front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
         rates = [share / degree_prefill(degree) for share in SHARES]
         slo = SCALE_TTFT * ttft, SCALE_TPOT * tpot
         placement = ("--prefill", "1,1,1", "--decode", "1,1,1", "--gpus-per-node", "2")

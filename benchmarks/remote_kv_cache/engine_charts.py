@@ -198,18 +198,29 @@ def request_time(results: Results, path: Path) -> None:
 
 def apart(results: Results, path: Path) -> None:
     """The share of requests that attain, by what was promised; a panel for each rate."""
+    cases = [case.parameters for case in results["test_apart"].group(FIRST)]
+    _attainment(path, {f"{case['requests_per_s']:g} requests/s": case["attained"] for case in cases})
+
+
+def conversation(results: Results, path: Path) -> None:
+    """The share of requests that attain, by what was promised, with the trace's prefixes and without."""
+    cases = [case.parameters for case in results["test_conversation"].group(FIRST)]
+    _attainment(path, {case["prompts"]: case["attained"] for case in cases})
+
+
+def _attainment(path: Path, panels_of: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """A panel for each title: for each way to serve, the share of requests that attain, by what was promised."""
     from matplotlib.figure import Figure
 
-    cases = results["test_apart"].group(FIRST)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
-        panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
-        for axes, case in zip(panels, cases, strict=True):
-            for (way, shares), colour in zip(case.parameters["attained"].items(), COLOURS, strict=False):
+        panels = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
+        for axes, (title, attained) in zip(panels, panels_of.items(), strict=True):
+            for (way, shares), colour in zip(attained.items(), COLOURS, strict=False):
                 scales = [float(scale) for scale in shares]
                 axes.plot(scales, [100 * share for share in shares.values()], color=colour, marker="o", markersize=4)
-                axes.lines[-1].set_label(way if case is cases[0] else "_")
-            axes.set_title(f"{case.parameters['requests_per_s']:g} requests/s", fontsize=10)
+                axes.lines[-1].set_label(way if axes is panels[0] else "_")
+            axes.set_title(title, fontsize=10)
             axes.set_ylim(0, 105)
         panels[0].set_ylabel("requests that attain, %")
         figure.supxlabel("what is promised, x an idle engine's times", color=INK, fontsize=10)
@@ -227,4 +238,5 @@ ENGINE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "layer_parts": ("test_layer_parts", layer_parts),
     "request_time": ("test_request_time", request_time),
     "apart": ("test_apart", apart),
+    "conversation": ("test_conversation", conversation),
 }

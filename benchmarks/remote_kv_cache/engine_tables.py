@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from benchmarks.markdown import markdown, spread_text
+from benchmarks.remote_kv_cache import test_conversation as talks
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
 from benchmarks.remote_kv_cache.test_apart import FIGURES, WAYS
@@ -208,6 +209,36 @@ def apart(results: Results) -> str:
     return f"{markdown(headings, rows)}\n\n{case.parameters['requests']} requests a row. {promised} {_checked(result)}"
 
 
+def conversation(results: Results) -> str:
+    """A trace of conversations, with the prefixes it shares and without."""
+    result = results["test_conversation"]
+    given = result.parameters
+    kinds = {case.parameters["prompts"]: case.parameters for case in result.cases}
+    rows = []
+    for kind, parameters in kinds.items():
+        of_figures = [
+            case for figure in talks.FIGURES for case in result.group(figure) if case.parameters["prompts"] == kind
+        ]
+        for way in talks.WAYS:
+            times = (f"{case.seconds(way).median * 1e3:.0f}" for case in of_figures)
+            attained = (f"{share:.0%}" for share in parameters["attained"][way].values())
+            rows.append((kind, way, f"{parameters['found'][way]:.0%}", *times, *attained))
+    headings = (
+        "prompts",
+        "served by",
+        "not computed",
+        *(f"{figure}, ms" for figure in talks.FIGURES),
+        *(f"attain {scale:g} x" for scale in talks.SCALES),
+    )
+    said = (
+        f"{parameters['requests']} requests a row, {parameters['mean_prompt_tokens']} tokens of prompt on average and "
+        f"{given['most_output_tokens']} of answer at most, the trace {parameters['speed']:.1f} times as fast. An idle "
+        f"engine has the first token of such a prompt after {parameters['idle_first_s'] * 1e3:.0f} ms and another one "
+        f"every {parameters['idle_each_s'] * 1e3:.1f} ms; to attain is to hold so many times both."
+    )
+    return f"{markdown(headings, rows)}\n\n{said}"
+
+
 _HOOK_COLUMNS: Final = {
     "p50": "p50",
     "p99": "p99",
@@ -264,6 +295,7 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "request_time": ("test_request_time", request_time),
     "layer_parts": ("test_layer_parts", layer_parts),
     "apart": ("test_apart", apart),
+    "conversation": ("test_conversation", conversation),
     "hooks": ("test_hooks", hooks),
     "hand_over": ("test_hand_over", hand_over),
 }

@@ -10,6 +10,8 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -17,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.remote_kv_cache.processes import serving_process
+from benchmarks.remote_kv_cache.processes import environment, serving_process
 from benchmarks.remote_kv_cache.shapes import Rows
 
 _HEAD: Final = struct.Struct("<BII")
@@ -36,8 +38,8 @@ def receive(sock: socket.socket, view: memoryview) -> None:
 class PlainSocket:
     """The asking side. Not thread-safe: one conversation."""
 
-    def __init__(self, port: int, ca: str = "") -> None:
-        self._sock = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, port: int, ca: str = "", address: str = "127.0.0.1") -> None:
+        self._sock = socket.create_connection((address, port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if ca:
             context = ssl.create_default_context(cafile=ca)
@@ -68,21 +70,25 @@ class PlainSocket:
 
 
 def _serve(pipe: Connection, count: int, row_bytes: int, certificate: Sequence[str] = ()) -> None:
-    rows = np.zeros((count, row_bytes), dtype=np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname()[1])
-        while True:
-            sock, _ = server.accept()
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if certificate:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(*certificate)
-                sock = context.wrap_socket(sock, server_side=True)
-            with sock:
-                try:
-                    _converse(sock, rows)
-                except ConnectionError:
-                    continue
+        _converse_for_ever(server, count, row_bytes, certificate)
+
+
+def _converse_for_ever(server: socket.socket, count: int, row_bytes: int, certificate: Sequence[str] = ()) -> None:
+    rows = np.zeros((count, row_bytes), dtype=np.uint8)
+    while True:
+        sock, _ = server.accept()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            sock = context.wrap_socket(sock, server_side=True)
+        with sock:
+            try:
+                _converse(sock, rows)
+            except ConnectionError:
+                continue
 
 
 def _converse(sock: socket.socket, rows: Rows) -> None:
@@ -119,3 +125,31 @@ def plain_socket(count: int, row_bytes: int) -> Iterator[PlainSocket]:
             yield sock
         finally:
             sock.close()
+
+
+@contextmanager
+def plain_socket_at(address: str, prefix: Sequence[str], count: int, row_bytes: int) -> Iterator[PlainSocket]:
+    """A `PlainSocket` and its peer on another host: at this address of it, started by the command `prefix`."""
+    command = [*prefix, sys.executable, "-m", __name__, address, str(count), str(row_bytes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert process.stdout is not None
+        sock = PlainSocket(int(process.stdout.readline()), address=address)
+        try:
+            yield sock
+        finally:
+            sock.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def main(address: str, count: str, row_bytes: str) -> None:
+    """Serve one `PlainSocket` after the other at this address, and print the port."""
+    with socket.create_server((address, 0)) as server:
+        print(server.getsockname()[1], flush=True)
+        _converse_for_ever(server, int(count), int(row_bytes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

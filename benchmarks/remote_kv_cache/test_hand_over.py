@@ -2,8 +2,9 @@
 
 *Between tokens*: engines that are giving answers get long prompts. The time between two tokens of those answers (its
 99th percentile, and the longest), without such prompts; on two engines that share everything, which compute a prompt in
-one step or in chunks; and on an engine that only decodes, while another one, on the other core, computes the prompts
-and hands them over through the store.
+one step or in chunks; on an engine that only decodes, while another one, on the other core, computes the prompts and
+hands them over through the store; and on an engine that has the prompts in its own cache, as if handing over took no
+time. A step takes longer the longer the answers are, so each of these goes on for equally long.
 
 *To the first token*: a request that is handed over, on idle engines. How long the prefill takes; when the decode side
 has its first token, both sides having been asked at once; how long the decode side takes for the same prompt with all
@@ -45,6 +46,7 @@ ALONE: Final = "without arrivals"
 WHOLE: Final = "two engines, prompts in one step"
 CHUNKS: Final = "two engines, prompts in chunks"
 APART: Final = "prefill and decode apart"
+KNOWN: Final = "prompts in the engine's own cache"
 PREFILLED: Final = "the prefill"
 HANDED_OVER: Final = "handed over"
 OWN_CACHE: Final = "in the decode side's own cache"
@@ -55,9 +57,9 @@ DECODE: Final = "do_remote_prefill"
 
 _ANSWERS: Final = 4  # that are being given
 _ANSWER_PROMPT: Final = 64
-_ARRIVALS: Final = 6  # prompts a round
+_ARRIVING_TOKENS: Final = 6 * max(LENGTHS)  # of the prompts of a round
+_AT_ONCE: Final = 16  # requests
 _CHUNK: Final = 512
-_ALONE_S: Final = 3.0
 _WARM_UP: Final = 1_000_000  # seeds from here on
 _MOST_TOKENS: Final = 3000
 _LEAD_S: Final = 0.3  # from the order to the first arrival
@@ -79,10 +81,11 @@ class Rig:
 
     def __init__(self, model: EngineModel, endpoint: str, stack: ExitStack, cores: Sequence[int]) -> None:
         self.model = model
-        blocks = _ANSWERS * full_blocks(_MOST_TOKENS) + (_ARRIVALS + 2) * full_blocks(max(LENGTHS)) + 64
+        # The prompts of a round stay in an engine's own cache beside what it computes.
+        blocks = _ANSWERS * full_blocks(_MOST_TOKENS) + full_blocks(_ARRIVING_TOKENS + 2 * max(LENGTHS)) + 64
         arguments: dict[str, Any] = {
             "max_model_len": 2 * max(LENGTHS),
-            "max_num_seqs": _ANSWERS + _ARRIVALS,
+            "max_num_seqs": _AT_ONCE,
             "kv_cache_memory_bytes": blocks * model.block_bytes,
         }
         connector = {"endpoint": endpoint, "cpu_bytes": blocks * model.block_bytes}
@@ -110,28 +113,31 @@ class Rig:
             for prompt in self.model.prompts(seed, _ANSWERS, _ANSWER_PROMPT)
         ]
         apart_s = 1.25 * self.prefill_s[tokens]  # so much that one engine keeps up with it
-        prompts = self.model.prompts(seed + 1, _ARRIVALS, tokens)
-        times = [_SETTLED_S + number * apart_s for number in range(_ARRIVALS)]
+        prompts = self.model.prompts(seed + 1, _ARRIVING_TOKENS // tokens, tokens)
+        times = [_SETTLED_S + number * apart_s for number in range(len(prompts))]
+        if mode == KNOWN:
+            self.decode.generate(prompts, 1)
         begin = time.perf_counter() + _LEAD_S
         if mode == ALONE:
-            self.decode.begin(answers, begin, _ALONE_S)
-            return _gaps(self.decode.served(), _ALONE_S)
-        if mode == APART:
-            self.decode.begin(
-                [*answers, *(Arrival(at, prompt, 2, DECODE) for at, prompt in zip(times, prompts, strict=True))], begin
-            )
-            self.prefill.begin(
-                [Arrival(at, prompt, 1, PREFILL) for at, prompt in zip(times, prompts, strict=True)], begin
-            )
+            end_s = times[-1] + apart_s
+            self.decode.begin(answers, begin, end_s)
+            return _gaps(self.decode.served(), end_s)
+
+        def coming(output_tokens: int, side: str = "") -> list[Arrival]:
+            return [Arrival(at, prompt, output_tokens, side) for at, prompt in zip(times, prompts, strict=True)]
+
+        if mode in (APART, KNOWN):
+            self.decode.begin([*answers, *coming(2, DECODE if mode == APART else "")], begin)
+            if mode == APART:
+                self.prefill.begin(coming(1, PREFILL), begin)
+                self.prefill.served()
             served = self.decode.served()
-            self.prefill.served()
             end_s = max(each.token_s[-1] for each in served[_ANSWERS:])
             return _gaps(served[:_ANSWERS], end_s)
         engines = self.whole if mode == WHOLE else self.chunked
         gaps: list[float] = []
         for number, engine in enumerate(engines):
-            coming = [Arrival(at, prompt, 2) for at, prompt in zip(times, prompts, strict=True)][number::2]
-            engine.begin([*answers[number::2], *coming], begin)
+            engine.begin([*answers[number::2], *coming(2)[number::2]], begin)
         for engine in engines:
             served = engine.served()
             mine = _ANSWERS // 2
@@ -158,7 +164,7 @@ class Rig:
 
 def measure(benchmark: Benchmark, rig: Rig, parts: Sequence[str], checks: Checks) -> None:
     """The rounds of both parts, for each length of prompts."""
-    modes = (ALONE, WHOLE, CHUNKS, APART)
+    modes = (ALONE, WHOLE, CHUNKS, APART, KNOWN)
     rounds = benchmark.rounds
     seeds = iter(range(1, 1_000_000, 2))
     with benchmark.progress() as bar:
@@ -231,9 +237,9 @@ def main() -> int:
     checks = Checks()
     model = ENGINE_MODELS[benchmark.options.model or "tiny"]
     parts = benchmark.options.parts or (FIRST_TOKEN, BETWEEN_TOKENS)
-    requests = benchmark.rounds * len(LENGTHS) * (_ARRIVALS + 2)
+    tokens = benchmark.rounds * len(LENGTHS) * (_ARRIVING_TOKENS + 2 * max(LENGTHS))
     with ExitStack() as stack:
-        endpoint = stack.enter_context(kvstore_server(requests * model.block_bytes * full_blocks(max(LENGTHS)) // 2))
+        endpoint = stack.enter_context(kvstore_server(full_blocks(tokens) * model.block_bytes // 2))
         measure(benchmark, Rig(model, endpoint, stack, cores), parts, checks)
     show(benchmark.cases)
     return conclude(benchmark, checks)

@@ -3,8 +3,9 @@
 A prefill engine and a decode engine, each on one core, and a store at the end of two links, one for each engine, of one
 rate each way. Both engines are asked at once. *Ready* is when the decode side has its first token, less what it takes
 for the same prompt with all blocks in its own cache: when the last byte was there. Beside it stand the time to compute
-the prompt (without a store), and the time that its bytes need on the link: sooner than the longer of the two nothing
-can be ready. The prefill engines compute a prompt in one step, or in chunks, whose blocks are sent as each is computed.
+the prompt (without a store), and the time that a plain socket needs for its bytes on the link: sooner than the longer
+of the two nothing can be ready. The prefill engines compute a prompt in one step, or in chunks, whose blocks are sent
+as each is computed.
 
 *Beyond* the longer of what this prefill took and the link's time: all that the way through the store adds. Without
 parts it is about the link's time once more, since nothing leaves before all is computed; with parts, that of one part.
@@ -36,12 +37,13 @@ from benchmarks.remote_kv_cache.engine_process import Answer, Arrival
 from benchmarks.remote_kv_cache.engines import Engine
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
+from benchmarks.remote_kv_cache.plain import plain_socket_at
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import Case, case_table, console
 from benchmarks.remote_kv_cache.test_hand_over import DECODE, PREFILL
 
 COMPUTE: Final = "computing it"
-LINK: Final = "its bytes on the link"
+LINK: Final = "its bytes on the link, plain socket"
 TOKENS: Final = 4096
 RATES: Final = (10e6, 20e6, 40e6, 80e6, 200e6, 1e9)  # bytes/s each way
 _CHUNK: Final = 512
@@ -120,6 +122,8 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
         task = bar.add_task("rounds", total=rounds * len(RATES))
         bar.refresh()
         link = stack.enter_context(LimitedLink(_FULL, links=2))
+        sock = stack.enter_context(plain_socket_at(link.address, link.command, 1, nbytes))
+        row = np.ones((1, nbytes), dtype=np.uint8)
         everywhere = stack.enter_context(
             kvstore_server(
                 nbytes * (rounds * len(RATES) + 2) * len(MODES),
@@ -140,12 +144,14 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
             for number in range(rounds):
                 [prompt] = model.prompts(_WARM_UP + next(seeds), 1, TOKENS)
                 taken[COMPUTE].append(plain.generate([prompt], 1).seconds)
-                taken[LINK].append(nbytes / rate)
+                began = time.perf_counter()
+                sock.set(row, 0, 1)
+                taken[LINK].append(time.perf_counter() - began)
                 for pair in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:
                     [prompt] = model.prompts(next(seeds), 1, TOKENS)
                     ready, prefilled = pair.hand_over(prompt, checks, plain)
                     taken[pair.mode.name].append(ready)
-                    beyond[pair.mode.name].append(ready - max(prefilled, nbytes / rate))
+                    beyond[pair.mode.name].append(ready - max(prefilled, taken[LINK][-1]))
                 bar.update(task, advance=1, refresh=True)
             benchmark.cases.append(
                 Case(
@@ -159,7 +165,7 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
                         "prompt_tokens": TOKENS,
                         "bytes_per_s": rate,
                         "parts": {mode.name: mode.parts for mode in MODES},
-                        "link_s": nbytes / rate,
+                        "link_s": float(np.median(taken[LINK])),
                         "beyond_s": {name: float(np.median(found)) for name, found in beyond.items()},
                     },
                 )

@@ -111,4 +111,4 @@ def test_a_resumed_run_leaves_out_what_this_commit_has(tmp_path: Path, capsys: p
     assert run_all.main(["--plan", "--resume", "--json", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert done not in said
-    assert f"{stale} " in said and f"{quick} " in said and "cluster_sim: needs --trace" in said
+    assert f"{stale} " in said and f"{quick} " in said and "cluster_sim, test_conversation: needs --trace" in said
