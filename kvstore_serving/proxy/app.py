@@ -27,7 +27,7 @@ from kvstore_serving.proxy.record import AccessLog, Record, begin
 from kvstore_serving.proxy.serving import Request, Serving, engine_span
 from kvstore_serving.proxy.tracing import Tracing
 from kvstore_serving.proxy.upstream import EngineFailed
-from kvstore_serving.proxy.user import BodyTooLarge, User, UserGone
+from kvstore_serving.proxy.user import BodyTooLarge, BodyTooSlow, User, UserGone
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +222,7 @@ class Proxy:
                     await user.write(b"", more=False)
             record.outcome = "ok" if status < 400 else "refused"
         except EngineFailed as error:
-            engine.failed()
-            self.serving.metrics.failures.labels(engine.url).inc()
-            log.warning("request %s: %s", record.id, error)
+            self.serving.note(engine, record, error)
             record.outcome = "cut" if user.status else "failed"
             if not user.status:
                 await user.refuse(502, f"the engine failed: {error}", "upstream_error", None, _RETRY)
@@ -239,6 +237,11 @@ class Proxy:
         except BodyTooLarge:
             record.outcome = "refused"
             await user.refuse(413, f"the body is larger than {most} bytes, the most that is taken", "BadRequestError")
+            return None
+        except BodyTooSlow:
+            record.outcome = "refused"
+            seconds = self.serving.settings.user_stall_s
+            await user.refuse(408, f"nothing more of the body came for {seconds:g} s", "BadRequestError")
             return None
 
     # ---- about the proxy -----------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class StreamedAnswer:
                 if not begun or (self._ask.plain and (self._may_continue() or self._ask.steady)):
                     goes_on = request.after(error, "in the stream" if begun else "before the first token")
                 else:
-                    request.note(error)
+                    serving.note(request.engine, record, error)
                     goes_on = False
                 if not goes_on:
                     if request.user.status:

@@ -37,6 +37,12 @@ class Serving:
     decider: Decider
     traced: bool = False  # whether engines are told the trace in the request's body, too
 
+    def note(self, engine: Engine, record: Record, error: EngineFailed) -> None:
+        """Note that an engine failed in a request."""
+        engine.failed()
+        self.metrics.failures.labels(engine.url).inc()
+        log.warning("request %s: %s", record.id, error)
+
 
 @contextlib.contextmanager
 def engine_span(record: Record, name: str, row: str, engine: Engine, method: str = "POST") -> Iterator[Span]:
@@ -77,16 +83,10 @@ class Request:
         """-> the body of a request to an engine with these headers."""
         return with_trace(body, headers["traceparent"]) if self.serving.traced else body
 
-    def note(self, error: EngineFailed) -> None:
-        """Note that the engine failed."""
-        self.engine.failed()
-        self.serving.metrics.failures.labels(self.engine.url).inc()
-        log.warning("request %s: %s", self.record.id, error)
-
     def after(self, error: EngineFailed, when: str) -> bool:
         """Note that the engine failed, and choose another one. -> False: there were enough, or there is none."""
         serving, record = self.serving, self.record
-        self.note(error)
+        serving.note(self.engine, record, error)
         self.tried.add(self.engine.url)
         if record.retries >= serving.settings.retries:
             return False

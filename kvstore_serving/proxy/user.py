@@ -22,6 +22,10 @@ class BodyTooLarge(Exception):
     """The body is larger than the proxy takes."""
 
 
+class BodyTooSlow(Exception):
+    """Nothing more of the body came for as long as a user may read nothing."""
+
+
 class UserGone(Exception):
     """The user has closed the connection, or does not read."""
 
@@ -45,7 +49,7 @@ class User:
         self._left = False
 
     async def body(self, most: int) -> bytes:
-        """-> the whole body. Raises `BodyTooLarge`, `UserGone`."""
+        """-> the whole body. Raises `BodyTooLarge`, `BodyTooSlow`, `UserGone`."""
         given = self.headers.get("content-length", "0")
         if given.isdigit() and int(given) > most:
             raise BodyTooLarge
@@ -54,7 +58,7 @@ class User:
             try:
                 message = await asyncio.wait_for(self._receive(), self._stall_s)
             except asyncio.TimeoutError:
-                raise UserGone from None
+                raise BodyTooSlow from None
             if message["type"] == "http.disconnect":
                 raise UserGone
             pieces += message.get("body", b"")

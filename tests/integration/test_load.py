@@ -320,3 +320,14 @@ sys.meta_path.insert(0, Hide())
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     done = load("http://127.0.0.1:1", *poisson(1), *arguments, status=1, PYTHONPATH=path)
     assert missing in done.stderr and 'pip install "llm-kvstore[serving]"' in done.stderr
+
+
+def test_a_usage_error_leaves_the_files_of_an_earlier_run_as_they_were(tmp_path: Path) -> None:
+    output, trace = tmp_path / "results.jsonl", tmp_path / "trace.jsonl"
+    output.write_text("results\n")
+    trace.write_text("trace\n")
+    with Endpoint(lambda number: Behaviour()) as endpoint:
+        assert "--requests" in load(endpoint.url, "--rate", "4", "--output", str(output), status=2).stderr
+        said = load(endpoint.url, "--trace", str(trace), "--output", str(trace), status=2).stderr
+    assert "that is the --trace" in said
+    assert output.read_text() == "results\n" and trace.read_text() == "trace\n"

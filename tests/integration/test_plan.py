@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvstore_serving.planning.profiling import BESIDE_START_S
 from kvstore_serving.proxy.pools_file import read_pools
 from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
@@ -146,6 +147,8 @@ def test_search_takes_a_trace_with_its_rate_and_its_hits(tmp_path: Path) -> None
     assert found["rate_rps"] == pytest.approx(2.5)
     assert found["hit_rate"] == pytest.approx(0.5, abs=0.05)
     assert found["store"]["capacity_bytes"] > 0
+    short = document("search", *ENGINE, "--trace", str(file), "--requests", "150", *SEARCH, "--no-sensitivity")
+    assert short["goodput_rps_per_gpu"]["ci95"] is None, "one part of a trace has no interval"
     faster = document("search", *ENGINE, "--trace", str(file), "--speed", "2", "--no-hits", *SEARCH, *QUICK)
     assert faster["rate_rps"] == pytest.approx(5.0) and faster["hit_rate"] == 0
 
@@ -165,6 +168,11 @@ def test_search_takes_a_trace_with_its_rate_and_its_hits(tmp_path: Path) -> None
         ([*ENGINE, *LOAD, *SEARCH, "--arrival-cv", "1e200"], "20 at most"),
         ([*ENGINE, *LOAD, *SEARCH, "--decode-url", "http://d:80"], "where the engine's number goes"),
         ([*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://{host}:80"], "where the engine's number goes"),
+        ([*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://p-{}:80/"], "where the engine's number goes"),
+        (
+            [*ENGINE, *LOAD, *SEARCH, "--prefill-url", "http://g-{}", "--decode-url", "http://g-{}"],
+            "would have one URL",
+        ),
         ([*ENGINE, *LOAD, *SEARCH, "--chart", "x.gif"], "expected a file that ends with"),
         ([*ENGINE, *LOAD, *SEARCH, "--store-memory", "lots"], "is not a size"),
         ([*ENGINE, *LOAD, *SEARCH, "--hit-curve", "x"], "give --store-keeps SIZE, too"),
@@ -210,7 +218,8 @@ def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> N
     output = tmp_path / "engine.json"
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
     sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
-    with Endpoint(lambda number: Behaviour(first_s=0.05, gap_s=0.02)) as other:
+    # Whether the other one works is seen `BESIDE_START_S` after it began: in a request of it, not between two.
+    with Endpoint(lambda number: Behaviour(first_s=3 * BESIDE_START_S, gap_s=0.02)) as other:
 
         def behave(number: int) -> Behaviour:
             return Behaviour(first_s=0.2, gap_s=0.1) if other.running else Behaviour(first_s=0.1, gap_s=0.05)

@@ -5,6 +5,7 @@ An engine's answer depends on all tokens before, so a token sent twice or left o
 
 from __future__ import annotations
 
+import http.client
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,11 @@ def proxy(engines: dict[str, StandInEngine], shared_proxy: ProxyProcess) -> Prox
     for engine in engines.values():
         engine.behave()
     return shared_proxy
+
+
+def failures(proxy: ProxyProcess) -> float:
+    """What the proxy has counted against all engines."""
+    return sum(count for name, count in proxy.metrics().items() if "engine_failures_total" in name)
 
 
 def decoder_of(proxy: ProxyProcess, engines: dict[str, StandInEngine]) -> StandInEngine:
@@ -289,6 +295,51 @@ def test_a_slow_user_slows_the_engine_down(proxy: ProxyProcess, engines: dict[st
 
         wait_until(settled, 20, "the proxy waits for the user")
         assert process.memory_info().rss - before < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("named", "kind"), [("logprobs", {"logprobs": 1}), ("two", {"n": 2}), ("chosen", {"temperature": 1.0, "n": 2})]
+)
+def test_an_error_in_a_stream_that_cannot_be_repeated_ends_it_and_counts_against_the_engine(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], named: str, kind: dict[str, Any]
+) -> None:
+    for name in "ab":
+        engines[name].behave(error_at=3)
+    before = failures(proxy)
+    body = completion(stream=True, **kind)
+    status, answer = post(proxy.url, COMPLETIONS, body, **{"x-request-id": f"error-{named}"})
+    assert status == 200 and b"[DONE]" not in answer and b"cut off" in answer
+    assert answer.count(b'"error"') == 1 and answer.count(b"choices") == 3
+    assert proxy.record(f"error-{named}")["outcome"] == "cut"
+    assert failures(proxy) == before + 1
+
+
+@pytest.mark.parametrize(("name", "media_type"), [("json", "application/json"), ("events", "text/event-stream")])
+def test_half_of_an_answer_that_is_passed_on_is_not_ended_as_if_it_were_the_whole(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], name: str, media_type: str
+) -> None:
+    for each in "ab":
+        engines[each].behave(media_type=media_type)
+    before = failures(proxy)
+    with Asking(proxy.url, "/v1/embeddings", {"model": MODEL, "input": "x"}, **{"x-request-id": name}) as asking:
+        if name == "json":
+            with pytest.raises(http.client.IncompleteRead):
+                asking.connection.getresponse().read()
+        else:
+            assert b"the answer was cut off: the engine failed" in asking.connection.getresponse().read()
+    assert proxy.record(name)["outcome"] == "cut"
+    assert failures(proxy) == before + 1
+
+
+def test_a_body_that_does_not_come_further_is_refused(
+    engines: dict[str, StandInEngine], shared_server: Server, tmp_path: Path
+) -> None:
+    with ProxyProcess(tmp_path, *options(shared_server, engines, "--user-stall-seconds=0.5")) as proxy:
+        host, port = proxy.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert sock.recv(1000).startswith(b"HTTP/1.1 408 ")
+        wait_until(lambda: proxy.metrics()["kvstore_proxy_in_flight"] == 0, 5)
 
 
 def test_bodies_and_headers_have_bounds(proxy: ProxyProcess) -> None:

@@ -75,6 +75,15 @@ class StandIn:
         body = await request.json()
         return JSONResponse({"tokens": _tokens(body)})
 
+    async def embed(self, request: Request) -> Response:
+        """Half an answer, and then the connection breaks."""
+
+        async def half() -> AsyncIterator[bytes]:
+            yield b'{"half": '
+            raise ConnectionAbortedError("as told")
+
+        return StreamingResponse(half(), media_type=self.behaviour.get("media_type", "application/json"))
+
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         path = request.url.path
@@ -130,6 +139,7 @@ class StandIn:
                     yield b"data: {this is no JSON\n\n"
                 if how.get("error_at") == number:
                     yield _event({"error": {"message": "as told", "type": "told", "code": 500}})
+                    yield b"data: [DONE]\n\n"  # as vLLM does
                     return
                 if how.get("end_at") == number:
                     return
@@ -192,6 +202,7 @@ def main() -> None:
             Route("/v1/models", engine.models),
             Route("/version", engine.version),
             Route("/tokenize", engine.tokenize, methods=["POST"]),
+            Route("/v1/embeddings", engine.embed, methods=["POST"]),
             Route("/v1/completions", engine.complete, methods=["POST"]),
             Route("/v1/chat/completions", engine.complete, methods=["POST"]),
         ]
