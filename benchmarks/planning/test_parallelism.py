@@ -1,7 +1,8 @@
 """What the GPUs of one engine are best for, tensor or pipeline parallelism: the simulator with published times.
 
 *Prefill engines*: the mean time to the first token by the rate of prompts. *Decode engines*: the time per token and the
-tokens a second of full batches. DistServe's figures 4 and 5, with the coefficients its simulator was shipped with.
+tokens a second of full batches. DistServe argues with both; these are of the coefficients its simulator was shipped
+with.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.planning.test_simulator import FREE, OPT13, OPT66
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.report import Case, console
 from kvstore_serving.planning.fleet import Links, Pool
@@ -20,9 +22,6 @@ from kvstore_serving.planning.workload import Lengths, Synthetic
 
 PREFILLS: Final = "prefill engines"
 DECODES: Final = "decode engines"
-OPT13: Final = "opt-13b-a100-80g"
-OPT66: Final = "opt-66b-a100-80g"
-FREE: Final = 1e15  # bytes/s: transfers take no time
 PREFILL_TOKENS: Final = 512
 # profile, shapes with as many GPUs each, prompts a second
 PREFILL_DEGREES: Final = (

@@ -136,18 +136,18 @@ def _closed_forms(benchmark: Benchmark) -> None:
 
 # ---- DistServe's figures -----------------------------------------------------------------------------------------
 
-_OPT13: Final = "opt-13b-a100-80g"
-_OPT66: Final = "opt-66b-a100-80g"
+OPT13: Final = "opt-13b-a100-80g"
+OPT66: Final = "opt-66b-a100-80g"
 # name, profile, nodes, mean prompt and answer, TTFT, TPOT, published placement (prefill tp, pp; decode tp, pp), and
 # published goodput of a GPU in requests/s.
 WORKLOADS: Final[
     Sequence[tuple[str, str, int, int, int, float, float, tuple[int, int, int, int] | None, float | None]]
 ] = (
-    ("13B, ShareGPT, its documented example", _OPT13, 1, 755, 200, 0.2, 0.1, (2, 1, 1, 1), 1.56),
-    ("13B, ShareGPT", _OPT13, 4, 755, 200, 0.25, 0.1, (2, 1, 1, 1), None),
-    ("66B, ShareGPT", _OPT66, 4, 755, 200, 0.4, 0.1, (4, 1, 2, 2), None),
-    ("66B, HumanEval", _OPT66, 4, 171, 98, 0.125, 0.2, None, None),
-    ("66B, LongBench", _OPT66, 4, 1738, 91, 15.0, 0.15, None, None),
+    ("13B, ShareGPT, its documented example", OPT13, 1, 755, 200, 0.2, 0.1, (2, 1, 1, 1), 1.56),
+    ("13B, ShareGPT", OPT13, 4, 755, 200, 0.25, 0.1, (2, 1, 1, 1), None),
+    ("66B, ShareGPT", OPT66, 4, 755, 200, 0.4, 0.1, (4, 1, 2, 2), None),
+    ("66B, HumanEval", OPT66, 4, 171, 98, 0.125, 0.2, None, None),
+    ("66B, LongBench", OPT66, 4, 1738, 91, 15.0, 0.15, None, None),
 )
 
 
@@ -231,7 +231,7 @@ def _spell(placement: Placement, goodput: Goodput) -> dict[str, Any]:
 def _search(benchmark: Benchmark, workers: Crew) -> None:
     """A whole plan for 32 GPUs."""
     question = Question(
-        [Pool(read_profile(_OPT66), 4, 8)],
+        [Pool(read_profile(OPT66), 4, 8)],
         Links(),
         Synthetic(Lengths(755, 1.0), Lengths(200, 1.0)),
         Goal(Slo(0.4, 0.1), 90),

@@ -9,7 +9,7 @@ from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache import test_conversation as talks
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
-from benchmarks.remote_kv_cache.test_apart import FIGURES, WAYS
+from benchmarks.remote_kv_cache.test_apart import FIGURES, SCALES, WAYS
 from benchmarks.remote_kv_cache.test_documents import DOCUMENTS, ENGINES
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
@@ -216,9 +216,7 @@ def conversation(results: Results) -> str:
     kinds = {case.parameters["prompts"]: case.parameters for case in result.cases}
     rows = []
     for kind, parameters in kinds.items():
-        of_figures = [
-            case for figure in talks.FIGURES for case in result.group(figure) if case.parameters["prompts"] == kind
-        ]
+        of_figures = [case for figure in FIGURES for case in result.group(figure) if case.parameters["prompts"] == kind]
         for way in talks.WAYS:
             times = (f"{case.seconds(way).median * 1e3:.0f}" for case in of_figures)
             attained = (f"{share:.0%}" for share in parameters["attained"][way].values())
@@ -227,8 +225,8 @@ def conversation(results: Results) -> str:
         "prompts",
         "served by",
         "not computed",
-        *(f"{figure}, ms" for figure in talks.FIGURES),
-        *(f"attain {scale:g} x" for scale in talks.SCALES),
+        *(f"{figure}, ms" for figure in FIGURES),
+        *(f"attain {scale:g} x" for scale in SCALES),
     )
     said = (
         f"{parameters['requests']} requests a row, {parameters['mean_prompt_tokens']} tokens of prompt on average and "

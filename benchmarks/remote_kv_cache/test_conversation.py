@@ -37,20 +37,15 @@ from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import environment, kvstore_server
 from benchmarks.remote_kv_cache.report import Case, console, time_text
 from benchmarks.remote_kv_cache.served import engine, proxy
+from benchmarks.remote_kv_cache.test_apart import APART, EACH, FIGURES, FIRST, GAP, SCALES
 from kvstore_serving.load.trace import TraceLine, read_trace
 from kvstore_serving.planning.metrics_page import metrics_of
 
 OWN: Final = "two engines, no store"
 STORE: Final = "two engines, one store"
-APART: Final = "prefill and decode apart"
 WAYS: Final = (OWN, STORE, APART)
 SHARED: Final = "prefixes as in the trace"
 UNSHARED: Final = "nothing shared"
-FIRST: Final = "first token, p90"
-EACH: Final = "per token, p90"
-GAP: Final = "between tokens, p99"
-FIGURES: Final = (FIRST, EACH, GAP)
-SCALES: Final = (2.0, 3.0, 5.0, 8.0)  # what is promised, as a multiple of an idle engine's times
 MOST_INPUT: Final = 2048
 MOST_OUTPUT: Final = 32
 

@@ -20,7 +20,7 @@ from kvstore.wire import ErrorCode, WireError
 MAX_HELD_BYTES: Final = 96 << 20
 RESERVED_BYTES: Final = 16 << 20  # of them, for the cluster's members
 FREE_TIMES: Final = 3  # a host with many engines, and one that floods, must not have less than it needs
-REQUESTS_BYTES: Final = 1 << 20  # that an address has room for, whatever it has promised
+REQUESTS_BYTES: Final = 1 << 20  # of requests that an address has room for beside what it promises
 SMALL_BYTES: Final = 8 << 10  # always given: small requests, which may end the use of memory, must get through
 
 # What holds memory, and below it what one of them takes beside its bytes, rounded up generously. What counts is the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.request
-from typing import Any
 
 import msgspec
 import psutil
@@ -41,14 +40,6 @@ from tests.support.harness import (
 )
 
 IDLE_S = 31
-
-
-def after_pings(raw: RawClient) -> tuple[list[Any], list[bytes]]:
-    """The next reply; before it come the PINGs that a client gets while it waits."""
-    flags, data = raw.read_frame()
-    while flags & 4:
-        flags, data = raw.read_frame()
-    return msgspec.msgpack.decode(data), [raw.read_frame()[1]] if flags & 1 else []
 
 
 def readiness(server: Server) -> int:
@@ -162,14 +153,14 @@ def test_an_idle_connection_gives_way_and_one_with_a_request_in_progress_does_no
             assert all(has_place(other) for other in others), "another one for each"
             assert all(has_place(other) for other in own), "and of an address that has all that it may have, its own"
             writer.sock.sendall(b"".join(zmtp_frame(frame, frame is not frames[-1]) for frame in frames[2:]))
-            assert after_pings(writer)[0][:4] == [SET_REPLY, 1, 1, 1]
+            assert writer.reply()[0][:4] == [SET_REPLY, 1, 1, 1]
             for raw, key in ((reader, awaited), (slow, there)):
                 if raw is slow:
                     raw.send(pack(CREDIT, 2, 64))
-                header, payload = after_pings(raw)
+                header, payload = raw.reply()
                 assert header[0] == PART and payload == [block_of(key, 64)], header
             producer.send(pack(WITHDRAW, 2, 60_000, 1, 16), promised)
-            assert after_pings(producer)[0] == [WITHDRAW_REPLY, 2, 1]
+            assert producer.reply()[0] == [WITHDRAW_REPLY, 2, 1]
 
 
 def test_without_descriptors_a_shard_serves_whom_it_has_and_does_not_spin(

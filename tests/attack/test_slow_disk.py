@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.harness import (
     SET_REPLY,
     MakeNamespace,
     RawClient,
+    Server,
     StartServer,
     blocks_of,
     make_keys,
@@ -28,6 +30,7 @@ from tests.support.pinger import Pinger
 
 DELAY_S = 10.0 if FULL else 3.0
 BLOCK = 64 << 10
+SlowServer = Callable[[float], Server]
 
 pytestmark = pytest.mark.exclusive  # it measures time
 
@@ -40,20 +43,36 @@ def slow_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.fixture
+def trigger(tmp_path: Path) -> Path:
+    """A file: the calls that it names are slow."""
+    return tmp_path / "trigger"
+
+
+@pytest.fixture
+def slow_server(start_server: StartServer, slow_calls: Path, trigger: Path, tmp_path: Path) -> SlowServer:
+    """Starts a server whose disk is slow: a call takes so many seconds."""
+
+    def start(seconds: float) -> Server:
+        folder = tmp_path / "disk"
+        return start_server(
+            *disk_flags(folder, "256MiB"),
+            memory="32MiB",
+            segment="4MiB",
+            LD_PRELOAD=str(slow_calls),
+            SLOW_CALLS_FOLDER=str(folder),
+            SLOW_CALLS_TRIGGER=str(trigger),
+            SLOW_CALLS_MS=str(int(seconds * 1000)),
+        )
+
+    return start
+
+
 @pytest.mark.parametrize("call", ["fallocate", "open", "unlink"])
 def test_nobody_waits_for_a_slow(
-    call: str, start_server: StartServer, new_namespace: MakeNamespace, slow_calls: Path, tmp_path: Path
+    call: str, slow_server: SlowServer, new_namespace: MakeNamespace, trigger: Path
 ) -> None:
-    folder, trigger = tmp_path / "disk", tmp_path / "trigger"
-    server = start_server(
-        *disk_flags(folder, "256MiB"),
-        memory="32MiB",
-        segment="4MiB",
-        LD_PRELOAD=str(slow_calls),
-        SLOW_CALLS_FOLDER=str(folder),
-        SLOW_CALLS_TRIGGER=str(trigger),
-        SLOW_CALLS_MS=str(int(DELAY_S * 1000)),
-    )
+    server = slow_server(DELAY_S)
     with KVStoreClient(server.endpoint, new_namespace(BLOCK), timeout_s=30) as client:
         wait_until_on(client)
         first, second = make_keys(50), make_keys(60, first=1000)
@@ -74,19 +93,10 @@ def test_nobody_waits_for_a_slow(
 
 
 def test_a_read_that_waits_ends_in_time_though_its_client_must_wait_for_the_disk(
-    start_server: StartServer, new_namespace: MakeNamespace, slow_calls: Path, tmp_path: Path
+    slow_server: SlowServer, new_namespace: MakeNamespace, trigger: Path
 ) -> None:
     """Its client has set something, so nothing more is read from it while the disk is behind."""
-    folder, trigger = tmp_path / "disk", tmp_path / "trigger"
-    server = start_server(
-        *disk_flags(folder, "256MiB"),
-        memory="32MiB",
-        segment="4MiB",
-        LD_PRELOAD=str(slow_calls),
-        SLOW_CALLS_FOLDER=str(folder),
-        SLOW_CALLS_TRIGGER=str(trigger),
-        SLOW_CALLS_MS="6000",
-    )
+    server = slow_server(6.0)
     namespace = new_namespace(BLOCK)
     [key, promised, *many] = make_keys(402)
     with (

@@ -414,9 +414,7 @@ def test_a_promise_that_nobody_has_any_more_ends_with_its_time(connect: Connect)
     assert not producer._promiser._held
 
 
-def test_a_renewal_that_is_not_answered_ends_nothing(
-    server: Server, connect: Connect, start_server: StartServer, namespace: Namespace
-) -> None:
+def test_a_renewal_that_is_not_answered_ends_nothing(server: Server, connect: Connect) -> None:
     producer, other = connect(fail_open=True), connect()
     keys = make_keys(4)
     promise = producer.promise(keys, ttl_s=60, timeout_s=0.3)
