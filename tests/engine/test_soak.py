@@ -26,6 +26,7 @@ AT_LENGTH = "KVSTORE_SOAK_S" in os.environ
 SOAK_S = float(os.environ.get("KVSTORE_SOAK_S", "8"))
 WARM_UP_S = max(SOAK_S / 4, 4.0)
 WARM_UP_ROUNDS = 3  # at least: on a busy machine a round takes seconds
+PREPARED_SHAPES = 32  # multiplications of so many lengths of a step that vLLM keeps prepared, of every layer
 GROWTH_BYTES = CPU_BYTES + 16 * MiB  # after the warm-up: rows not used before, and what the allocator keeps
 
 
@@ -45,6 +46,8 @@ def test_busy_engines_with_a_failing_store_stay_right_quick_and_small(
         stack.enter_context(explained(engines))
         for engine in engines:  # how fast it is
             engine.generate(prompt(2, 300))
+            for tokens in range(1, PREPARED_SHAPES + 1):  # or it grows by 30 MiB as they come
+                engine.generate(prompt(2, tokens), max_tokens=1)
         watch = Watch(engines, scene.servers, SERVER_BYTES, GROWTH_BYTES)
         turn = requests = preemptions = aborted = 0
         busy_s = 0.0
