@@ -116,6 +116,12 @@ class Ask:
         return self.greedy or type(self.body.get("seed")) is int
 
     @property
+    def wants_usage(self) -> bool:
+        """Whether a stream's last chunk is to tell what it took."""
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and bool(options.get("include_usage"))
+
+    @property
     def may_continue(self) -> bool:
         body = self.body
         response_format = body.get("response_format") or {"type": "text"}
@@ -154,6 +160,7 @@ class Ask:
             body["min_tokens"] = 1
         if shown:
             body["return_token_ids"] = True
+            body["stream_options"] = {**(self.body.get("stream_options") or {}), "include_usage": True}
         else:
             body["stream"] = False
             body.pop("stream_options", None)

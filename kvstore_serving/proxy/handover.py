@@ -23,6 +23,7 @@ from kvstore_serving.proxy.prefill import beside, prefill_only, prefill_shown
 from kvstore_serving.proxy.serving import Request
 from kvstore_serving.proxy.transcript import Diverged, Follower, Transcript
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused, Stream
+from kvstore_serving.proxy.usage import read_usage
 from kvstore_serving.proxy.user import EVENTS, error_body
 
 _REPLACEMENT = "\ufffd"
@@ -42,7 +43,6 @@ class StreamedAnswer:
         self._transcript = Transcript(ask)
         self._early: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # a few chunks of P, see `prefill_shown`
         self._early_over = not self._shown
-        self._wants_usage = bool((ask.body.get("stream_options") or {}).get("include_usage"))
         self._first: float | None = None  # when the user got the first token
         self._last = 0.0
         self._pieces = 0
@@ -225,7 +225,7 @@ class StreamedAnswer:
     # ---- to the user -----------------------------------------------------------------------------------------
 
     async def _send(self, chunk: dict[str, Any] | None) -> None:
-        if chunk is None or (not chunk.get("choices") and not self._wants_usage and chunk.get("usage") is None):
+        if chunk is None or (not chunk.get("choices") and not self._ask.wants_usage and chunk.get("usage") is None):
             return
         await self._write(sse.encode(chunk), token=not self._transcript.empty)
 
@@ -260,9 +260,8 @@ class StreamedAnswer:
         if transcript.prompt_ids is not None:
             record.prompt_tokens = len(transcript.prompt_ids)
         record.output_tokens = len(transcript.ids) if transcript.ids_known and transcript.ids else self._pieces
-        if transcript.usage is not None:
-            cached = (transcript.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            record.cached_tokens = cached if isinstance(cached, int) else record.cached_tokens
+        usage = read_usage(transcript.usage)
+        record.note_cached(None if usage is None else usage.cached_tokens)
         if self._first is not None:
             record.ttft_s = self._first - record.began
             if record.output_tokens > 1:

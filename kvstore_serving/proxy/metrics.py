@@ -62,7 +62,9 @@ class Metrics:
             "kvstore_proxy_prompt_tokens", "Prompt tokens, as far as they are known.", registry=self.registry
         )
         self.cached_tokens = Counter(
-            "kvstore_proxy_cached_tokens", "Prompt tokens that were expected to be cached.", registry=self.registry
+            "kvstore_proxy_cached_tokens",
+            "Prompt tokens found in a cache, or expected there if no engine says it.",
+            registry=self.registry,
         )
         self.output_tokens = Counter(
             "kvstore_proxy_output_tokens", "Tokens of answers, as far as they are known.", registry=self.registry

@@ -7,26 +7,11 @@ the user before D's answer is here in full, so a failure is answered by asking a
 from __future__ import annotations
 
 import time
-from typing import Any, Final
-
-import msgspec
 
 from kvstore_serving.proxy.prefill import beside, prefill_only
 from kvstore_serving.proxy.serving import Request
-from kvstore_serving.proxy.upstream import Answer, EngineFailed, EngineRefused
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-
-
-class _Document(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_decode: Final = msgspec.json.Decoder(_Document).decode
+from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused
+from kvstore_serving.proxy.usage import usage_of
 
 
 async def serve(request: Request) -> None:
@@ -54,21 +39,11 @@ async def _serve(request: Request) -> None:
             continue
         request.engine.worked()
         serving.decider.sent(request.decision, request.engine)
-        _note_usage(request, answer)
+        if (usage := usage_of(answer.body)) is not None:
+            record.prompt_tokens = usage.prompt_tokens
+            record.output_tokens = usage.completion_tokens or 0
+            record.note_cached(usage.cached_tokens)
         record.outcome = "ok"
         await request.user.reply(answer.status, answer.body, answer.headers)
         record.seconds = time.monotonic() - record.began
         return
-
-
-def _note_usage(request: Request, answer: Answer) -> None:
-    try:
-        usage = _decode(answer.body).usage
-    except msgspec.DecodeError:
-        return  # the user will see what it is
-    if usage is not None:
-        request.record.prompt_tokens = usage.prompt_tokens
-        request.record.output_tokens = usage.completion_tokens or 0
-        cached = (usage.prompt_tokens_details or {}).get("cached_tokens")
-        if isinstance(cached, int):
-            request.record.cached_tokens = cached

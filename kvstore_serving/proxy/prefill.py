@@ -14,6 +14,7 @@ from typing import Any, Final
 from kvstore_serving.proxy.serving import Request, engine_span
 from kvstore_serving.proxy.spans import Span
 from kvstore_serving.proxy.upstream import EngineFailed, EngineRefused
+from kvstore_serving.proxy.usage import Usage, read_usage, usage_of
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ async def prefill_only(request: Request) -> None:
     with _counted(request) as span:
         headers = request.record.for_engine(span)
         body = request.traced(request.ask.for_prefill(shown=False), headers)
-        await request.serving.upstream.ask(engine, request.ask.path, body, headers)
+        answer = await request.serving.upstream.ask(engine, request.ask.path, body, headers)
+        _note_usage(request, usage_of(answer.body))
 
 
 async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] | None]) -> None:
@@ -44,9 +46,16 @@ async def prefill_shown(request: Request, chunks: asyncio.Queue[dict[str, Any] |
                     chunk = await stream.chunk()
                     if chunk is None:
                         break
-                    chunks.put_nowait(chunk)
+                    _note_usage(request, read_usage(chunk.get("usage")))
+                    if chunk.get("choices") or request.ask.wants_usage:
+                        chunks.put_nowait(chunk)
     finally:
         chunks.put_nowait(None)
+
+
+def _note_usage(request: Request, usage: Usage | None) -> None:
+    if usage is not None:
+        request.record.prefill_cached_tokens = usage.cached_tokens
 
 
 @contextlib.asynccontextmanager

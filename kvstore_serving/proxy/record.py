@@ -44,7 +44,8 @@ class Record:
     prefill: str = ""
     decode: str = ""
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in a cache: a guess until an engine says it
+    prefill_cached_tokens: int | None = None  # what P found of a split prompt
     output_tokens: int = 0
     retries: int = 0
     status: int = 0
@@ -59,6 +60,11 @@ class Record:
     @property
     def began(self) -> float:
         return self.root.began
+
+    def note_cached(self, by_decode: int | None) -> None:
+        """What D found of the prompt. Of a split one counts what P found: D finds what P has just computed, too."""
+        found = by_decode if self.prefill_cached_tokens is None else self.prefill_cached_tokens
+        self.cached_tokens = self.cached_tokens if found is None else found
 
     @contextlib.contextmanager
     def span(self, name: str, kind: Kind = "internal", row: str = "proxy") -> Iterator[Span]:

@@ -70,8 +70,7 @@ class Transcript:
         chunk = self._chunk("", None, "length")
         chunks = [] if self.finished else [chunk]
         self.finished = True
-        options = self.ask.body.get("stream_options") or {}
-        if options.get("include_usage") and self.usage is None:
+        if self.ask.wants_usage and self.usage is None:
             prompt, said = len(self.prompt_ids or ()), len(self.ids)
             self.usage = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
             chunks.append({**chunk, "choices": [], "usage": self.usage})

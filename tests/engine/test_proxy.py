@@ -44,6 +44,19 @@ def test_decode_finds_in_the_store_what_prefill_has_saved(fleet: Fleet) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_new_prompt_that_is_split_counts_as_not_cached(fleet: Fleet, stream: bool) -> None:
+    body = ask(COMPLETIONS, 51 + stream, **GREEDY)
+    if stream:
+        with Reading(fleet.proxy.url, COMPLETIONS, body, **{"x-request-id": f"new {stream}"}) as reading:
+            assert not any(chunk.get("usage") for chunk in reading)
+    else:
+        post(fleet.proxy.url, COMPLETIONS, body, **{"x-request-id": f"new {stream}"})
+    record = fleet.proxy.record(f"new {stream}")
+    assert (record["decision"], record["prompt_tokens"], record["cached_tokens"]) == ("split", 200, 0)
+
+
+@pytest.mark.timeout(400)
 def test_short_and_known_prompts_stay_on_the_decode_engine(fleet: Fleet, tmp_path: Path) -> None:
     with ProxyProcess(tmp_path, *fleet.options, "--split-tokens=150") as proxy:
 

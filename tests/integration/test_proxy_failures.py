@@ -188,16 +188,42 @@ def test_what_the_user_saw_stays_true_when_decode_disagrees_with_the_first_token
     assert proxy.metrics()["kvstore_proxy_first_token_mismatches_total"] == before + 1
 
 
+@pytest.mark.parametrize("usage", [False, True])
 def test_an_answer_of_one_real_token_ends_with_the_prefill_engine(
-    proxy: ProxyProcess, engines: dict[str, StandInEngine]
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], usage: bool
 ) -> None:
     engines["p"].behave(stop_at=1)
     for name in "ab":
         engines[name].behave(hang_at=0)
-    chunks = chunks_of(proxy.url, COMPLETIONS, completion(stream_options={"include_usage": True}))
+    chunks = chunks_of(proxy.url, COMPLETIONS, completion(stream_options={"include_usage": usage}))
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]] == ["stop"]
-    assert chunks[-1]["usage"]["completion_tokens"] == 1
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks if not chunk["choices"]] == [1] * usage
     wait_until(lambda: not decoder_of(proxy, engines).seen()["running"], 5, "decode is given up")
+
+
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("asked", [{}, {"stream": True}, USAGE], ids=["whole", "stream", "stream with usage"])
+def test_of_a_split_prompt_what_prefill_found_is_cached_not_what_it_computed(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], asked: dict[str, Any]
+) -> None:
+    for name in "ab":
+        engines[name].behave(cached=39, delay_s=0.2)
+
+    def cached(name: str) -> int:
+        if asked:
+            chunks = chunks_of(proxy.url, COMPLETIONS, completion(**asked), **{"x-request-id": name})
+            assert len([chunk for chunk in chunks if chunk.get("usage")]) == (asked == USAGE)
+        else:
+            assert post(proxy.url, COMPLETIONS, completion(), **{"x-request-id": name})[0] == 200
+        return int(proxy.record(name)["cached_tokens"])
+
+    engines["p"].behave(cached=16)
+    assert cached(f"found {asked}") == 16
+    if asked in ({}, USAGE):
+        engines["p"].behave(status=500)
+        assert cached(f"prefill failed {asked}") == 39
 
 
 @pytest.mark.parametrize("stream", [False, True])

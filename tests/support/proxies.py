@@ -68,7 +68,8 @@ class ProxyProcess:
         """The line of the access log for a request with this x-request-id, once it is there."""
 
         def line() -> dict[str, Any] | None:
-            records = map(json.loads, self.access.read_text().splitlines())
+            whole, _, _ = self.access.read_text().rpartition("\n")  # of the last line a part may be there
+            records = map(json.loads, whole.splitlines())
             return next((record for record in records if record["id"] == id), None)
 
         return dict(wait_until(line, 10, f"{id} in the access log"))

@@ -104,10 +104,8 @@ class StandIn:
         text = "".join(f"{token} " for token in said)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(said), "total_tokens": len(prompt) + len(said)}
-        return JSONResponse(
-            {"id": "x", "object": "o", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
-        )
+        base = {"id": "x", "object": "o", "created": 1, "model": MODEL}
+        return JSONResponse({**base, "choices": [choice], "usage": _usage(how, prompt, len(said))})
 
     def _say(self, how: dict[str, Any], prompt: list[int], count: int) -> list[int]:
         said: list[int] = []
@@ -162,18 +160,23 @@ class StandIn:
                 yield _event({**base, "choices": [choice]})
                 await asyncio.sleep(how.get("gap_s", 0))
             if (body.get("stream_options") or {}).get("include_usage"):
-                length = min(count, finish_at)
-                usage = {
-                    "prompt_tokens": len(prompt),
-                    "completion_tokens": length,
-                    "total_tokens": len(prompt) + length,
-                }
-                yield _event({**base, "choices": [], "usage": usage})
+                yield _event({**base, "choices": [], "usage": _usage(how, prompt, min(count, finish_at))})
             yield b"data: [DONE]\n\n"
             done = True
         finally:
             self.running -= 1
             self.given_up += not done
+
+
+def _usage(how: dict[str, Any], prompt: list[int], said: int) -> dict[str, Any]:
+    usage: dict[str, Any] = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": said,
+        "total_tokens": len(prompt) + said,
+    }
+    if "cached" in how:
+        usage["prompt_tokens_details"] = {"cached_tokens": how["cached"]}
+    return usage
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

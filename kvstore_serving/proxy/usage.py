@@ -1,0 +1,43 @@
+"""What an engine says a request took: the `usage` of an answer."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, what was found in a cache. None: it does not say, as vLLM without
+        `--enable-prompt-tokens-details`."""
+        cached = (self.prompt_tokens_details or {}).get("cached_tokens")
+        return cached if isinstance(cached, int) else None
+
+
+class _Document(msgspec.Struct):
+    usage: Usage | None = None
+
+
+_decode: Final = msgspec.json.Decoder(_Document).decode
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """Of an answer's body. None: it has none, or is no JSON document with one."""
+    try:
+        return _decode(body).usage
+    except msgspec.DecodeError:
+        return None
+
+
+def read_usage(value: object) -> Usage | None:
+    """Of what a chunk of a stream has as its usage. None: that is none."""
+    try:
+        return msgspec.convert(value, Usage | None)
+    except msgspec.ValidationError:
+        return None
