@@ -27,8 +27,9 @@ REQUESTS: Final = 500  # of a run, and for each instance REQUESTS_EACH more
 REQUESTS_EACH: Final = 150
 # A queue that grows is not seen before it is as long as the SLOs allow: a run lasts so many times that.
 SPAN: Final = 10
-MOST_REQUESTS: Final = 8000  # and for each instance MOST_EACH more
-MOST_EACH: Final = 500
+# Also for SLOs that allow more. Half of them are more than engines decode at a time: else no run would keep up.
+MOST_REQUESTS: Final = 8000  # and for each instance MOST_BATCHES more
+MOST_BATCHES: Final = 2.5
 MISSES: Final = 20  # that a run must allow: else the percentile is a matter of chance
 KEEPS_UP: Final = 0.95
 _Result = TypeVar("_Result")
@@ -67,7 +68,8 @@ def requests_of(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float) -> in
     slack = (goal.slo.ttft_s, goal.slo.tpot_s * recipe.means.outputs)
     span_s = SPAN * sum(each for each in slack if each < math.inf)
     least = max(REQUESTS + REQUESTS_EACH * instances, math.ceil(MISSES / (1 - goal.percentile / 100)))
-    return max(least, min(MOST_REQUESTS + MOST_EACH * instances, math.ceil(rate_rps * span_s)))
+    most = MOST_REQUESTS + math.ceil(MOST_BATCHES * fleet.max_batch) * instances
+    return max(least, min(most, math.ceil(rate_rps * span_s)))
 
 
 def attained(fleet: Fleet, recipe: Recipe, goal: Goal, rate_rps: float, seed: int) -> bool:

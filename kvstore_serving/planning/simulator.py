@@ -71,12 +71,11 @@ class Fleet:
 class Run:
     """What became of the requests that are counted. Times in seconds, one for each, in the order of arrival; NaN for a
     request that had not ended when the run did. `steps`: of decoding. `decided`: the run ended early, because so many
-    SLOs were missed that the rest did not matter. `kept_up`: of the requests that came in the first nine tenths of the
-    time, the share that had ended when the last one came; it falls when more comes than is served. `busy`: of each
-    phase, the share of time that its engines worked. `memory`: the largest share of an engine's memory that was
-    reserved. `links`: the share of time that the busiest link of a kind sent. `parts_s`: where the time of each
-    request went: `load` of what the store has of it, `prefill_queue`, `prefill`, `decode_memory` (the wait for
-    memory), `hand_over` (its blocks move), `decode`."""
+    SLOs were missed that the rest did not matter. `kept_up`: in the second half of the arrivals' time, how many requests
+    ended for each that came; it falls when more comes than is served. `busy`: of each phase, the share of time that its
+    engines worked. `memory`: the largest share of an engine's memory that was reserved. `links`: the share of time that
+    the busiest link of a kind sent. `parts_s`: where the time of each request went: `load` of what the store has of it,
+    `prefill_queue`, `prefill`, `decode_memory` (the wait for memory), `hand_over` (its blocks move), `decode`."""
 
     ttft_s: Floats
     tpot_s: Floats
@@ -360,9 +359,9 @@ class _Simulation:
         return run
 
     def _kept_up(self) -> float:
-        last = self.jobs[-1].at_s
-        early = [job for job in self.jobs if job.at_s <= 0.9 * last]
-        return sum(0 <= job.last_s <= last for job in early) / len(early)
+        end = self.jobs[-1].at_s
+        middle = end / 2
+        return sum(middle < job.last_s <= end for job in self.jobs) / sum(job.at_s > middle for job in self.jobs)
 
 
 def simulate(

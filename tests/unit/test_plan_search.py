@@ -386,6 +386,15 @@ def test_a_loose_slo_does_not_make_an_engine_faster(crew: Crew) -> None:
         assert 8.0 < value < 12.0, f"TTFT {ttft}: 10 prompts a second is all it can compute"
 
 
+def test_a_thousand_requests_in_flight_are_not_taken_for_a_backlog() -> None:
+    """1500 of 10 s each are decoded at a time, and no longer run: 150 a second."""
+    degree = Degree(1, PrefillTimes(0, 0, 0), [DecodeTimes(0.1, 0, 0)], {1: 10**9})
+    made = Profile("p", "m", "g", "test", False, 1, [degree], 0.0)
+    fleet = Fleet([Pool(made, 1, 1)], Links(), Placement(decode=Engines(Shape(1, 1), 1)), max_batch=1500)
+    value = goodput(fleet, Synthetic(Lengths(10), Lengths(101)), Goal(Slo(1.0, 0.2), 90), 0, 100.0)
+    assert 135 < value < 160
+
+
 def test_a_link_that_is_behind_does_not_idle_the_others() -> None:
     slow, fast = Link(1.0), Link(100.0)
     assert transfer(0.0, 10.0, [(slow, 1.0), (fast, 1.0)]) == pytest.approx(10.0)
