@@ -1,8 +1,8 @@
 """What the simulator predicts for prefill and decode apart, from a profile of engines as they run there.
 
 As `test_predicted`, but the engine is profiled with the connector, while a store takes its blocks, and beside the other
-engine (`kvstore plan profile --beside`): the profile has what they take from each other. On two cores, the store, the
-proxy and whoever sends the requests share the cores of both engines.
+engine (`kvstore plan profile --beside`): the profile has what they take from each other. The store, the proxy and
+whoever sends the requests share the decode engine's core.
 
 Needs vLLM and two cores; without them nothing is measured.
 """
@@ -51,12 +51,14 @@ def main() -> int:
     model = ENGINE_MODELS["tiny" if benchmark.quick else "mid"]
     weights = save_model(model)
     requests = 20 if benchmark.quick else benchmark.options.requests
+    prefill_core, decode_core = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, {decode_core})  # and all that is started, but for the prefill engine
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         scratch = Path(folder)
         endpoint = stack.enter_context(kvstore_server(2 << 30))
         urls = [
             stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *STEP))
-            for core in sorted(os.sched_getaffinity(0))[:2]
+            for core in (prefill_core, decode_core)
         ]
         profile = scratch / "profile.json"
         found = measure_profile(benchmark, urls[0], model, profile, "--beside", urls[1])

@@ -86,7 +86,7 @@ def cacheable_tokens(tokens: int) -> int:
 def save_model(model: EngineModel) -> Path:
     """The model's folder. It is made once, with weights from a fixed seed, and kept for later runs."""
     cache = os.environ.get("KVSTORE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvstore"
-    folder = Path(cache).expanduser() / "models" / f"benchmark-{model.name}-2"
+    folder = Path(cache).expanduser() / "models" / f"benchmark-{model.name}-3"
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -101,6 +101,7 @@ def save_model(model: EngineModel) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
+        _save_tokenizer(scratch, model.vocab_size)
         scratch.rename(folder)
     except OSError:
         if not (folder / "config.json").exists():  # else another benchmark was first
@@ -108,3 +109,14 @@ def save_model(model: EngineModel) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Every token is a word, so an engine that serves text shows each as soon as it has it."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f" w{number}": number for number in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" w0"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

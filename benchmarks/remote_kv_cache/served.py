@@ -27,7 +27,7 @@ def engine(model: Path, core: int, log: Path, store: str | None, *options: str) 
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--enforce-eager"]
     command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "8192", "--gpu-memory-utilization", "0.3"]
     command += options
     if store is not None:
