@@ -77,4 +77,5 @@ class Job:
         self.first = self.end = 0  # the present chunk
         self.task: Task | None = None  # that has it on the wire
         self.sent_at = 0.0
+        self.took_s = 0.0  # the chunk before
         self.shards: Set[Link] = frozenset()  # that it needs; empty: nobody has asked

@@ -38,8 +38,12 @@ from kvstore_client.engine.shared_rows import Stripe
 
 # Payload of one round trip: large enough for full wire speed, small enough that placing one chunk overlaps the next.
 CHUNK_BYTES: Final = 16 << 20
-# Where blocks are waited for, they are placed as they come, and more jobs have rows of their own.
+# Where blocks are waited for, they are placed as they come, and more jobs have rows of their own. Over a slow link a
+# chunk is smaller, down to a part of that: about what comes in such a time, as a chunk begins to come when all of it is
+# in the store.
 WAITED_CHUNK_BYTES: Final = 8 << 20
+WAITED_CHUNK_S: Final = 0.05
+LEAST_WAITED: Final = 1 / 4
 # Jobs that have their turn at a time, each with a chunk on the wire: more would only take from each other. One whose
 # chunk is on the wire for longer than `SLOW_S` does not count; so many of those may wait for one shard.
 AT_A_TIME: Final = 2
@@ -236,6 +240,9 @@ class TransferIn:
 
     def _next_chunk(self, job: Job) -> tuple[int, int]:
         most = self.waited_chunk_blocks if job.waits else self.chunk_blocks
+        if job.waits and job.end:
+            paced = max(most * LEAST_WAITED, (job.end - job.first) * WAITED_CHUNK_S / max(job.took_s, 1e-6))
+            most = min(most, math.ceil(paced))
         if job.stripe is not None:
             most = job.stripe.most(most)
         if job.end:
@@ -297,6 +304,7 @@ class TransferIn:
     def _came(self, job: Job, hits: Hits | None) -> None:
         """Its chunk has ended. On the thread of its task."""
         job.task = None
+        job.took_s = time.monotonic() - job.sent_at
         self._tried = self._tried or bool(hits is not None and hits.any())
         self._to_placer(job, hits)
 

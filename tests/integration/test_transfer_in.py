@@ -381,6 +381,31 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
             assert not any(job.wait()) and job.seconds < 10
 
 
+def test_over_a_slow_link_promised_blocks_are_placed_in_smaller_pieces(
+    start_server: StartServer, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "WAITED_CHUNK_BYTES", 16 * BLOCK_BYTES)
+    server = start_server("--unix-socket", "off")
+    namespace = new_namespace(BLOCK_BYTES)
+    keys = make_keys(64)
+    put(server, namespace, keys)
+    with SlowLink(server.port) as link:
+        guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=Counters())
+        transfer = TransferIn(guard, counters=Counters())
+
+        def sizes() -> list[int]:
+            job = Job(transfer, keys, empty_rows(64), left_s=20, waits=True)
+            assert job.wait(20) == [True] * 64
+            return [len(hits) for _, hits in job.chunks]
+
+        link.bytes_per_s = 4e6  # 0.13 s for the first piece
+        assert sizes() == [8] + [4] * 14
+        link.bytes_per_s = None
+        assert 16 in sizes()
+        transfer.close()
+        guard.close()
+
+
 def test_a_job_waits_nearly_all_of_its_time_though_a_call_may_take_longer(
     server: Server, new_namespace: MakeNamespace, start_in: StartIn
 ) -> None:
