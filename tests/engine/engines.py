@@ -280,7 +280,7 @@ _SHAPE: dict[str, Any] = {
     "num_attention_heads": 8,
     "intermediate_size": 512,
     "vocab_size": 4096,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "initializer_range": 0.1,
 }
 

@@ -157,13 +157,13 @@ def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
     engines = [start_engine(server.endpoint, options={"single_flight_s": 30, **parts}, **CHUNKS) for _ in range(2)]
     for engine in engines:
         engine.generate(prompt(99, 40))
-    question = prompt(40, 1900)
+    question = prompt(40, 4096)
     [right] = expected(question)
     for engine in engines:
         engine.order_play(*[Ask(question, 8) for _ in range(8)])
     answers = [answer for engine in engines for answer in engine.result()]
     assert [answer.token_ids for answer in answers] == [right] * 16
-    assert sorted(answer.cached_tokens for answer in answers) == [0] + [full_blocks(1900)] * 15
+    assert sorted(answer.cached_tokens for answer in answers) == [0] + [full_blocks(4096)] * 15
     for engine in engines:
         engine.settle()
     nothing_left(server)
