@@ -47,7 +47,7 @@ from kvstore_serving.planning.pipeline import plan_pipeline
 KNEE: Final = "knee"
 MODES: Final = "modes"
 RATIOS: Final = {"0.25": (4, 288), "0.5": (8, 288), "1": (8, 576)}  # batch and context for KV to weights
-WANTED: Final = (0.1, 0.2, 0.3, 0.4, 0.55)  # alpha* that the rates of the link are chosen for
+WANTED: Final = (0.08, 0.12, 0.18, 0.25, 0.45)  # alpha* that the rates of the link are chosen for
 FULL_RATE: Final = 4e9
 ROUNDS: Final = 7
 

@@ -11,6 +11,7 @@ Needs vLLM and two cores; without them nothing is measured.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from benchmarks.remote_kv_cache.report import Case, console
 from benchmarks.remote_kv_cache.served import engine, proxy
 from kvstore_serving.load.client import Bodies, Client
 from kvstore_serving.load.prompts import HASHED_TOKENS, Prompts
-from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.records import Planned
 from kvstore_serving.load.run import body_of
 
 WHOLE: Final = "whole prompts"
@@ -40,8 +41,8 @@ LENGTHS: Final = (128, 512, 1024, 2048, 4096)
 BATCH: Final = 4
 CONTEXT: Final = 256
 ROUNDS: Final = 5
-BEFORE_S: Final = 2.0  # in which the batch begins to decode
-ANSWER: Final = 192  # tokens of the batch's answers, and more for a long prompt
+BEFORE: Final = 24  # tokens of each of the batch before the prompt comes
+ANSWER: Final = 2048  # tokens of the batch's answers, which end with the prompt's
 BUDGET: Final = "8192"  # tokens of a step: a whole prompt
 WAYS: Final[dict[str, Sequence[str]]] = {
     WHOLE: ("--max-num-batched-tokens", BUDGET),
@@ -57,37 +58,46 @@ class Asking:
         self._prompts, self._next_id = Prompts(vocabulary, 5), 0
         self._url, self._priority = url, priority
 
-    async def round(self, length: int, answer: int) -> tuple[float, float, float]:
+    async def round(self, length: int) -> tuple[float, float, float]:
         """-> seconds: the longest gap of the batch while the prompt is computed, its median gap before, and the
         prompt's time to its first token."""
         async with Client(self._url, "completions", timeout_s=300.0, api_key=None, whole_output=True) as client:
-            batch = [asyncio.create_task(self._send(client, CONTEXT, answer, 0)) for _ in range(BATCH)]
-            await asyncio.sleep(BEFORE_S)
-            prompt = await self._send(client, length, 1, 1)
-            running = await asyncio.gather(*batch)
-        begin, end = prompt.sent_s, prompt.arrivals_s[0]
-        if end > min(each.arrivals_s[-1] for each in running):
+            came: list[list[float]] = [[] for _ in range(BATCH)]
+            batch = [asyncio.create_task(self._send(client, CONTEXT, ANSWER, 0, times)) for times in came]
+            while min(map(len, came)) < BEFORE and not any(task.done() for task in batch):
+                await asyncio.sleep(0.01)
+            times: list[float] = []
+            await self._send(client, length, 1, 1, times)
+            ended = [task for task in batch if task.done()]
+            for task in batch:
+                task.cancel()
+            await asyncio.gather(*batch, return_exceptions=True)
+        for task in ended:
+            task.result()
             raise RuntimeError(f"the batch ended before the prompt of {length} tokens: its answers are too short")
-        pairs = [
-            (before, after)
-            for each in running
-            for before, after in zip(each.arrivals_s, each.arrivals_s[1:], strict=False)
-        ]
+        begin, end = times[0], times[1]
+        pairs = [pair for each in came for pair in itertools.pairwise(each[1:])]
         beside = [after - before for before, after in pairs if after > begin and before < end]
         alone = [after - before for before, after in pairs if after <= begin]
         return max(beside), median(alone), end - begin
 
-    async def _send(self, client: Client, length: int, output: int, priority: int) -> Outcome:
+    async def _send(self, client: Client, length: int, output: int, priority: int, times: list[float]) -> None:
+        """Ask for an answer. times: when it was sent and when something of it came is added here, also if it is
+        cancelled. Raises `RuntimeError` if it fails."""
         extra = f'{{"priority": {priority}}}' if self._priority else "{}"
         bodies = Bodies("m", "completions", extra=extra)
         blocks = -(-length // HASHED_TOKENS)
         planned = Planned(0, 0.0, range(self._next_id, self._next_id + blocks), length, output)
         self._next_id += blocks
         body = await body_of(planned, self._prompts, bodies, lambda: asyncio.sleep(0))
-        outcome = await client.send(planned, body, time.perf_counter)
+
+        def clock() -> float:
+            times.append(time.perf_counter())
+            return times[-1]
+
+        outcome = await client.send(planned, body, clock)
         if outcome.error:
             raise RuntimeError(f"a prompt of {length} tokens: {outcome.error}: {outcome.message}")
-        return outcome
 
 
 def main() -> int:
@@ -120,11 +130,11 @@ def main() -> int:
 
 def _measure(benchmark: Benchmark, way: str, asking: Asking) -> None:
     lengths = LENGTHS[:1] if benchmark.quick else LENGTHS
-    asyncio.run(asking.round(lengths[0], ANSWER))  # warms up
+    asyncio.run(asking.round(lengths[0]))  # warms up
     found: dict[int, list[tuple[float, float, float]]] = {length: [] for length in lengths}
     for _ in range(benchmark.rounds):
         for length in lengths:
-            found[length].append(asyncio.run(asking.round(length, ANSWER + length // 8)))
+            found[length].append(asyncio.run(asking.round(length)))
     for length, rounds in found.items():
         gap, alone, ttft = (median(column) for column in zip(*rounds, strict=True))
         console().print(
