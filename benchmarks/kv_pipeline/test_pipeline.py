@@ -135,7 +135,9 @@ def _knees(benchmark: Benchmark, name: str, rig: Rig) -> None:
     alone = median(rig.lent(0, 1) for _ in range(benchmark.rounds))
     for wanted in WANTED[:1] if benchmark.quick else WANTED:
         rig.link.set_rate(wanted * shape.kv_bytes / alone)
-        runs: dict[Any, Any] = {lent: (lambda lent=lent: rig.lent(lent, 1)) for lent in range(0, layers + 1, 2)}
+        # Beyond this a step is nothing but the time of the link, and takes many times as long.
+        shares = [lent for lent in range(0, layers + 1, 2) if lent <= layers * max(0.5, 2.5 * wanted)]
+        runs: dict[Any, Any] = {lent: (lambda lent=lent: rig.lent(lent, 1)) for lent in shares}
         every = lent_layers(shape, layers)
         runs |= {
             "all": partial(read_time, shape, rig.client, every, rig.other_core),
@@ -145,7 +147,7 @@ def _knees(benchmark: Benchmark, name: str, rig: Rig) -> None:
         # What starting each read takes is in the rate: layers are read one after the other, by one thread.
         link = shape.kv_bytes / found["all"]
         plan = plan_pipeline(shape.kv_bytes, link, shape.kv_bytes / step_s, 0.0, 0.0)
-        curve = {lent / layers: found[lent] for lent in range(0, layers + 1, 2)}
+        curve = {lent / layers: found[lent] for lent in shares}
         measured = knee(curve)
         worst = max(curve[alpha] / max(alpha * shape.kv_bytes / link, step_s) for alpha in curve if alpha)
         console().print(
