@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, Final
 
 from benchmarks.markdown import markdown
@@ -73,10 +74,11 @@ def crossovers(results: Results) -> str:
             f"{float(case.name.removeprefix('K = ')):g}",
             f"{case.parameters['published']:.2f}",
             f"{case.parameters['ours']:.3f}",
+            f"{case.parameters['simulated']:.3f} ± {case.parameters['simulated_error'] * T_SINGLE:.3f}",
         )
         for case in results[SIMULATOR].group(CROSSOVER)
     ]
-    return markdown(("speed-up K of two devices", "published R D", "ours"), rows)
+    return markdown(("speed-up K of two devices", "published R D", "closed forms", "simulated"), rows)
 
 
 def distserve(results: Results) -> str:
@@ -143,10 +145,15 @@ def decode_degrees(results: Results) -> str:
 def search_time(results: Results) -> str:
     """How long a search takes."""
     rows = [
-        (case.name, f"{case.parameters['seconds_to_search']:.1f} s", f"{case.parameters['target_s']:g} s")
+        (
+            case.name,
+            f"{median(case.parameters['seconds_to_search']):.1f} s",
+            f"{max(case.parameters['seconds_to_search']):.1f} s",
+            f"{case.parameters['target_s']:g} s",
+        )
         for case in results[SIMULATOR].group(SEARCH)
     ]
-    return markdown(("search", "took", "target"), rows)
+    return markdown(("search", "took, median", "at most", "target"), rows)
 
 
 def predicted(results: Results) -> str:
