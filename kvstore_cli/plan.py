@@ -91,11 +91,17 @@ def queue(
     )
 )
 def pipeline(
-    kv_bytes: Annotated[float, typer.Option(metavar="M", help="KV that a step of decoding reads, in bytes.")],
     link_bytes_per_s: Annotated[float, typer.Option(metavar="B", help="From the lender's memory.")],
     memory_bytes_per_s: Annotated[float, typer.Option(metavar="B", help="Of the engine's own memory.")],
     other_s: Annotated[float, typer.Option(metavar="T", help="Seconds of the rest of a step: weights above all.")],
     overhead_s: Annotated[float, typer.Option(metavar="T", help="Seconds of a step in which no copy runs.")],
+    kv_bytes: Annotated[
+        float | None, typer.Option(metavar="M", help="KV that a step of decoding reads, in bytes.")
+    ] = None,
+    resident_bytes: Annotated[
+        float | None,
+        typer.Option(metavar="M", help="Instead: the engine's memory for KV. Computed is what fits with a lender."),
+    ] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Of the model: two of them are counted as buffers that stay.")
     ] = None,
@@ -103,15 +109,26 @@ def pipeline(
 ) -> None:
     """How much of a decode engine's KV cache can live in another memory without a longer step."""
     from kvstore_cli.plan_tables import print_pipeline
-    from kvstore_serving.planning.pipeline import plan_pipeline
+    from kvstore_serving.planning.pipeline import largest_kv, plan_pipeline
 
-    check_positive("--kv-bytes", kv_bytes, "bytes")
+    if (kv_bytes is None) == (resident_bytes is None):
+        fail("usage", "expected either --kv-bytes or --resident-bytes")
+    if kv_bytes is not None:
+        check_positive("--kv-bytes", kv_bytes, "bytes")
+    if resident_bytes is not None:
+        check_positive("--resident-bytes", resident_bytes, "bytes")
     check_positive("--link-bytes-per-s", link_bytes_per_s, "bytes per second")
     check_positive("--memory-bytes-per-s", memory_bytes_per_s, "bytes per second")
     for option, value in (("--other-s", other_s), ("--overhead-s", overhead_s)):
         if not 0 <= value < math.inf:
             fail("usage", f"{option} {value:g}: expected seconds, 0 or more")
-    found = plan_pipeline(kv_bytes, link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers)
+    hardware = link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers
+    if resident_bytes is not None:
+        kv_bytes = largest_kv(resident_bytes, *hardware)
+        if kv_bytes is None:
+            fail("usage", f"--link-bytes-per-s {link_bytes_per_s:g}: as fast as the memory, so any amount of KV fits")
+    assert kv_bytes is not None
+    found = plan_pipeline(kv_bytes, *hardware)
     show(found, as_json, lambda: print_pipeline(found))
 
 

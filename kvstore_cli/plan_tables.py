@@ -69,6 +69,15 @@ def print_plan(plan: Plan) -> None:
     print(f"\ngoodput {plan.goodput_rps:.3g} req/s{asked}; what is short first: {plan.binding}")
     if not plan.enough:
         print("these nodes cannot serve the rate: the placement is the one that serves most")
+    queue, waited_s = plan.closed_form, plan.time_s.get("prefill_queue", 0.0)
+    if queue is None:
+        print("so many prompts a prefill engine can only compute in batches: no closed form says how long they wait")
+    else:
+        print(
+            f"prompts all of the mean length would keep a prefill engine {queue.utilisation:.0%} busy and wait "
+            f"{queue.wait_s.mean * 1000:.0f} ms in the mean, {queue.wait_s.p90 * 1000:.0f} ms at P90 (M/D/1); "
+            f"simulated, they wait {waited_s * 1000:.0f} ms in the mean"
+        )
     store = plan.store
     print(
         f"the store must deliver {store.read_bytes_per_s / 1e9:.3g} GB/s and take {store.write_bytes_per_s / 1e9:.3g} "

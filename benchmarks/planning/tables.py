@@ -14,6 +14,8 @@ from benchmarks.planning.test_predicted import APART, COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, ROUNDING, SEARCH, T_ALL, T_SINGLE
 from benchmarks.results_reader import CaseResult, Results
+from kvstore_serving.planning.pipeline import largest_kv, plan_pipeline
+from kvstore_serving.planning.queueing import highest_load
 
 SIMULATOR: Final = "test_simulator"
 PARALLELISM: Final = "test_parallelism"
@@ -79,6 +81,19 @@ def crossovers(results: Results) -> str:
         for case in results[SIMULATOR].group(CROSSOVER)
     ]
     return markdown(("speed-up K of two devices", "published R D", "closed forms", "simulated"), rows)
+
+
+# TTFT in services for 90 % of prompts -> the utilisation that DistServe's authors allow one device.
+_P90_LOADS: Final = {1.5: 0.18, 2: 0.39, 3: 0.59, 5: 0.76}
+
+
+def p90_loads(_: Results) -> str:
+    """The utilisation up to which 90 % of prompts have their first token in time: computed."""
+    rows = [
+        (f"{services:g} D", f"{published:.2f}", f"{highest_load(services, 90):.3f}")
+        for services, published in _P90_LOADS.items()
+    ]
+    return markdown(("P90 of the time to the first token", "published", "ours"), rows)
 
 
 def distserve(results: Results) -> str:
@@ -228,9 +243,44 @@ def modes(results: Results) -> str:
     return markdown(("", *(f"KV {case.parameters['ratio']} x weights" for case in cases)), rows)
 
 
+_MEMORY: Final = 1.55e12  # bytes/s: an A100's, as measured for the proposal
+_RESIDENT: Final = 40e9  # of it for KV
+_WEIGHTS_S: Final = 0.017  # to read 26 GB of weights
+_LINKS: Final = {
+    "the proposal's ratio": (_MEMORY / 2.6, _MEMORY / 3.4, _MEMORY / 3.73, _MEMORY / 4.44),
+    "measured both ways, GPUs 4 to 7": (518e9,),
+    "measured both ways": (420e9,),
+    "measured one way": (272e9,),
+    "PCIe 4.0 x16": (25e9,),
+    "without P2P": (20e9,),
+    "100 Gbit/s": (12.5e9,),
+}
+
+
+def proposal(_: Results) -> str:
+    """What the KV pipeline's proposal says, and what the whole formula does: computed."""
+    rows = []
+    for what, links in _LINKS.items():
+        for link in links:
+            kv_bytes = largest_kv(_RESIDENT, link, _MEMORY, _WEIGHTS_S, 0.0)
+            assert kv_bytes is not None
+            plan = plan_pipeline(kv_bytes, link, _MEMORY, _WEIGHTS_S, 0.0)
+            first = plan.alpha_bandwidth
+            rows.append(
+                (
+                    f"{link / 1e9:.3g} GB/s, {what}", f"{1 / first:.3g}", f"{first:.1%}", f"{1 / (1 - first):.2f} x",
+                    f"{plan.alpha:.1%}", f"{kv_bytes / _RESIDENT:.2f} x", f"{plan.lender_bytes / 1e9:.1f} GB",
+                )
+            )  # fmt: skip
+    first, both = "first term alone", "with T_other = 17 ms"
+    headings = ("link", "B_memory / B_link", f"alpha, {first}", f"capacity, {first}", f"alpha, {both}")
+    return markdown((*headings, f"capacity, {both}", "the lender holds"), rows)
+
+
 PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "closed_forms": (SIMULATOR, closed_forms),
     "crossovers": (SIMULATOR, crossovers),
+    "p90_loads": (SIMULATOR, p90_loads),
     "distserve": (SIMULATOR, distserve),
     "prefill_degrees": (PARALLELISM, prefill_degrees),
     "decode_degrees": (PARALLELISM, decode_degrees),
@@ -239,4 +289,5 @@ PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "interference": (INTERFERENCE, interference),
     "knees": (PIPELINE, knees),
     "pipeline_modes": (PIPELINE, modes),
+    "proposal": (PIPELINE, proposal),
 }

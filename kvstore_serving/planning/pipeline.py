@@ -37,6 +37,26 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     knee_bytes_per_s: float | None
 
 
+def largest_kv(
+    resident_bytes: float,
+    link_bytes_per_s: float,
+    memory_bytes_per_s: float,
+    other_s: float,
+    overhead_s: float,
+    layers: int | None = None,
+) -> float | None:
+    """-> the most KV, in bytes, of which enough may leave that the rest, and the buffers, fit `resident_bytes` of the
+    engine's memory; None: without bound. The others as for `plan_pipeline`.
+
+    Of M bytes in all, (1 - alpha) M + 2 M / layers stay, and alpha falls as M grows:
+    M (1 - B_link / B_memory + 2 / layers) = resident_bytes + B_link (T_other - T_overlap)
+    """
+    shrinking = 1 - link_bytes_per_s / memory_bytes_per_s + (BUFFERS / layers if layers else 0.0)
+    if shrinking <= 0:
+        return None
+    return max(resident_bytes, (resident_bytes + link_bytes_per_s * (other_s - overhead_s)) / shrinking)
+
+
 def plan_pipeline(
     kv_bytes: float,
     link_bytes_per_s: float,

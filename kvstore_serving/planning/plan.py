@@ -14,6 +14,7 @@ from kvstore import __version__
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.goodput import Crew, Goal, Goodput
 from kvstore_serving.planning.placement import Engines
+from kvstore_serving.planning.queueing import Queue, Unstable, inter_op
 from kvstore_serving.planning.search import (
     Answer,
     NothingFits,
@@ -102,8 +103,9 @@ class Alone(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The result of `kvstore plan search`. `enough`: the placement serves `rate_rps`. `mean_ttft_parts_s`: where the
-    time of a request goes at the goodput, in seconds. `busy`: shares of time."""
+    """The result of `kvstore plan search`. `enough`: the placement serves `rate_rps`. `closed_form`: what theory says
+    of a prefill engine at the goodput, see `closed_form`. `time_s`: where the time of a request goes at the goodput, in
+    seconds. `busy`: shares of time."""
 
     placement: Apart
     gpus: int
@@ -117,6 +119,7 @@ class Plan(msgspec.Struct, frozen=True):
     colocated: Colocated
     sensitivity: list[Sensitivity]
     alone: list[Alone]
+    closed_form: Queue | None
     curve: list[Point]
     time_s: dict[str, float]
     busy: dict[str, float]
@@ -157,6 +160,7 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
         colocated=_colocated(question, other, curves[1] if other is not None else []),
         sensitivity=_sensitivity(question, answer, crew) if sensitivity else [],
         alone=_alone(question, phases),
+        closed_form=closed_form(question, answer),
         curve=curves[0],
         time_s=at_goodput.mean_parts_s(),
         busy=at_goodput.busy,
@@ -259,6 +263,21 @@ def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
         links.store_nodes if read or write else 0,
     )
     return StoreNeeds(rate, read, write, capacity, nodes)
+
+
+def closed_form(question: Question, answer: Answer) -> Queue | None:
+    """-> the queue of a prefill engine that gets its share of the goodput, at random times, if every prompt is of the
+    mean length and none are batched; None: so many it could only serve in batches. What the simulation waits longer is
+    what lengths that vary cost, or the wait for others."""
+    prefill = answer.placement.prefill
+    assert prefill is not None
+    profile, means, stages = question.pools[prefill.pool].profile, question.recipe.means, prefill.shape.pp
+    times = profile.degree(prefill.shape.tp).prefill
+    service_s = times.of(means.new, means.inputs**2 - means.hits**2) + profile.stage_s * stages
+    try:
+        return inter_op(service_s, answer.goodput.value / prefill.instances, stages)
+    except Unstable:
+        return None
 
 
 # ---- beside it ---------------------------------------------------------------------------------------------------

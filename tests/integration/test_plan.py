@@ -87,6 +87,28 @@ def test_pipeline_computes_what_may_leave() -> None:
     assert buffers["capacity_gain"] < found["capacity_gain"]
 
 
+def test_pipeline_computes_what_fits_an_engine_that_lends() -> None:
+    """Of more KV a smaller share may leave: what fits is where that share leaves just what the engine has."""
+    hardware = [*A100, "--other-s", "0.017", "--overhead-s", "0"]
+    found = document("pipeline", "--resident-bytes", "40e9", *hardware)
+    assert found["resident_bytes"] == pytest.approx(40e9)
+    assert found["alpha"] == pytest.approx(0.261, abs=0.001)
+    assert found["capacity_gain"] == pytest.approx(1.353, abs=0.001)
+    lent = found["lender_bytes"] / found["alpha"]
+    again = document("pipeline", "--kv-bytes", str(lent), *hardware)
+    assert again["alpha"] == pytest.approx(found["alpha"])
+    buffers = document("pipeline", "--resident-bytes", "40e9", *hardware, "--layers", "40")
+    assert buffers["resident_bytes"] == pytest.approx(40e9)
+    assert 1 < buffers["capacity_gain"] < found["capacity_gain"]
+    nothing = document("pipeline", "--resident-bytes", "40e9", *A100, "--other-s", "0", "--overhead-s", "9")
+    assert (nothing["alpha"], nothing["capacity_gain"]) == (0.0, 1.0)
+    fast = ["--link-bytes-per-s", "2e12", "--memory-bytes-per-s", "1e12", "--other-s", "0", "--overhead-s", "0"]
+    message = document("pipeline", "--resident-bytes", "40e9", *fast, status=2)["error"]["message"]
+    assert "any amount of KV fits" in message
+    both = document("pipeline", "--resident-bytes", "1", "--kv-bytes", "1", *hardware, status=2)
+    assert "either --kv-bytes or --resident-bytes" in both["error"]["message"]
+
+
 def test_pipeline_refuses_what_is_no_hardware() -> None:
     wrong = ["--kv-bytes", "0", *A100, "--other-s", "0", "--overhead-s", "0"]
     assert "--kv-bytes 0: expected bytes" in document("pipeline", *wrong, status=2)["error"]["message"]
@@ -110,6 +132,9 @@ def test_search_finds_a_placement_and_writes_what_the_proxy_takes(tmp_path: Path
     assert found["store"]["write_bytes_per_s"] == pytest.approx(3 * 512 * 819_200)
     assert found["binding"] and found["colocated"]["placement"]["instances"] >= 1
     assert found["sensitivity"]
+    theory = found["closed_form"]
+    assert 0 < theory["utilisation"] < 1
+    assert theory["ttft_s"]["p90"] >= theory["ttft_s"]["mean"] > theory["wait_s"]["mean"] > 0
     engines = read_pools(pools)
     roles = [engine.roles for engine in engines]
     placed = found["placement"]
@@ -127,6 +152,7 @@ def test_search_tells_people_the_same() -> None:
         "decode",
         "instead, colocated",
         "what is short first",
+        "(M/D/1); simulated, they wait",
         "the store must deliver",
     ):
         assert words in said
