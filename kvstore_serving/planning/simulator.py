@@ -73,9 +73,10 @@ class Run:
     request that had not ended when the run did. `steps`: of decoding. `decided`: the run ended early, because so many
     SLOs were missed that the rest did not matter. `kept_up`: in the second half of the arrivals' time, how many
     requests ended for each that came; it falls when more comes than is served. `busy`: of each phase, the share of time
-    that its engines worked. `memory`: the largest share of an engine's memory that was reserved. `links`: the share of time that
-    the busiest link of a kind sent. `parts_s`: where the time of each request went: `load` of what the store has of it,
-    `prefill_queue`, `prefill`, `decode_memory` (the wait for memory), `hand_over` (its blocks move), `decode`."""
+    that its engines worked. `memory`: the largest share of an engine's memory that was reserved. `links`: the share of
+    time that the busiest link of a kind sent. `parts_s`: where the time of each request went: `load` of what the store
+    has of it, `prefill_queue`, `prefill`, `decode_memory` (the wait for memory), `hand_over` (its blocks move),
+    `decode`."""
 
     ttft_s: Floats
     tpot_s: Floats

@@ -169,6 +169,78 @@ def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
     nothing_left(server)
 
 
+@IN_PARTS
+@pytest.mark.parametrize("known", ["decode", "prefill", "both"])
+def test_a_prompt_whose_beginning_is_known_on_a_side_is_handed_over_in_full(
+    server: Server, prefiller: Engine, decoder: Engine, expected: Expected, known: str
+) -> None:
+    question = prompt(120, 1000)
+    for name, engine in (("decode", decoder), ("prefill", prefiller)):
+        engine.generate(question[:512] if known in (name, "both") else prompt(99, 40), max_tokens=1)
+        engine.settle()
+    decoder.order_play(Ask(question, 12, side=DECODE))
+    [first] = prefiller.play(Ask(question, 1, side=PREFILL))
+    [answer] = decoder.result()
+    [right] = expected(question, max_tokens=12)
+    assert (answer.token_ids, first.token_ids) == (right, right[:1])
+    assert (answer.cached_tokens, first.cached_tokens) == (1000, 512)
+    nothing_left(server)
+
+
+@IN_PARTS
+def test_a_decode_request_that_is_aborted_while_it_waits_leaves_nothing(
+    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+) -> None:
+    for engine in (prefiller, decoder):
+        engine.generate(prompt(99, 40))
+    question = prompt(130, 1500)
+    decoder.order_play(Ask(question, 12, side=DECODE, abort="loading"))
+    prefiller.order_play(Ask(question, 1, side=PREFILL))
+    [gone] = decoder.result()
+    assert gone.aborted
+    decoder.settle()
+    [right] = expected(question, max_tokens=12)
+    assert [answer.token_ids for answer in prefiller.result()] == [right[:1]]
+    nothing_left(server)
+    [again] = decoder.play(Ask(question, 12, side=DECODE))
+    assert (again.token_ids, again.cached_tokens) == (right, 1500)
+
+
+def test_no_request_waits_longer_for_a_frozen_prefill_engine_than_it_may(
+    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
+) -> None:
+    """Its promise goes on for half a minute; what the decode side waits is its own affair."""
+    prefiller.generate(prompt(99, 40))
+    [alone] = decoder.generate(prompt(139, 1500))
+    question = prompt(140, 1500)
+    prefiller.order_play(Ask(question, 1, side=PREFILL))
+    wait_until(lambda: any(each.promised for each in namespaces(server)), what="the prompt is promised")
+    with prefiller.stopped():
+        [answer] = decoder.play(Ask(question, 8, side=DECODE, options={"wait_s": 1.0}))
+        assert any(each.promised for each in namespaces(server)), "the promise ended: nothing is shown"
+    assert [answer.token_ids] == expected(question)
+    assert answer.seconds <= 1.0 + 0.5 + 2 * alone.seconds
+    prefiller.result()
+    nothing_left(server)
+
+
+def test_an_engine_goes_on_alone_when_the_one_that_computes_takes_longer_than_it_waits(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    engines = [start_engine(server.endpoint, options={"single_flight_s": 1}, **CHUNKS) for _ in range(2)]
+    engines[0].generate(prompt(99, 40))
+    [alone] = engines[1].generate(prompt(149, 1500))
+    question = prompt(150, 1500)
+    engines[0].order_play(Ask(question, 8))
+    wait_until(lambda: any(each.promised for each in namespaces(server)), what="the prompt is promised")
+    with engines[0].stopped():
+        answers = engines[1].play(*[Ask(question, 8) for _ in range(2)])
+    assert [answer.token_ids for answer in answers] == expected(question) * 2
+    assert max(answer.seconds for answer in answers) <= 1.0 + 0.5 + 2 * alone.seconds
+    assert [answer.token_ids for answer in engines[0].result()] == expected(question)
+    nothing_left(server)
+
+
 def test_an_engine_goes_on_alone_when_the_one_that_computes_is_killed(
     server: Server, start_engine: StartEngine, expected: Expected
 ) -> None:
@@ -230,14 +302,12 @@ def test_engines_that_take_blocks_back_hand_over_all_the_same(
             for number, question in enumerate(questions)
         ]
         engine.order_play(*asks)
-    preemptions = 0
     for engine, side, others in zip(engines, (PREFILL, DECODE), beside, strict=True):
         answers = engine.result()
-        preemptions += sum(answer.preemptions for answer in answers)
+        assert sum(answer.preemptions for answer in answers), f"nothing was taken back at {side}: nothing is shown"
         assert [answer.token_ids for answer in answers[:2]] == expected(*others, max_tokens=260)
         tokens = 1 if side == PREFILL else 40
         assert [answer.token_ids for answer in answers[2:]] == expected(*questions, max_tokens=tokens)
-    assert preemptions, "nothing was taken back: the test shows nothing"
     for engine in engines:
         engine.settle()
     nothing_left(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -374,20 +375,23 @@ def test_roles_shift_as_few_engines_as_possible(tmp_path: Path) -> None:
 class _Proxy(BaseHTTPRequestHandler):
     """The metrics page of a proxy whose counters grow with every look."""
 
-    looks = 0
+    looks = prompt_tokens = 0
+    decoders = "abc"
+    tokens = 2000  # of each prompt
 
     def do_GET(self) -> None:
         type(self).looks += 1
+        type(self).prompt_tokens += 4 * self.tokens
         looks = type(self).looks
         lines = [
             f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="split",outcome="ok"}} {looks * 4}',
             # For these no engine generates anything. An engine that failed a moment ago is still there.
             f'kvstore_proxy_requests_total{{endpoint="/tokenize",decision="passed",outcome="ok"}} {looks * 9}',
             f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="",outcome="rejected"}} {looks * 9}',
-            f"kvstore_proxy_prompt_tokens_total {looks * 4 * 2000}",
+            f"kvstore_proxy_prompt_tokens_total {self.prompt_tokens}",
             f"kvstore_proxy_cached_tokens_total {looks * 4 * 500}",
             f"kvstore_proxy_output_tokens_total {looks * 4 * 10}",
-            *(f'kvstore_proxy_engine_up{{engine="http://{n}",role="decode"}} {int(n != "b")}' for n in "abc"),
+            *(f'kvstore_proxy_engine_up{{engine="http://{n}",role="decode"}} {int(n != "b")}' for n in self.decoders),
             'kvstore_proxy_engine_up{engine="http://d",role="prefill"} 1',
         ]
         body = ("\n".join(lines) + "\n").encode()
@@ -402,7 +406,8 @@ class _Proxy(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def proxy() -> Iterator[str]:
-    _Proxy.looks = 0
+    _Proxy.looks = _Proxy.prompt_tokens = 0
+    _Proxy.decoders, _Proxy.tokens = "abc", 2000
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Proxy)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -424,6 +429,32 @@ def test_watch_proposes_the_split_that_serves_the_load(proxy: str) -> None:
     said = plan("watch", *options, "--interval", "1", "--once", "--pools", "pools.toml").stdout
     best = found["best"]
     assert f"kvstore plan roles pools.toml --prefill {best['prefill']} --decode {best['decode']}" in said
+
+
+def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: str) -> None:
+    command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "0.5"]
+    command += ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--drift", "0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
+        assert watch.stdout is not None
+
+        def look() -> dict[str, Any]:
+            return dict(json.loads(watch.stdout.readline()))  # type: ignore[union-attr]
+
+        first = look()
+        assert (first["now"]["prefill"], first["now"]["decode"], first["drift"]) == (1, 3, [])
+        assert look()["now"] is None, "nothing has changed: nothing is simulated"
+        _Proxy.decoders = "ab"
+        while not (fewer := look())["drift"]:
+            assert watch.poll() is None
+        assert fewer["drift"] == ["4 -> 3 engines"]
+        assert (fewer["now"]["prefill"], fewer["now"]["decode"]) == (1, 2)
+        _Proxy.tokens = 4000
+        while not (longer := look())["drift"]:
+            assert watch.poll() is None
+        assert [each.partition(" -> ")[2].partition(" ")[2] for each in longer["drift"]] == ["tokens a prompt"]
+        assert longer["best"]["prefill"] + longer["best"]["decode"] == 3
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(20) == 0
 
 
 def test_watch_says_what_it_cannot_watch(endpoint: Endpoint) -> None:

@@ -34,7 +34,7 @@ from kvstore_serving.planning.profile import (
 )
 from kvstore_serving.planning.search import NothingFits, Question, best, best_colocated, rate_phases
 from kvstore_serving.planning.simulator import Fleet
-from kvstore_serving.planning.watching import Load, Watched, propose
+from kvstore_serving.planning.watching import Load, Watched, drift, propose
 from kvstore_serving.planning.workload import Lengths, Replayed, Synthetic, rate_of
 
 
@@ -408,3 +408,18 @@ def test_roles_that_are_shared_are_compared_too(crew: Crew) -> None:
     assert proposal.now is not None and proposal.best is not None
     assert (proposal.now.prefill, proposal.now.decode) == (2, 2)
     assert proposal.change is (proposal.best.goodput_rps >= 1.05 * proposal.now.goodput_rps)
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (Load(10.9, 1000, 100, 0.5), []),
+        (Load(13.0, 1000, 100, 0.5), ["10 -> 13 req/s"]),
+        (Load(7.0, 1000, 100, 0.5), ["10 -> 7 req/s"]),
+        (Load(10.0, 1300, 60, 0.5), ["1e+03 -> 1.3e+03 tokens a prompt", "100 -> 60 tokens an answer"]),
+        (Load(10.0, 1000, 100, 0.8), ["hit rate 50% -> 80%"]),
+        (Load(10.0, 1000, 100, 0.31), []),
+    ],
+)
+def test_drift_is_what_differs_by_more_than_the_share(now: Load, says: list[str]) -> None:
+    assert drift(Load(10.0, 1000, 100, 0.5), now, 0.2) == says
