@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -373,24 +374,26 @@ def test_roles_shift_as_few_engines_as_possible(tmp_path: Path) -> None:
 
 
 class _Proxy(BaseHTTPRequestHandler):
-    """The metrics page of a proxy whose counters grow with every look."""
+    """The metrics page of a proxy that serves four requests a second."""
 
-    looks = prompt_tokens = 0
+    looked_at = requests = prompt_tokens = 0.0
     decoders = "abc"
     tokens = 2000  # of each prompt
 
     def do_GET(self) -> None:
-        type(self).looks += 1
-        type(self).prompt_tokens += 4 * self.tokens
-        looks = type(self).looks
+        now, its = time.monotonic(), type(self)
+        came = 4 * (now - its.looked_at) if its.looked_at else 0.0
+        its.looked_at = now
+        its.requests += came
+        its.prompt_tokens += came * its.tokens
         lines = [
-            f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="split",outcome="ok"}} {looks * 4}',
+            f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="split",outcome="ok"}} {its.requests}',
             # For these no engine generates anything. An engine that failed a moment ago is still there.
-            f'kvstore_proxy_requests_total{{endpoint="/tokenize",decision="passed",outcome="ok"}} {looks * 9}',
-            f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="",outcome="rejected"}} {looks * 9}',
-            f"kvstore_proxy_prompt_tokens_total {self.prompt_tokens}",
-            f"kvstore_proxy_cached_tokens_total {looks * 4 * 500}",
-            f"kvstore_proxy_output_tokens_total {looks * 4 * 10}",
+            f'kvstore_proxy_requests_total{{endpoint="/tokenize",decision="passed",outcome="ok"}} {its.requests * 2}',
+            f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="",outcome="rejected"}} {its.requests}',
+            f"kvstore_proxy_prompt_tokens_total {its.prompt_tokens}",
+            f"kvstore_proxy_cached_tokens_total {its.prompt_tokens / 4}",
+            f"kvstore_proxy_output_tokens_total {its.requests * 10}",
             *(f'kvstore_proxy_engine_up{{engine="http://{n}",role="decode"}} {int(n != "b")}' for n in self.decoders),
             'kvstore_proxy_engine_up{engine="http://d",role="prefill"} 1',
         ]
@@ -406,7 +409,7 @@ class _Proxy(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def proxy() -> Iterator[str]:
-    _Proxy.looks = _Proxy.prompt_tokens = 0
+    _Proxy.looked_at = _Proxy.requests = _Proxy.prompt_tokens = 0.0
     _Proxy.decoders, _Proxy.tokens = "abc", 2000
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Proxy)
     thread = threading.Thread(target=server.serve_forever)
