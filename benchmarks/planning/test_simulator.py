@@ -296,7 +296,7 @@ def _theirs(question: Question, published: tuple[int, int, int, int], workers: C
     found = []
     for prefills, decodes in ((1, 1), (1, 2), (2, 1), (1, 3)):
         placement = Placement(Engines(prefill, prefills), Engines(decode, decodes))
-        if placement.gpus <= question.pools[0].gpus:
+        if question.fleet(placement).nodes is not None:
             found.append(measured(question, placement, workers).value / placement.gpus)
     return max(found)
 
