@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine.engines import Engine, Expected, StartEngine, answers_alone, save_model
+from tests.engine.engines import LONGEST, Engine, Expected, StartEngine, answers_alone, save_model
 from tests.engine.fleet import Fleet
 from tests.support.harness import Server
 from tests.support.slow_link import SlowLink
@@ -70,7 +70,7 @@ def link(server: Server) -> Iterator[SlowLink]:
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
     """``expected(prompt, ..., max_tokens=8)``: what an engine without any cache answers, each prompt by itself."""
     log = tmp_path_factory.mktemp("expected") / "engine.log"
-    engine = Engine(model, log, connector=None, enable_prefix_caching=False)
+    engine = Engine(model, log, connector=None, enable_prefix_caching=False, max_model_len=LONGEST)
     yield answers_alone(engine)
     engine.stop()
 

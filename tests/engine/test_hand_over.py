@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.driver import Ask
-from tests.engine.engines import Engine, Expected, Ledger, StartEngine, full_blocks, namespaces, prompt
+from tests.engine.engines import LONGEST, Engine, Expected, Ledger, StartEngine, full_blocks, namespaces, prompt
 from tests.support.harness import Server, wait_until
 
 PREFILL, DECODE = "do_remote_decode", "do_remote_prefill"
@@ -154,7 +154,8 @@ def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
     server: Server, start_engine: StartEngine, expected: Expected, parts: dict[str, int]
 ) -> None:
     """Of all their requests, one."""
-    engines = [start_engine(server.endpoint, options={"single_flight_s": 30, **parts}, **CHUNKS) for _ in range(2)]
+    how = {**CHUNKS, "max_model_len": LONGEST}
+    engines = [start_engine(server.endpoint, options={"single_flight_s": 30, **parts}, **how) for _ in range(2)]
     for engine in engines:
         engine.generate(prompt(99, 40))
     question = prompt(40, 4096)
