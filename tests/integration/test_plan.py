@@ -435,8 +435,8 @@ def test_watch_proposes_the_split_that_serves_the_load(proxy: str) -> None:
 
 
 def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: str) -> None:
-    command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "0.5"]
-    command += ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--drift", "0.5"]
+    command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "2"]
+    command += ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--drift", "0.9"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
         assert watch.stdout is not None
 
