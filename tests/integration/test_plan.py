@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -456,8 +455,7 @@ def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: 
             assert watch.poll() is None
         assert [each.partition(" -> ")[2].partition(" ")[2] for each in longer["drift"]] == ["tokens a prompt"]
         assert longer["best"]["prefill"] + longer["best"]["decode"] == 3
-        watch.send_signal(signal.SIGINT)
-        assert watch.wait(20) == 0
+        watch.terminate()
 
 
 def test_watch_says_what_it_cannot_watch(endpoint: Endpoint) -> None:
