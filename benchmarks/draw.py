@@ -19,7 +19,7 @@ from benchmarks.ledger import claims_table, missed_table, rig_table
 from benchmarks.persistence_kv_cache.claims import PERSISTENCE_CLAIMS
 from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
 from benchmarks.planning.claims import PLANNING_CLAIMS
-from benchmarks.planning.tables import PLANNING_TABLES
+from benchmarks.planning.tables import PLANNING_COMPUTED, PLANNING_TABLES
 from benchmarks.remote_kv_cache.claims import REMOTE_CLAIMS
 from benchmarks.remote_kv_cache.engine_tables import ENGINE_TABLES
 from benchmarks.remote_kv_cache.security_claims import SECURITY_CLAIMS
@@ -44,6 +44,8 @@ def fill(document: str, results: Results) -> str:
     def table(match: re.Match[str]) -> str:
         if match[2] in LEDGER:
             return f"{match[1]}{LEDGER[match[2]](results)}\n{match[3]}"
+        if match[2] in PLANNING_COMPUTED:
+            return f"{match[1]}{PLANNING_COMPUTED[match[2]]()}\n{match[3]}"
         needed, make = TABLES[match[2]]
         return f"{match[1]}{make(results) if needed in results else 'Not measured yet.'}\n{match[3]}"
 

@@ -87,7 +87,7 @@ def crossovers(results: Results) -> str:
 _P90_LOADS: Final = {1.5: 0.18, 2: 0.39, 3: 0.59, 5: 0.76}
 
 
-def p90_loads(_: Results) -> str:
+def p90_loads() -> str:
     """The utilisation up to which 90 % of prompts have their first token in time: computed."""
     rows = [
         (f"{services:g} D", f"{published:.2f}", f"{highest_load(services, 90):.3f}")
@@ -257,7 +257,7 @@ _LINKS: Final = {
 }
 
 
-def proposal(_: Results) -> str:
+def proposal() -> str:
     """What the KV pipeline's proposal says, and what the whole formula does: computed."""
     rows = []
     for what, links in _LINKS.items():
@@ -280,7 +280,6 @@ def proposal(_: Results) -> str:
 PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "closed_forms": (SIMULATOR, closed_forms),
     "crossovers": (SIMULATOR, crossovers),
-    "p90_loads": (SIMULATOR, p90_loads),
     "distserve": (SIMULATOR, distserve),
     "prefill_degrees": (PARALLELISM, prefill_degrees),
     "decode_degrees": (PARALLELISM, decode_degrees),
@@ -289,5 +288,6 @@ PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "interference": (INTERFERENCE, interference),
     "knees": (PIPELINE, knees),
     "pipeline_modes": (PIPELINE, modes),
-    "proposal": (PIPELINE, proposal),
 }
+# Of nothing that is measured.
+PLANNING_COMPUTED: Final[dict[str, Callable[[], str]]] = {"p90_loads": p90_loads, "proposal": proposal}

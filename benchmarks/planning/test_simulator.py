@@ -183,10 +183,12 @@ OPT13: Final = "opt-13b-a100-80g"
 OPT66: Final = "opt-66b-a100-80g"
 OPT175: Final = "opt-175b, scaled from 66B"
 # DistServe shipped no times of OPT-175B, only the tokens that fit its memory (max_num_tokens.csv): tp -> pp -> tokens.
+# Of tp 1 and 6 there are no times of 66B to scale.
 _TOKENS_175: Final = {
-    3: {2: 26208, 3: 76192, 4: 126160},
-    4: {2: 59520, 3: 126160, 4: 192800},
-    8: {1: 59520, 2: 192784, 3: 326048, 4: 459328},
+    2: {3: 26208, 4: 59536, 6: 126160, 8: 192800},
+    3: {2: 26208, 3: 76192, 4: 126160, 6: 226112, 8: 326064},
+    4: {2: 59520, 3: 126160, 4: 192800, 6: 326064, 8: 459328},
+    8: {1: 59520, 2: 192784, 3: 326048, 4: 459328, 6: 725856, 8: 992400},
 }
 _WEIGHTS_175: Final = 174.6 / 65.7  # parameters of 175B and 66B: what computing and reading weights takes
 _CACHE_175: Final = 96 * 12288 / (64 * 9216)  # layers times hidden size: what attention and reading the KV cache take

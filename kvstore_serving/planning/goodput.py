@@ -27,8 +27,9 @@ REQUESTS: Final = 500  # of a run, and for each instance REQUESTS_EACH more
 REQUESTS_EACH: Final = 150
 # A queue that grows is not seen before it is as long as the SLOs allow: a run lasts so many times that.
 SPAN: Final = 10
-# Also for SLOs that allow more. Half of them are more than engines decode at a time: else no run would keep up.
-MOST_REQUESTS: Final = 8000  # and for each instance MOST_BATCHES more
+# Loose SLOs would make runs very long: they end here. Half of a run's requests must be more than all engines decode at
+# a time, because a run keeps up if as many end as come in its second half.
+MOST_REQUESTS: Final = 8000  # and for each instance MOST_BATCHES full batches more
 MOST_BATCHES: Final = 2.5
 MISSES: Final = 20  # that a run must allow: else the percentile is a matter of chance
 KEEPS_UP: Final = 0.95

@@ -362,7 +362,7 @@ class _Simulation:
     def _kept_up(self) -> float:
         end = self.jobs[-1].at_s
         middle = end / 2
-        return sum(middle < job.last_s <= end for job in self.jobs) / sum(job.at_s > middle for job in self.jobs)
+        return sum(middle < job.last_s <= end for job in self.jobs) / sum(job.at_s >= middle for job in self.jobs)
 
 
 def simulate(

@@ -437,25 +437,22 @@ def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: 
     command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "2"]
     command += ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--drift", "0.9"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
-        assert watch.stdout is not None
-
-        def look() -> dict[str, Any]:
-            return dict(json.loads(watch.stdout.readline()))  # type: ignore[union-attr]
-
-        first = look()
-        assert (first["now"]["prefill"], first["now"]["decode"], first["drift"]) == (1, 3, [])
-        assert look()["now"] is None, "nothing has changed: nothing is simulated"
-        _Proxy.decoders = "ab"
-        while not (fewer := look())["drift"]:
-            assert watch.poll() is None
-        assert fewer["drift"] == ["4 -> 3 engines"]
-        assert (fewer["now"]["prefill"], fewer["now"]["decode"]) == (1, 2)
-        _Proxy.tokens = 4000
-        while not (longer := look())["drift"]:
-            assert watch.poll() is None
-        assert [each.partition(" -> ")[2].partition(" ")[2] for each in longer["drift"]] == ["tokens a prompt"]
-        assert longer["best"]["prefill"] + longer["best"]["decode"] == 3
-        watch.terminate()
+        try:
+            assert watch.stdout is not None
+            looks = map(json.loads, watch.stdout)
+            first = next(looks)
+            assert (first["now"]["prefill"], first["now"]["decode"], first["drift"]) == (1, 3, [])
+            assert next(looks)["now"] is None, "nothing has changed: nothing is simulated"
+            _Proxy.decoders = "ab"
+            fewer = next(look for look in looks if look["drift"])
+            assert fewer["drift"] == ["4 -> 3 engines"]
+            assert (fewer["now"]["prefill"], fewer["now"]["decode"]) == (1, 2)
+            _Proxy.tokens = 4000
+            longer = next(look for look in looks if look["drift"])
+            assert [each.partition(" -> ")[2].partition(" ")[2] for each in longer["drift"]] == ["tokens a prompt"]
+            assert longer["best"]["prefill"] + longer["best"]["decode"] == 3
+        finally:
+            watch.terminate()
 
 
 def test_watch_says_what_it_cannot_watch(endpoint: Endpoint) -> None:

@@ -48,7 +48,7 @@ def counters() -> Counters:
 def start_in(counters: Counters) -> Iterator[StartIn]:
     started: list[tuple[TransferIn, StoreGuard]] = []
 
-    def start(server: Server, namespace: Namespace, timeout_s: float = TIMEOUT_S) -> TransferIn:
+    def start(server: Server | SlowLink, namespace: Namespace, timeout_s: float = TIMEOUT_S) -> TransferIn:
         guard = StoreGuard(server.endpoint, namespace, timeout_s=timeout_s, counters=counters)
         transfer = TransferIn(guard, counters=counters)
         started.append((transfer, guard))
@@ -382,7 +382,7 @@ def test_promised_blocks_are_waited_for_and_miss_when_the_promise_ends(
 
 
 def test_over_a_slow_link_promised_blocks_are_placed_in_smaller_pieces(
-    start_server: StartServer, new_namespace: MakeNamespace, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_module, "WAITED_CHUNK_BYTES", 16 * BLOCK_BYTES)
     server = start_server("--unix-socket", "off")
@@ -390,8 +390,7 @@ def test_over_a_slow_link_promised_blocks_are_placed_in_smaller_pieces(
     keys = make_keys(64)
     put(server, namespace, keys)
     with SlowLink(server.port) as link:
-        guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=Counters())
-        transfer = TransferIn(guard, counters=Counters())
+        transfer = start_in(link, namespace, timeout_s=20)
 
         def sizes() -> list[int]:
             job = Job(transfer, keys, empty_rows(64), left_s=20, waits=True)
@@ -402,8 +401,6 @@ def test_over_a_slow_link_promised_blocks_are_placed_in_smaller_pieces(
         assert sizes() == [8] + [4] * 14
         link.bytes_per_s = None
         assert 16 in sizes()
-        transfer.close()
-        guard.close()
 
 
 def test_a_job_waits_nearly_all_of_its_time_though_a_call_may_take_longer(
@@ -449,7 +446,7 @@ def test_what_was_read_can_be_evicted_again(server: Server, new_namespace: MakeN
 
 
 def test_a_job_that_falls_behind_its_time_ends_sooner(
-    start_server: StartServer, new_namespace: MakeNamespace, small_chunks: int
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
     """The engine computes the blocks instead, and should not wait in vain for as long as it may wait."""
     server = start_server("--unix-socket", "off")
@@ -457,8 +454,7 @@ def test_a_job_that_falls_behind_its_time_ends_sooner(
     keys = make_keys(40)
     put(server, namespace, keys)
     with SlowLink(server.port) as link:
-        guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=Counters())
-        transfer = TransferIn(guard, counters=Counters())
+        transfer = start_in(link, namespace, timeout_s=20)
         link.bytes_per_s = 50_000  # 52 s for all
         job = Job(transfer, keys, empty_rows(40), left_s=4.0, chunks=1)
         assert job.wait().count(False) >= 1
@@ -466,20 +462,17 @@ def test_a_job_that_falls_behind_its_time_ends_sooner(
         blocks, seconds = transfer.take_pace()
         assert blocks < 5 and seconds == pytest.approx(job.seconds, abs=0.2)
         assert transfer.take_pace() == (0, 0.0)
-        transfer.close()
-        guard.close()
 
 
 def test_a_store_that_is_hopelessly_slow_is_found_out_by_its_first_block(
-    start_server: StartServer, new_namespace: MakeNamespace, small_chunks: int
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int, counters: Counters
 ) -> None:
     server = start_server("--unix-socket", "off")
-    namespace, counters = new_namespace(BLOCK_BYTES), Counters()
+    namespace = new_namespace(BLOCK_BYTES)
     keys = make_keys(40)
     put(server, namespace, keys)
     with SlowLink(server.port) as link:
-        guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=counters)
-        transfer = TransferIn(guard, counters=counters)
+        transfer = start_in(link, namespace, timeout_s=20)
         link.bytes_per_s = 200_000  # 0.3 s for a block, 13 s for all
         job = Job(transfer, keys, empty_rows(40), left_s=5.0)
         assert job.wait() == [True]
@@ -487,12 +480,10 @@ def test_a_store_that_is_hopelessly_slow_is_found_out_by_its_first_block(
         assert counters.take()["missed_blocks"] == 39
         link.bytes_per_s = None
         assert Job(transfer, keys, empty_rows(40), left_s=5.0).wait() == [True] * 40
-        transfer.close()
-        guard.close()
 
 
 def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
-    start_server: StartServer, new_namespace: MakeNamespace, small_chunks: int
+    start_server: StartServer, new_namespace: MakeNamespace, start_in: StartIn, small_chunks: int
 ) -> None:
     """Not as a chunk that is late: what came is used, and tells how fast the store is."""
     server = start_server("--unix-socket", "off")
@@ -500,8 +491,7 @@ def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
     keys = make_keys(40)
     put(server, namespace, keys)
     with SlowLink(server.port) as link:
-        guard = StoreGuard(link.endpoint, namespace, timeout_s=20, counters=Counters())
-        transfer = TransferIn(guard, counters=Counters())
+        transfer = start_in(link, namespace, timeout_s=20)
         assert Job(transfer, keys[:1], empty_rows(1)).wait() == [True]
         transfer.take_pace()
         link.bytes_per_s = 200_000  # 0.33 s for a block
@@ -511,8 +501,6 @@ def test_blocks_of_a_chunk_that_came_in_time_count_one_by_one(
         assert 1 <= came < small_chunks and not any(hits[came:])
         assert [row.tobytes() for row in rows[:came]] == [block_of(key, BLOCK_BYTES) for key in keys[:came]]
         assert transfer.take_pace()[0] == came
-        transfer.close()
-        guard.close()
 
 
 def test_a_large_load_is_not_given_up_because_a_round_trip_takes_long_for_a_block(

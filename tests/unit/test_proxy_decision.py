@@ -26,7 +26,8 @@ def test_texts_that_come_at_once_are_kept_once(monkeypatch: pytest.MonkeyPatch) 
     settings: Any = SimpleNamespace(split_tokens=1, policy="auto", tokenize_s=1.0)
     pools: Any = SimpleNamespace(decoder=lambda *_: "an engine")
     upstream: Any = Upstream()
-    decider = Decider(settings, pools, upstream, None, None)  # type: ignore[arg-type]  # prefixes and store: not asked
+    not_asked: Any = None
+    decider = Decider(settings, pools, upstream, prefixes=not_asked, store=not_asked)
 
     async def ask(text: str, times: int) -> list[int]:
         asked = understand(COMPLETIONS, {"prompt": text})

@@ -79,7 +79,7 @@ def test_only_engines_of_one_model_and_version_are_paired(pools: Pools) -> None:
     assert found is not None and found.url == "p2"
     pools.engines["p2"].models = {M: Model(M, "another root", 4096)}
     assert pools.prefiller(M, {}, 1000, beside=decode) is None
-    [unpaired] = pools.unpaired()[:1]
+    unpaired = pools.unpaired()[0]
     assert unpaired["decode"]["root"] == "root" and unpaired["prefill"][0]["root"] == "another root"
     for url in ("p1", "p2"):
         pools.engines[url].models = {M: Model(M, "root", 4096)}
