@@ -2,7 +2,8 @@
 
 A decoder with real weights and attention runs on one core; server, kernel and the thread that reads have the other
 one. The share alpha of the layers has its KV in the store, evenly spread. For each ratio of KV to weights, and each
-rate of the link, alpha grows: the *knee* is where a step begins to take longer, and is compared with
+rate of the link, alpha grows to one half, or to a few times alpha*: the *knee* is where a step begins to take longer,
+and is compared with
 
     alpha* = B_link T_step / M
 

@@ -42,7 +42,7 @@ BATCH: Final = 4
 CONTEXT: Final = 256
 ROUNDS: Final = 5
 BEFORE: Final = 24  # tokens of each of the batch before the prompt comes
-ANSWER: Final = 2048  # tokens of the batch's answers, which end with the prompt's
+ANSWER: Final = 2048  # tokens of the batch's answers; they are given up when the prompt has its first token
 BUDGET: Final = "8192"  # tokens of a step: a whole prompt
 WAYS: Final[dict[str, Sequence[str]]] = {
     WHOLE: ("--max-num-batched-tokens", BUDGET),
