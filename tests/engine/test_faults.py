@@ -191,23 +191,25 @@ def spoil(server: Server, keys: list[bytes], number: int) -> None:
         raw.reply()
 
 
-@pytest.mark.parametrize("number", [0, 6, BLOCKS - 1])
-def test_a_corrupted_block_is_computed_and_replaced(place: Place, expected: Expected, number: int) -> None:
-    question = prompt(40 + number)
-    [played] = place.engine.play(Ask(question))
-    place.engine.settle()
-    spoil(place.server, played.keys, number)
-    ledger = Ledger(place.engine)
-    answers = place.engine.generate(question)
-    check(expected, [question], answers)
-    check_time(place, answers)
-    assert (ledger["checksum_errors"], ledger["failed_loads"]) == (1, 1)
-    assert ledger["swap_blocks/in"] == number, "what came before it was used"
-    assert ledger["transfer_blocks/out"] == 1, "the store has it again"
-    answers = place.engine.generate(question)
-    check(expected, [question], answers)
-    assert answers[0].cached_tokens == full_blocks(500)
-    assert (ledger["checksum_errors"], ledger["failed_loads"]) == (1, 1)
+def test_a_corrupted_block_is_computed_and_replaced(
+    server: Server, start_engine: StartEngine, expected: Expected
+) -> None:
+    """An engine that loads whatever the store has, however busy the machine is: none of the counts is left to time."""
+    engine = start_engine(server.endpoint, enable_prefix_caching=False)
+    for number in (0, 6, BLOCKS - 1):
+        question = prompt(40 + number)
+        [played] = engine.play(Ask(question))
+        engine.settle()
+        spoil(server, played.keys, number)
+        ledger = Ledger(engine)
+        check(expected, [question], engine.generate(question))
+        assert (ledger["checksum_errors"], ledger["failed_loads"]) == (1, 1)
+        assert ledger["swap_blocks/in"] == number, "what came before it was used"
+        assert ledger["transfer_blocks/out"] == 1, "the store has it again"
+        answers = engine.generate(question)
+        check(expected, [question], answers)
+        assert answers[0].cached_tokens == full_blocks(500)
+        assert (ledger["checksum_errors"], ledger["failed_loads"]) == (1, 1)
 
 
 def test_a_slow_store_loses_blocks_and_slows_nobody(
