@@ -35,13 +35,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A target. `find` raises `KeyError` if its case was not measured."""
+    """A target. `find` raises `KeyError` if its case was not measured. `variant`: which of the benchmark's results."""
 
     package: str
     target: str
     benchmark: str
     arguments: str
     find: Callable[[Result], Finding]
+    variant: str = ""
+
+    @property
+    def result(self) -> str:
+        """The name of the result that it is found in."""
+        return f"{self.benchmark}_{self.variant}" if self.variant else self.benchmark
 
     @property
     def command(self) -> str:
@@ -52,7 +58,7 @@ class Claim:
     def look(self, results: Results) -> Finding | None:
         """The finding; None if it was not measured."""
         try:
-            return self.find(results[self.benchmark])
+            return self.find(results[self.result])
         except KeyError:
             return None
 
@@ -96,7 +102,7 @@ def claims_table(claims: Sequence[Claim], results: Results) -> str:
         if found is None:
             cells = ("", NOT_MEASURED, "", "")
         else:
-            result = results[claim.benchmark]
+            result = results[claim.result]
             said = verdict(found, result)
             if said == NOT_ESTABLISHED:
                 said = f"{said}: {why_not(found, result)}"
@@ -111,8 +117,8 @@ def missed_table(claims: Sequence[Claim], results: Results) -> str:
     for claim in claims:
         found = claim.look(results)
         if found is not None and not found.met:
-            said = verdict(found, results[claim.benchmark])
-            rows.append((claim.target, found.reached, said, age(results[claim.benchmark]), f"`{claim.command}`"))
+            result = results[claim.result]
+            rows.append((claim.target, found.reached, verdict(found, result), age(result), f"`{claim.command}`"))
     if not rows:
         return "None."
     return markdown(("target", "reached", "verdict", "commit", "command"), rows, figures=False)

@@ -29,7 +29,8 @@ QUICK_SECONDS: Final = 30.0
 @dataclass(frozen=True)
 class Entry:
     """A benchmark. `minutes`: its duration on two cores, used if no result has it. `trace`: whether it replays the
-    trace that --trace names; a benchmark that needs a trace is left out if none is given."""
+    trace that --trace names; a benchmark that needs a trace is left out if none is given. `variant`: tells entries of
+    one module apart."""
 
     module: str
     minutes: float
@@ -37,11 +38,13 @@ class Entry:
     quick: Sequence[str] = ("--quick",)
     engine: bool = False
     trace: Literal["no", "may", "must"] = "no"
+    variant: str = ""
 
     @property
     def name(self) -> str:
         """The name of its result file."""
-        return self.module.rpartition(".")[2]
+        module = self.module.rpartition(".")[2]
+        return f"{module}_{self.variant}" if self.variant else module
 
 
 REMOTE: Final = "benchmarks.remote_kv_cache"
@@ -80,8 +83,10 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),
     Entry(f"{REMOTE}.test_hand_over", 12, engine=True),
     Entry(f"{REMOTE}.test_request_time", 6, engine=True),
+    Entry(f"{REMOTE}.test_request_time", 15, ("--model", "mid"), engine=True, variant="mid"),
     Entry(f"{REMOTE}.test_layer_parts", 14, engine=True),
-    Entry(f"{REMOTE}.test_apart", 10, engine=True),
+    Entry(f"{REMOTE}.test_layer_parts", 8, ("--round-trip-ms", "20"), engine=True, variant="delayed"),
+    Entry(f"{REMOTE}.test_apart", 16, engine=True),
     Entry(f"{REMOTE}.test_conversation", 16, engine=True, trace="must"),
     Entry(f"{REMOTE}.test_demo", 4, engine=True),
     Entry(f"{PLANNING}.test_simulator", 6),

@@ -92,6 +92,23 @@ def small_blocks(results: Results, path: Path) -> None:
     )
 
 
+def waiters(results: Results, path: Path) -> None:
+    """Calls to a server where reads wait, against those to one where nobody waits."""
+    result = results["test_waiters"]
+    case = result.cases[0]
+    names = list(case.limits)
+    given = case.parameters
+    draw(
+        path,
+        f"Calls beside {given['waiting_reads']} waiting reads and {given['promises']} promises",
+        "µs",
+        names,
+        {"median, min … max": [case.seconds(name).scaled(1e6) for name in names]},
+        "nobody waits",
+        {"median, min … max": [case.seconds(case.limits[name]).median * 1e6 for name in names]},
+    )
+
+
 def clients(results: Results, path: Path) -> None:
     """Aggregate rates by number of processes."""
     case = results["test_clients"].cases[0]
@@ -170,6 +187,7 @@ REMOTE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "shared_memory": ("test_shared_memory", shared_memory),
     "small_blocks": ("test_small_blocks", small_blocks),
     "clients": ("test_clients", clients),
+    "waiters": ("test_waiters", waiters),
     "lookup": ("test_lookup", lookup),
     "key_hashing": ("test_key_hashing", key_hashing),
     "copying": ("test_key_hashing", copying),

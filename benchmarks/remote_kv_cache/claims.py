@@ -13,14 +13,13 @@ from benchmarks.remote_kv_cache.first_token import STORE as FROM_STORE
 from benchmarks.remote_kv_cache.shapes import HEADLINE, size_text
 from benchmarks.remote_kv_cache.test_beside_python import PACE
 from benchmarks.remote_kv_cache.test_demo import FIRST, SECOND
-from benchmarks.remote_kv_cache.test_hand_over import ADDED, APART, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import ALONE as NO_ARRIVALS
+from benchmarks.remote_kv_cache.test_hand_over import APART, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import CHUNKS as IN_CHUNKS
-from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_hooks import EVERYTHING, NOTHING
 from benchmarks.remote_kv_cache.test_key_hashing import HASHING
+from benchmarks.remote_kv_cache.test_request_time import ADDED, WAY
 from benchmarks.remote_kv_cache.test_request_time import FIRST as ALL_THE_WAY
-from benchmarks.remote_kv_cache.test_request_time import WAY
 from benchmarks.remote_kv_cache.test_sharding import (
     DIFFERENT,
     EQUAL,
@@ -48,6 +47,7 @@ from benchmarks.remote_kv_cache.transfers import MEMCPY, PLAIN_GET, PLAIN_SET
 from benchmarks.results_reader import CaseResult, Result
 
 _MODULE: Final = "benchmarks.remote_kv_cache"
+_TWO_MODELS: Final = (("tiny", "", ""), ("mid", "--model mid", "mid"))  # name, arguments, variant
 _LARGE: Final = size_text(HEADLINE.block_bytes)
 
 
@@ -336,10 +336,10 @@ def _between_tokens(at_most: float, prompt_tokens: int) -> Callable[[Result], Fi
 
 def _added(at_most_s: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
-        added = {case.parameters["prompt_tokens"]: case.seconds(ADDED).median for case in result.group(TO_FIRST)}
+        added = {case.name: case.seconds(ADDED).median for case in result.cases}
         return Finding(
-            "; ".join(f"{tokens} tokens {seconds * 1e3:.1f} ms" for tokens, seconds in added.items()),
-            "the prefill, and the decode side with all in its own cache",
+            "; ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in added.items()),
+            "the first token, less the prefill and the decode side's first step",
             max(added.values()) <= at_most_s and _right(result),
         )
 
@@ -529,19 +529,28 @@ REMOTE_CLAIMS: Final = (
         "",
         _between_tokens(1.5, 4096),
     ),
-    Claim(
-        _MODULE,
-        "a hand-over adds ≤ 10 ms (median) to the prefill and the decode side's own first token",
-        "test_hand_over",
-        "",
-        _added(0.010),
+    *(
+        Claim(
+            _MODULE,
+            f"a hand-over adds ≤ 10 ms (median) to the prefill and the decode side's first step, {model} model",
+            "test_request_time",
+            arguments,
+            _added(0.010),
+            variant,
+        )
+        for model, arguments, variant in _TWO_MODELS
     ),
-    Claim(
-        _MODULE,
-        "from the end of the prefill until its last block is there: < 5 % of the time to the first token, on one host",
-        "test_request_time",
-        "",
-        _way_through_the_store(0.05),
+    *(
+        Claim(
+            _MODULE,
+            "from the end of the prefill until its last block is there: < 5 % of the time to the first token, on one "
+            f"host, {model} model",
+            "test_request_time",
+            arguments,
+            _way_through_the_store(0.05),
+            variant,
+        )
+        for model, arguments, variant in _TWO_MODELS
     ),
     Claim(
         _MODULE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib
 
@@ -15,11 +15,12 @@ from benchmarks.remote_kv_cache.test_apart import FIRST
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_layer_parts import COMPUTE as COMPUTE_IT
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
-from benchmarks.remote_kv_cache.test_request_time import D_QUEUE, PARTS, PERCENTILES
+from benchmarks.remote_kv_cache.test_request_time import ADDED, D_QUEUE, PARTS, PERCENTILES
 from benchmarks.remote_kv_cache.test_request_time import FIRST as FIRST_OF_D
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import BATCH_SIZES, STORED
 from benchmarks.results_reader import Results, Spread
+from kvstore_serving.load.report import wilson
 
 
 def draw_lines(
@@ -171,7 +172,7 @@ def request_time(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     cases = results["test_request_time"].cases
-    parts = [part for part in PARTS if part not in (FIRST_OF_D, D_QUEUE)]
+    parts = [part for part in PARTS if part not in (FIRST_OF_D, D_QUEUE, ADDED)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         bars, shares = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -199,27 +200,33 @@ def request_time(results: Results, path: Path) -> None:
 def apart(results: Results, path: Path) -> None:
     """The share of requests that attain, by what was promised; a panel for each rate."""
     cases = [case.parameters for case in results["test_apart"].group(FIRST)]
-    _attainment(path, {f"{case['requests_per_s']:g} requests/s": case["attained"] for case in cases})
+    _attainment(path, {f"{case['requests_per_s']:g} requests/s": case for case in cases})
 
 
 def conversation(results: Results, path: Path) -> None:
     """The share of requests that attain, by what was promised, with the trace's prefixes and without."""
     cases = [case.parameters for case in results["test_conversation"].group(FIRST)]
-    _attainment(path, {case["prompts"]: case["attained"] for case in cases})
+    _attainment(path, {case["prompts"]: case for case in cases})
 
 
-def _attainment(path: Path, panels_of: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """A panel for each title: for each way to serve, the share of requests that attain, by what was promised."""
+def _attainment(path: Path, panels_of: Mapping[str, Mapping[str, Any]]) -> None:
+    """A panel for the parameters of each case: for each way to serve, the share of requests that attain and Wilson's
+    interval of 95 %, by what was promised."""
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         panels = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
-        for axes, (title, attained) in zip(panels, panels_of.items(), strict=True):
-            for (way, shares), colour in zip(attained.items(), COLOURS, strict=False):
+        for axes, (title, case) in zip(panels, panels_of.items(), strict=True):
+            for (way, shares), colour in zip(case["attained"].items(), COLOURS, strict=False):
                 scales = [float(scale) for scale in shares]
                 axes.plot(scales, [100 * share for share in shares.values()], color=colour, marker="o", markersize=4)
                 axes.lines[-1].set_label(way if axes is panels[0] else "_")
+                ends = [
+                    wilson(round(share * case["requests"]), case["requests"]) or (0, 1) for share in shares.values()
+                ]
+                low, high = ([100 * each[end] for each in ends] for end in (0, 1))
+                axes.fill_between(scales, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.set_title(title, fontsize=10)
             axes.set_ylim(0, 105)
         panels[0].set_ylabel("requests that attain, %")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
 
 from benchmarks.markdown import markdown, spread_text
 from benchmarks.remote_kv_cache import test_conversation as talks
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
-from benchmarks.remote_kv_cache.test_apart import FIGURES, SCALES, WAYS
+from benchmarks.remote_kv_cache.test_apart import APART, FIGURES, ONE, SCALES, WAYS
 from benchmarks.remote_kv_cache.test_documents import DOCUMENTS, ENGINES
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
+from benchmarks.remote_kv_cache.test_layer_parts import CHUNKED_WHOLE, IN_CHUNKS, WHOLE_BLOCKS
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
 from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED
 from benchmarks.results_reader import CaseResult, Result, Results
+from kvstore_serving.load.report import wilson
+
+GOOD_SHARE: Final = 0.9  # of requests that attain, for a rate to count
 
 
 def transfer_out(results: Results) -> str:
@@ -149,9 +155,9 @@ def hand_over(results: Results) -> str:
     return f"{between}\n\n{markdown(headings, first)}\n\n{_checked(result)}"
 
 
-def request_time(results: Results) -> str:
+def request_time(results: Results, name: str) -> str:
     """Where the time of requests goes that are handed over."""
-    result = results["test_request_time"]
+    result = results[name]
     rows = []
     for case in result.cases:
         median = (f"{case.seconds(part).median * 1e3:.1f}" for part in PARTS)
@@ -162,9 +168,9 @@ def request_time(results: Results) -> str:
     return f"{markdown(('requests', 'ms', *PARTS), rows)}\n\n{told} {_checked(result)}"
 
 
-def layer_parts(results: Results) -> str:
+def layer_parts(results: Results, name: str) -> str:
     """When a prompt that is handed over is there, by the rate of the link."""
-    result = results["test_layer_parts"]
+    result = results[name]
     names = tuple(result.cases[0].operations)
     modes = tuple(result.cases[0].parameters["parts"])
     ready = [
@@ -181,12 +187,33 @@ def layer_parts(results: Results) -> str:
         )
         for case in result.cases
     ]
+    rates = [float(case.parameters["bytes_per_s"]) for case in result.cases]
+    sooner = []
+    for parts in modes:
+        whole = CHUNKED_WHOLE if parts.endswith(IN_CHUNKS) else WHOLE_BLOCKS
+        if parts != whole:
+            gains = [case.seconds(whole).median - case.seconds(parts).median for case in result.cases]
+            sooner.append((parts, whole, _sooner(rates, gains)))
     tables = (
         markdown(("there after ms, over a link of", *names), ready),
         markdown(("beyond the longer of prefill and link, ms", *modes), beyond),
+        markdown(("sooner there", "than", "over links of"), sooner, figures=False),
         _checked(result),
     )
     return "\n\n".join(tables)
+
+
+def _sooner(rates: Sequence[float], gains: Sequence[float]) -> str:
+    """Over which links it is sooner, given what it gains at each rate: up to where the line between two rates (on a
+    scale of logarithms) crosses 0."""
+    if min(gains) > 0:
+        return "every rate"
+    if gains[0] <= 0:
+        return "none"
+    at = next(number for number, gain in enumerate(gains) if gain <= 0)
+    before, after = gains[at - 1], gains[at]
+    crossing = rates[at - 1] * (rates[at] / rates[at - 1]) ** (before / (before - after))
+    return f"up to {crossing / 1e6:.0f} MB/s"
 
 
 def apart(results: Results) -> str:
@@ -197,16 +224,59 @@ def apart(results: Results) -> str:
         attained = cases[0].parameters["attained"]
         for way in WAYS:
             times = (f"{case.seconds(way).median * 1e3:.0f}" for case in cases)
-            shares = (f"{share * 100:.0f} %" for share in attained[way].values())
+            shares = (_attained(share, cases[0].parameters["requests"]) for share in attained[way].values())
             rows.append((f"{cases[0].parameters['requests_per_s']:g}", way, *times, *shares))
     case = result.cases[0]
-    scales = (f"attain {scale} x" for scale in case.parameters["attained"][WAYS[0]])
-    headings = ("requests/s", "served by", *(f"{figure}, ms" for figure in FIGURES), *scales)
+    scales = tuple(case.parameters["attained"][WAYS[0]])
+    headings = (
+        "requests/s",
+        "served by",
+        *(f"{figure}, ms" for figure in FIGURES),
+        *(f"{each} x, %" for each in scales),
+    )
     promised = (
         f"An idle engine has the first token after {case.parameters['idle_first_s'] * 1e3:.0f} ms and another one "
-        f"every {case.parameters['idle_each_s'] * 1e3:.1f} ms; to attain is to hold so many times both."
+        f"every {case.parameters['idle_each_s'] * 1e3:.1f} ms. The last columns: requests that hold so many times "
+        f"both, of {case.parameters['requests']}, with Wilson's interval of 95 %."
     )
-    return f"{markdown(headings, rows)}\n\n{case.parameters['requests']} requests a row. {promised} {_checked(result)}"
+    of_rates = [each.parameters for each in result.group(FIGURES[0])]
+    goodput = [(way, *(_goodput(of_rates, way, scale) for scale in scales)) for way in WAYS]
+    good = markdown((f"requests/s of which {GOOD_SHARE:.0%} attain", *(f"{each} x" for each in scales)), goodput)
+    return f"{markdown(headings, rows)}\n\n{promised}\n\n{good}\n\n{_checked(result)}"
+
+
+def _attained(share: float, requests: int) -> str:
+    """A share of requests with its interval, in percent."""
+    interval = wilson(round(share * requests), requests)
+    assert interval is not None
+    low, high = interval
+    return f"{share * 100:.0f} ({low * 100:.0f} … {high * 100:.0f})"
+
+
+def _goodput(of_rates: Sequence[dict[str, Any]], way: str, scale: str) -> str:
+    """The highest rate at which enough requests attain; between two measured rates, on the line between them."""
+    points = [(each["requests_per_s"], each["attained"][way][scale]) for each in of_rates]
+    if points[0][1] < GOOD_SHARE:
+        return f"< {points[0][0]:g}"
+    for (rate, share), (next_rate, next_share) in itertools.pairwise(points):
+        if next_share < GOOD_SHARE:
+            return f"{rate + (share - GOOD_SHARE) / (share - next_share) * (next_rate - rate):.1f}"
+    return f"> {points[-1][0]:g}"
+
+
+def rfc(results: Results) -> str:
+    """What the RFC's comments report of one instance and 1P1D, beside what these engines do with the same lengths."""
+    result = results["test_apart"]
+    rows = [("the RFC's comments, A10s, each at the rate it sustains: 1.3 and 2.6 requests/s", "more", "-27 %")]
+    for first, each in zip(result.group(FIGURES[0]), result.group(FIGURES[1]), strict=True):
+        changes = (case.seconds(APART).median / case.seconds(ONE).median - 1 for case in (first, each))
+        rows.append(
+            (
+                f"these engines, {first.parameters['requests_per_s']:g} requests/s",
+                *(f"{change * 100:+.0f} %" for change in changes),
+            )
+        )
+    return markdown(("1P1D against one instance, 1000/200 tokens", *FIGURES[:2]), rows)
 
 
 def conversation(results: Results) -> str:
@@ -290,9 +360,12 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "documents": ("test_documents", documents),
     "long_prompt": ("test_documents", long_prompt),
     "slow_store": ("test_slow_store", slow_store),
-    "request_time": ("test_request_time", request_time),
-    "layer_parts": ("test_layer_parts", layer_parts),
+    "request_time": ("test_request_time", partial(request_time, name="test_request_time")),
+    "request_time_mid": ("test_request_time_mid", partial(request_time, name="test_request_time_mid")),
+    "layer_parts": ("test_layer_parts", partial(layer_parts, name="test_layer_parts")),
+    "layer_parts_delayed": ("test_layer_parts_delayed", partial(layer_parts, name="test_layer_parts_delayed")),
     "apart": ("test_apart", apart),
+    "rfc": ("test_apart", rfc),
     "conversation": ("test_conversation", conversation),
     "hooks": ("test_hooks", hooks),
     "hand_over": ("test_hand_over", hand_over),

@@ -1,4 +1,7 @@
-"""Links of limited rate to a server: a network namespace of its own, behind a token bucket each way. Needs root."""
+"""Links of limited rate, and of a delay, to a server: a network namespace of its own, behind a token bucket each way.
+
+Delays are those of a relay (frame_relay.py), which takes large packets to take little time of a core. Needs root.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,41 @@ import subprocess
 from types import TracebackType
 from typing import Final
 
+from benchmarks.remote_kv_cache import frame_relay
+
 _numbers: Final = itertools.count()
 _BURST_S: Final = 0.004  # of traffic at full rate that passes at once
 _LEAST_BURST: Final = 32 << 10  # bytes
 _QUEUE_MS: Final = 300
+_MTU: Final = 60_000  # bytes, of delayed links
 
 
-def unavailable() -> str:
-    """Why no link can be made here; empty if it can."""
+def unavailable(delays: bool = False) -> str:
+    """Why no link, or none with a delay, can be made here; empty if it can."""
     if os.geteuid() != 0:
         return "making network namespaces takes root"
+    if delays and not frame_relay.TAP_DEVICE.exists():
+        return f"no {frame_relay.TAP_DEVICE}: delays need it"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     return f"no {' and no '.join(missing)}: install iproute2" if missing else ""
 
 
 class LimitedLink:
     """A host that is reached over links of `bytes_per_s` each way, each of them at one of its `addresses`. `command`:
-    what runs a program on that host.
+    what runs a program on that host. `round_trip_s`: how much later an answer comes than without the links' delay.
 
     Used in a `with` statement, which removes it; programs there should have ended by then.
     """
 
-    def __init__(self, bytes_per_s: float, links: int = 1) -> None:
+    def __init__(self, bytes_per_s: float, links: int = 1, round_trip_s: float = 0.0) -> None:
         numbers = [next(_numbers) for _ in range(links)]
         self._namespace = f"kvbench-{os.getpid()}-{numbers[0]}"
         self._devices = [f"kvb{os.getpid() % 100_000}-{number}" for number in numbers]
         self._near = [f"10.78.{number % 256}.1" for number in numbers]
         self.addresses = [f"10.78.{number % 256}.2" for number in numbers]
         self.bytes_per_s = bytes_per_s
+        self.round_trip_s = round_trip_s
+        self._relays: list[frame_relay.Process] = []
         self.command = ["ip", "netns", "exec", self._namespace]
 
     @property
@@ -50,7 +60,10 @@ class LimitedLink:
         try:
             for number, (near, far) in enumerate(zip(self._near, self.addresses, strict=True)):
                 device, end = self._devices[number], f"eth{number}"
-                _run("ip", "link", "add", device, "type", "veth", "peer", "name", end, "netns", self._namespace)
+                port = f"port{number}" if self.round_trip_s else end
+                _run("ip", "link", "add", device, "type", "veth", "peer", "name", port, "netns", self._namespace)
+                if self.round_trip_s:
+                    self._delay(device, port, end)
                 for where, name, address in (((), device, near), (inside, end, far)):
                     _run("ip", *where, "addr", "add", f"{address}/24", "dev", name)
                     _run("ip", *where, "link", "set", name, "up")
@@ -60,6 +73,15 @@ class LimitedLink:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _delay(self, device: str, port: str, end: str) -> None:
+        """Put a relay between a port and the device that has the link's address there."""
+        inside = ("-n", self._namespace)
+        _run("ip", *inside, "link", "set", port, "arp", "off", "mtu", str(_MTU), "up")  # the address is not its own
+        _run("ip", "link", "set", device, "mtu", str(_MTU))
+        frame_relay.set_checksums(device, False)
+        self._relays.append(frame_relay.start(self.command, port, end, self.round_trip_s / 2, loss=0.0, seed=0))
+        _run("ip", *inside, "link", "set", end, "mtu", str(_MTU))
 
     def set_rate(self, bytes_per_s: float) -> None:
         """Change the rate of all links, each way."""
@@ -72,6 +94,8 @@ class LimitedLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for relay in self._relays:
+            frame_relay.end(relay)
         _run("ip", "netns", "del", self._namespace)  # and the links with it
 
 

@@ -2,9 +2,10 @@
 
 Each engine has one core. Requests of 1000 tokens of prompt and 200 of answer come as a Poisson process (open loop: a
 slow engine does not slow them down). Two engines take turns; apart, the prefill and the decode engine are asked at
-once, and the prompt is handed over through the store. *First token* and *per token* (the mean after the first) are of
-each request; an answer *attains* when both are within what was promised, which is several times what an idle engine
-takes. The times of a round are the same for all ways to serve it.
+once, the prompt is handed over through the store, and the user has the first token from whichever engine has it first,
+as from `kvstore proxy`. *First token* and *per token* (the mean after the first) are of each request; an answer
+*attains* when both are within what was promised, which is several times what an idle engine takes. The times of a round
+are the same for all ways to serve it.
 
 Needs vLLM and two cores; without them nothing is measured.
 """
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -71,6 +72,12 @@ class Taken:
         return float(held.mean())
 
 
+def shown(prefilled: Served, decoded: Served) -> Served:
+    """The answer to a request that was handed over: its first token comes from the engine that has it first."""
+    first_s = min(prefilled.token_s[0], decoded.token_s[0])
+    return replace(decoded, token_s=[first_s, *decoded.token_s[1:]])
+
+
 class Rig:
     """The engines, and what they are asked."""
 
@@ -105,8 +112,8 @@ class Rig:
         if way == APART:
             self.decode.begin([Arrival(at, prompt, ANSWER_TOKENS, DECODE) for at, prompt in asked], begin)
             self.prefill.begin([Arrival(at, prompt, 1, PREFILL) for at, prompt in asked], begin)
-            self.prefill.served()
-            return self.decode.served()
+            prefilled = self.prefill.served()
+            return [shown(*each) for each in zip(prefilled, self.decode.served(), strict=True)]
         engines = self.plain[: 1 if way == ONE else 2]
         served: list[Served] = [Served([], [], 0)] * len(asked)
         for number, engine in enumerate(engines):

@@ -8,7 +8,7 @@ time. A step takes longer the longer the answers are, so each of these goes on f
 
 *To the first token*: a request that is handed over, on idle engines. How long the prefill takes; when the decode side
 has its first token, both sides having been asked at once; how long the decode side takes for the same prompt with all
-blocks in its own cache. What the hand-over adds is the second less the first and the third.
+blocks in its own cache. What the hand-over adds is in test_request_time, by the engines' traces.
 
 Every engine computes with one thread. Copies between cache and host memory, which a device would make, take time of the
 same core. Needs vLLM and two cores; without them nothing is measured.
@@ -50,7 +50,6 @@ KNOWN: Final = "prompts in the engine's own cache"
 PREFILLED: Final = "the prefill"
 HANDED_OVER: Final = "handed over"
 OWN_CACHE: Final = "in the decode side's own cache"
-ADDED: Final = "added by the hand-over"
 LENGTHS: Final = (128, 1024, 4096)
 PREFILL: Final = "do_remote_decode"
 DECODE: Final = "do_remote_prefill"
@@ -158,8 +157,7 @@ class Rig:
         right = self.chunked[0].generate(prompts, 8).answers
         checks.tokens(f"{tokens} tokens", prompts, answers, right, self.chunked[0])
         checks.cached(f"{tokens} tokens", answers, tokens, tokens)  # all of the prompt is handed over
-        times = {PREFILLED: prefilled.token_s[0], HANDED_OVER: decoded.token_s[0], OWN_CACHE: again.token_s[0]}
-        return {**times, ADDED: times[HANDED_OVER] - times[PREFILLED] - times[OWN_CACHE]}
+        return {PREFILLED: prefilled.token_s[0], HANDED_OVER: decoded.token_s[0], OWN_CACHE: again.token_s[0]}
 
 
 def measure(benchmark: Benchmark, rig: Rig, parts: Sequence[str], checks: Checks) -> None:
@@ -172,7 +170,7 @@ def measure(benchmark: Benchmark, rig: Rig, parts: Sequence[str], checks: Checks
         for tokens in LENGTHS:
             between: dict[str, list[float]] = {mode: [] for mode in modes}
             longest: dict[str, list[float]] = {mode: [] for mode in modes}
-            first: dict[str, list[float]] = {name: [] for name in (PREFILLED, HANDED_OVER, OWN_CACHE, ADDED)}
+            first: dict[str, list[float]] = {name: [] for name in (PREFILLED, HANDED_OVER, OWN_CACHE)}
             for number in range(rounds):
                 if FIRST_TOKEN in parts:
                     for name, seconds in rig.first_token(next(seeds), tokens, checks).items():

@@ -1,11 +1,11 @@
 """Prompts that are handed over in whole blocks or in parts of layers, over links of limited rate.
 
 A prefill engine and a decode engine, each on one core, and a store at the end of two links, one for each engine, of one
-rate each way. Both engines are asked at once. *Ready* is when the decode side has its first token, less what it takes
-for the same prompt with all blocks in its own cache: when the last byte was there. Beside it stand the time to compute
-the prompt (without a store), and the time that a plain socket needs for its bytes on the link: sooner than the longer
-of the two nothing can be ready. The prefill engines compute a prompt in one step, or in chunks, whose blocks are sent
-as each is computed.
+rate each way; `--round-trip-ms` gives them a delay, too. Both engines are asked at once. *Ready* is when the decode
+side has its first token, less what it takes for the same prompt with all blocks in its own cache: when the last byte
+was there. Beside it stand the time to compute the prompt (without a store), and the time that a plain socket needs for
+its bytes on the link: sooner than the longer of the two nothing can be ready. The prefill engines compute a prompt in
+one step, or in chunks, whose blocks are sent as each is computed.
 
 *Beyond* the longer of what this prefill took and the link's time: all that the way through the store adds. Without
 parts it is about the link's time once more, since nothing leaves before all is computed; with parts, that of one part.
@@ -44,8 +44,12 @@ from benchmarks.remote_kv_cache.test_hand_over import DECODE, PREFILL
 
 COMPUTE: Final = "computing it"
 LINK: Final = "its bytes on the link, plain socket"
+WHOLE_BLOCKS: Final = "whole blocks"
+IN_CHUNKS: Final = ", in chunks"
+CHUNKED_WHOLE: Final = f"{WHOLE_BLOCKS}{IN_CHUNKS}"
 TOKENS: Final = 4096
-RATES: Final = (10e6, 20e6, 40e6, 80e6, 200e6, 1e9)  # bytes/s each way
+RATES: Final = (10e6, 20e6, 40e6, 80e6, 200e6, 1e9, 4e9)  # bytes/s each way
+DELAYED_RATES: Final = (20e6, 80e6, 200e6)  # those of links with a delay
 _CHUNK: Final = 512
 _WARM_UP: Final = 1_000_000  # seeds from here on
 _LEAD_S: Final = 0.3  # from the order to the request
@@ -62,8 +66,8 @@ class Mode:
     @property
     def name(self) -> str:
         """As it is called in the results."""
-        what = "whole blocks" if self.parts == 1 else f"{self.parts} parts"
-        return what if self.step_tokens >= TOKENS else f"{what}, in chunks"
+        what = WHOLE_BLOCKS if self.parts == 1 else f"{self.parts} parts"
+        return what if self.step_tokens >= TOKENS else f"{what}{IN_CHUNKS}"
 
 
 MODES: Final = tuple(Mode(parts, 2 * TOKENS) for parts in (1, 2, 4, 8)) + tuple(Mode(parts, _CHUNK) for parts in (1, 4))
@@ -115,18 +119,19 @@ class Pair:
 
 def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], checks: Checks) -> None:
     """All rounds, rate by rate."""
-    rounds = benchmark.rounds
+    rounds, round_trip_s = benchmark.rounds, benchmark.options.round_trip_ms / 1e3
+    rates = DELAYED_RATES if round_trip_s else RATES
     nbytes = TOKENS * model.token_bytes
     seeds = iter(range(1, 1_000_000))
     with ExitStack() as stack, benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=rounds * len(RATES))
+        task = bar.add_task("rounds", total=rounds * len(rates))
         bar.refresh()
-        link = stack.enter_context(LimitedLink(_FULL, links=2))
+        link = stack.enter_context(LimitedLink(_FULL, links=2, round_trip_s=round_trip_s))
         sock = stack.enter_context(plain_socket_at(link.address, link.command, 1, nbytes))
         row = np.ones((1, nbytes), dtype=np.uint8)
         everywhere = stack.enter_context(
             kvstore_server(
-                nbytes * (rounds * len(RATES) + 2) * len(MODES),
+                nbytes * (rounds * len(rates) + 2) * len(MODES),
                 flags=("--host", "0.0.0.0", "--insecure", "--unix-socket", "off"),
                 prefix=link.command,
             )
@@ -137,7 +142,7 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
         for number, pair in enumerate(pairs):
             [prompt] = model.prompts(_WARM_UP + number, 1, TOKENS)
             pair.hand_over(prompt, Checks(), plain)
-        for rate in RATES:
+        for rate in rates:
             link.set_rate(rate)
             taken: dict[str, list[float]] = {name: [] for name in (COMPUTE, *(mode.name for mode in MODES), LINK)}
             beyond: dict[str, list[float]] = {mode.name: [] for mode in MODES}
@@ -164,6 +169,7 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
                         "model": model.to_json(),
                         "prompt_tokens": TOKENS,
                         "bytes_per_s": rate,
+                        "round_trip_s": round_trip_s,
                         "parts": {mode.name: mode.parts for mode in MODES},
                         "link_s": float(np.median(taken[LINK])),
                         "beyond_s": {name: float(np.median(found)) for name, found in beyond.items()},
@@ -174,13 +180,17 @@ def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], chec
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_engine_model_option(parser, "--model", "tiny")
+    parser.add_argument(
+        "--round-trip-ms", type=float, default=0.0, metavar="MS", help="that the links' delay adds (default: 0)"
+    )
 
 
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # each engine has one core
     benchmark = Benchmark(__spec__.name, __doc__, rounds=7, add_options=_add_options)
     cores = sorted(os.sched_getaffinity(0))
-    missing = missing_module("vllm") or unavailable() or ("there is one core" if len(cores) < 2 else "")
+    delays = benchmark.options.round_trip_ms > 0
+    missing = missing_module("vllm") or unavailable(delays) or ("there is one core" if len(cores) < 2 else "")
     if missing:
         benchmark.say(f"layer parts: {missing}, so it is not measured")
         return 0

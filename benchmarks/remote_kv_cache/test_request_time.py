@@ -6,7 +6,7 @@ once. The times are those that both engines write to their trace files (docs/tra
 until the engine gives the request blocks, *prefill*, *way to D* from the end of the prefill to the moment when all
 blocks are in D's cache, and *first step of D* from then to D's first token. What an engine does for other requests
 meanwhile is part of it. D waits for blocks while P computes, so the parts of P and the way are one after the other, and
-*waits at D* is beside them.
+*waits at D* is beside them. *Added by the hand-over*: the time to the first token, less the prefill and D's first step.
 
 Needs vLLM and two cores; without them nothing is measured.
 """
@@ -50,13 +50,14 @@ WAY: Final = "way to D"
 D_QUEUE: Final = "waits at D"
 D_STEP: Final = "first step of D"
 FIRST: Final = "first token"
-PARTS: Final = (P_QUEUE, COMPUTED, WAY, D_QUEUE, D_STEP, FIRST)
+ADDED: Final = "added by the hand-over"
+PARTS: Final = (P_QUEUE, COMPUTED, WAY, D_QUEUE, D_STEP, FIRST, ADDED)
 PROMPT_TOKENS: Final = 1000
-RATES: Final = (1.0, 3.0)  # requests/s
+RATES: Final = {"tiny": (1.0, 3.0), "mid": (0.1, 0.3)}  # requests/s, by model
 PERCENTILES: Final = tuple(range(0, 101, 5))
 
 _ANSWER_TOKENS: Final = 20
-_REQUESTS: Final = 24  # a round
+_REQUESTS: Final = {"tiny": 24, "mid": 8}  # a round, by model
 _CHUNK: Final = 512
 _MOST_AT_ONCE: Final = 32
 _WARM_UP: Final = 1_000_000  # seeds from here on
@@ -97,7 +98,7 @@ class Rig:
     """Both engines, and the files that they write."""
 
     def __init__(self, model: EngineModel, endpoint: str, stack: ExitStack, cores: Sequence[int], folder: Path) -> None:
-        self._model = model
+        self.model = model
         blocks = (_MOST_AT_ONCE + 8) * (full_blocks(PROMPT_TOKENS + _ANSWER_TOKENS) + 1)
         arguments: dict[str, Any] = {
             "max_model_len": PROMPT_TOKENS + _ANSWER_TOKENS + 32,
@@ -124,7 +125,7 @@ class Rig:
 
     def prompts(self, seed: int, count: int) -> list[list[int]]:
         """Those of a round."""
-        return self._model.prompts(seed, count, PROMPT_TOKENS)
+        return self.model.prompts(seed, count, PROMPT_TOKENS)
 
     def serve(self, seed: int, times: Sequence[float]) -> list[Served]:
         """-> what became of the requests that come at these times."""
@@ -138,13 +139,14 @@ class Rig:
 
 def measure(benchmark: Benchmark, rig: Rig, checks: Checks) -> tuple[int, dict[float, list[list[float]]]]:
     """All rounds. -> requests a round, and by rate and round how long each request waited for its first token."""
-    requests = _REQUESTS // (4 if benchmark.quick else 1)
+    requests = _REQUESTS[rig.model.name] // (4 if benchmark.quick else 1)
+    rates = RATES[rig.model.name]
     seeds = iter(range(1, 1_000_000))
-    first: dict[float, list[list[float]]] = {rate: [] for rate in RATES}
+    first: dict[float, list[list[float]]] = {rate: [] for rate in rates}
     with benchmark.progress() as bar:
-        task = bar.add_task("rounds", total=benchmark.rounds * len(RATES))
+        task = bar.add_task("rounds", total=benchmark.rounds * len(rates))
         bar.refresh()
-        for rate in RATES:
+        for rate in rates:
             for _ in range(benchmark.rounds):
                 seed = next(seeds)
                 chooser = random.Random(seed)
@@ -171,13 +173,15 @@ def parts_of(files: Sequence[Path], first: Seconds) -> dict[str, Seconds]:
     window = came[0] - _APART_S, came[-1] + _APART_S
     (p_came, p_began), (_, p_ended) = times_of(p, ("queue", "prefill"), *window, count)
     (d_came, d_began), (_, d_loaded) = times_of(d, ("queue", "load"), *window, count)
+    computed, step = p_ended - p_began, np.maximum(0.0, first - (d_loaded - d_came))
     return {
         P_QUEUE: p_began - p_came,
-        COMPUTED: p_ended - p_began,
+        COMPUTED: computed,
         WAY: np.maximum(0.0, d_loaded - p_ended),
         D_QUEUE: d_began - d_came,
-        D_STEP: np.maximum(0.0, first - (d_loaded - d_came)),
+        D_STEP: step,
         FIRST: first,
+        ADDED: first - computed - step,
     }
 
 
@@ -190,10 +194,10 @@ def conclude_parts(
 ) -> None:
     """Make the cases from what the engines have written."""
     found = parts_of(files, np.array(list(first.values())).reshape(-1))
-    for number, rate in enumerate(RATES):
-        rounds = len(first[rate])
+    for number, (rate, of_rounds) in enumerate(first.items()):
+        rounds = len(of_rounds)
         some = {
-            name: each.reshape(len(RATES), rounds, requests)[number] if len(each) else each
+            name: each.reshape(len(first), rounds, requests)[number] if len(each) else each
             for name, each in found.items()
         }
         medians = {name: np.median(each, axis=1).tolist() for name, each in some.items()}
@@ -238,7 +242,7 @@ def main() -> int:
         return 0
     checks = Checks()
     model = ENGINE_MODELS[benchmark.options.model or "tiny"]
-    most = (benchmark.rounds * len(RATES) + 1) * _REQUESTS
+    most = (benchmark.rounds * len(RATES[model.name]) + 1) * _REQUESTS[model.name]
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as stack:
             endpoint = stack.enter_context(kvstore_server(most * model.block_bytes * (full_blocks(PROMPT_TOKENS) + 1)))

@@ -7,8 +7,8 @@
 ```
 
 No host notices a fault by itself. The packets of a host that is `cut` off, or of two hosts that are `separate`d, vanish
-without a reset. The port of an `impair`ed host is taken off the bridge, and a relay process (tests/support/relay.py)
-carries its packets over, late and with losses. TCP at both ends is the kernel's.
+without a reset. The port of an `impair`ed host is taken off the bridge, and a relay process (frame_relay.py, among the
+benchmarks) carries its packets over, late and with losses. TCP at both ends is the kernel's.
 
 `close` removes everything, whatever failed before. Needs root and iproute2.
 """
@@ -16,12 +16,9 @@ carries its packets over, late and with losses. TCP at both ends is the kernel's
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import itertools
 import os
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -33,12 +30,11 @@ from typing import Final
 
 import pytest
 
-TAP_DEVICE: Final = Path("/dev/net/tun")
+from benchmarks.remote_kv_cache import frame_relay
+
 NONLOCAL_BIND: Final = Path("/proc/sys/net/ipv6/ip_nonlocal_bind")
 CLONE_NEWNET: Final = 0x40000000
 NOWHERE: Final = "02:00:00:00:00:01"  # a hardware address that nobody has
-SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
-READY_S: Final = 10.0
 
 _numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,8 +56,8 @@ def unavailable() -> str:
         return "making network namespaces takes root"
     if shutil.which("ip") is None:
         return "no ip command: install iproute2"
-    if not TAP_DEVICE.exists():
-        return f"no {TAP_DEVICE}: slow and lossy links need it"
+    if not frame_relay.TAP_DEVICE.exists():
+        return f"no {frame_relay.TAP_DEVICE}: slow and lossy links need it"
     probe = f"kvtest-{os.getpid()}-probe"
     try:
         run_ip("netns", "add", probe)
@@ -93,7 +89,7 @@ class Network:
         self._switch = f"{self.prefix}-switch"
         self._namespaces: list[str] = []
         self._addresses: dict[str, str] = {}
-        self._relays: dict[str, subprocess.Popen[str]] = {}
+        self._relays: dict[str, frame_relay.Process] = {}
 
     def __enter__(self) -> Network:
         try:
@@ -111,7 +107,7 @@ class Network:
     def close(self) -> None:
         """Remove everything. The processes in the namespaces should have been ended before."""
         for relay in self._relays.values():
-            _end(relay)
+            frame_relay.end(relay)
         self._relays.clear()
         failures = []
         for name in reversed(self._namespaces):
@@ -190,17 +186,8 @@ class Network:
         """Make the round trip to the host `delay_s` longer and lose this share of the packets each way, until `heal`.
         Connections stay up."""
         tap = f"{host}-tap"
-        command = ["ip", "netns", "exec", self._switch, sys.executable, str(Path(__file__).with_name("relay.py"))]
-        command += ["--port", host, "--tap", tap]
-        command += ["--delay", str(delay_s / 2), "--loss", str(loss), "--seed", str(seed)]
-        relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._relays[host] = relay
-        assert relay.stdout is not None
-        timer = threading.Timer(READY_S, relay.kill)
-        timer.start()
-        said = relay.stdout.readline()
-        timer.cancel()
-        assert said == "ready\n", f"the relay of {host} said {said!r}"
+        at_switch = ("ip", "netns", "exec", self._switch)
+        self._relays[host] = frame_relay.start(at_switch, host, tap, delay_s / 2, loss, seed)
         self._set_offload(host, False)
         self._at_switch("link", "set", "dev", tap, "master", "bridge", "up")
         self._at_switch("link", "set", "dev", host, "nomaster")
@@ -209,7 +196,7 @@ class Network:
         """End `cut` and `impair`."""
         relay = self._relays.pop(host, None)
         if relay is not None:
-            _end(relay)
+            frame_relay.end(relay)
             self._set_offload(host, True)
         self._at_switch("link", "set", "dev", host, "master", "bridge")
 
@@ -221,9 +208,8 @@ class Network:
 
     def _set_offload(self, host: str, on: bool) -> None:
         """Switch on or off that the host leaves checksums, and with them segmentation, to its network card."""
-        command = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, on))
-        with self.inside(host), socket.socket() as any_socket:
-            fcntl.ioctl(any_socket, SIOCETHTOOL, struct.pack("16sQ16x", b"eth0", ctypes.addressof(command)))
+        with self.inside(host):
+            frame_relay.set_checksums("eth0", on)
 
     def _at_switch(self, *arguments: str) -> None:
         run_ip("-n", self._switch, *arguments)
@@ -235,15 +221,3 @@ _PERMANENT: Sequence[str] = ("dev", "eth0", "nud", "permanent")
 def _enter(namespace_fd: int) -> None:
     if _libc.setns(namespace_fd, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
-
-
-def _end(relay: subprocess.Popen[str]) -> None:
-    """End a relay process. Its TAP device goes with it."""
-    assert relay.stdin is not None and relay.stdout is not None
-    relay.stdin.close()
-    try:
-        relay.wait(READY_S)
-    except subprocess.TimeoutExpired:
-        relay.kill()
-        relay.wait()
-    relay.stdout.close()

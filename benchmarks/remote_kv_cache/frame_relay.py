@@ -1,26 +1,32 @@
-"""The slow and lossy link of an impaired host: carries Ethernet frames between its port of the switch and the bridge.
+"""A link with a delay, and with losses: carries Ethernet frames between one end of a veth pair and a TAP device.
 
-It is a process of its own in the switch's namespace, and ends when its standard input ends. On the host's side it reads
-and writes the veth port itself; on the other side, a TAP device that it makes and that takes the port's place on the
-bridge. Each frame waits for `--delay` seconds, in order; `--seed` decides which frames are lost. Every frame must be a
-whole packet of the link's MTU with its checksum, so that a lost frame is what it would be on a wire. So the TAP device
-offers the kernel no offloads, and the host's offloads must be off meanwhile.
+Kernels without netem have no other. It is a process of its own in the namespace of that end, and ends when its standard
+input ends. It makes the TAP device, which takes the end's place: on a bridge, or as the device that has the address.
+Each frame waits for `--delay` seconds, in order; `--seed` decides which frames are lost. Every frame must be a whole
+packet of the link's MTU with its checksum, so that a lost frame is what it would be on a wire. So the TAP device offers
+the kernel no offloads, and those of the veth pair's other end must be off (`set_checksums`).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import os
 import random
 import select
 import socket
 import struct
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from typing import Final
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
 
+TAP_DEVICE: Final = Path("/dev/net/tun")
 ETH_P_ALL: Final = 3
 SOL_PACKET: Final = 263
 PACKET_IGNORE_OUTGOING: Final = 23
@@ -30,10 +36,14 @@ IFF_TAP, IFF_NO_PI = 2, 0x1000
 FRAME_BYTES: Final = 1 << 16
 BATCH: Final = 64  # most frames taken from one side before the other side's turn
 BUFFER_BYTES: Final = 32 << 20
+SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
+READY_S: Final = 10.0
+
+Process: TypeAlias = "subprocess.Popen[str]"
 
 
 def open_tap(name: str) -> int:
-    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fd = os.open(TAP_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
     return fd
 
@@ -45,6 +55,44 @@ def open_port(name: str) -> socket.socket:
     port.bind((name, 0))
     port.setblocking(False)
     return port
+
+
+def set_checksums(device: str, on: bool) -> None:
+    """Switch on or off that the kernel leaves checksums, and with them segmentation, to a device of the namespace that
+    this thread is in."""
+    command = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, on))
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, SIOCETHTOOL, struct.pack("16sQ16x", device.encode(), ctypes.addressof(command)))
+
+
+def start(command: Sequence[str], port: str, tap: str, delay_s: float, loss: float, seed: int) -> Process:
+    """Start a relay with this prefix of its command. -> its process, ready. Raises `OSError` if it did not start."""
+    options = ["--port", port, "--tap", tap, "--delay", str(delay_s), "--loss", str(loss), "--seed", str(seed)]
+    relay = subprocess.Popen(
+        [*command, sys.executable, __file__, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert relay.stdout is not None
+    timer = threading.Timer(READY_S, relay.kill)
+    timer.start()
+    said = relay.stdout.readline()
+    timer.cancel()
+    if said != "ready\n":
+        end(relay)
+        raise OSError(f"the relay of {port} said {said!r}, not that it is ready")
+    return relay
+
+
+def end(relay: Process) -> None:
+    """End a relay process. Its TAP device goes with it."""
+    assert relay.stdin is not None
+    assert relay.stdout is not None
+    relay.stdin.close()
+    try:
+        relay.wait(READY_S)
+    except subprocess.TimeoutExpired:
+        relay.kill()
+        relay.wait()
+    relay.stdout.close()
 
 
 class Direction:

@@ -1,0 +1,47 @@
+"""What the tables of hand-overs say of measured figures: goodput, where two lines cross, whose first token is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.remote_kv_cache.engine_process import Served
+from benchmarks.remote_kv_cache.engine_tables import _attained, _goodput, _sooner
+from benchmarks.remote_kv_cache.test_apart import shown
+
+
+def of_rates(*shares: float) -> list[dict[str, Any]]:
+    return [{"requests_per_s": rate, "attained": {"way": {"2": share}}} for rate, share in enumerate(shares, 1)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "goodput"),
+    [((1.0, 0.95, 0.85, 0.2), "2.5"), ((0.89, 0.5), "< 1"), ((1.0, 0.9), "> 2"), ((0.92, 0.4, 0.95), "1.0")],
+)
+def test_goodput_is_the_rate_up_to_which_enough_requests_attain(shares: tuple[float, ...], goodput: str) -> None:
+    assert _goodput(of_rates(*shares), "way", "2") == goodput
+
+
+def test_a_share_is_told_with_its_interval() -> None:
+    assert _attained(0.9, 120) == "90 (83 … 94)"
+    assert _attained(1.0, 120) == "100 (97 … 100)"
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [
+        ((3.0, 1.0, 0.1), "every rate"),
+        ((-0.1, 1.0, 1.0), "none"),
+        ((3.0, 1.0, -1.0), "up to 32 MB/s"),
+        ((3.0, 0.0, 1.0), "up to 10 MB/s"),
+    ],
+)
+def test_parts_are_sooner_up_to_where_the_times_cross(gains: tuple[float, ...], said: str) -> None:
+    assert _sooner([1e6, 10e6, 100e6], gains) == said
+
+
+def test_the_first_token_is_shown_by_whichever_engine_has_it_first() -> None:
+    decoded = Served([7, 8, 9], [1.5, 1.6, 1.7], 32)
+    assert shown(Served([7], [1.2], 0), decoded) == Served([7, 8, 9], [1.2, 1.6, 1.7], 32)
+    assert shown(Served([7], [1.9], 0), decoded) == decoded
