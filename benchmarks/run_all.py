@@ -88,6 +88,8 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_layer_parts", 8, ("--round-trip-ms", "20"), engine=True, variant="delayed"),
     Entry(f"{REMOTE}.test_apart", 16, engine=True),
     Entry(f"{REMOTE}.test_conversation", 16, engine=True, trace="must"),
+    Entry(f"{REMOTE}.test_faults", 60, engine=True),
+    Entry(f"{REMOTE}.test_load_generators", 10, engine=True),
     Entry(f"{REMOTE}.test_demo", 4, engine=True),
     Entry(f"{PLANNING}.test_simulator", 6),
     Entry(f"{PLANNING}.test_parallelism", 1),

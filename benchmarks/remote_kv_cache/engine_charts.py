@@ -12,6 +12,7 @@ from benchmarks.bars import COLOURS, INK, LIMIT, STYLE, draw
 from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import FIRST_TOKEN, OWN
 from benchmarks.remote_kv_cache.test_apart import FIRST
+from benchmarks.remote_kv_cache.test_faults import MOST_WAITED_S
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_layer_parts import COMPUTE as COMPUTE_IT
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
@@ -235,6 +236,21 @@ def _attainment(path: Path, panels_of: Mapping[str, Mapping[str, Any]]) -> None:
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
+def faults(results: Results, path: Path) -> None:
+    """How long answers took beside each fault."""
+    cases = results["test_faults"].cases
+    names = list(dict.fromkeys(fault for case in cases for fault in case.operations))
+    draw(
+        path,
+        "Answers while something fails",
+        "from the request to the end of the answer, without the fault's own time, s",
+        names,
+        {case.name: [case.seconds(fault) if fault in case.operations else None for fault in names] for case in cases},
+        "what D may wait for P, for its blocks, and 0.5 s",
+        MOST_WAITED_S,
+    )
+
+
 # As in charts.py.
 ENGINE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "transfer_out": ("test_transfer_out", transfer_out),
@@ -242,6 +258,7 @@ ENGINE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "long_prefill": ("test_long_prefill", long_prefill),
     "first_token": ("test_long_prefill", first_token),
     "hand_over": ("test_hand_over", hand_over),
+    "faults": ("test_faults", faults),
     "layer_parts": ("test_layer_parts", layer_parts),
     "request_time": ("test_request_time", request_time),
     "apart": ("test_apart", apart),

@@ -13,9 +13,11 @@ from benchmarks.remote_kv_cache.engines import WITHOUT
 from benchmarks.remote_kv_cache.first_token import COMPUTED, FIRST_TOKEN
 from benchmarks.remote_kv_cache.test_apart import APART, FIGURES, ONE, SCALES, WAYS
 from benchmarks.remote_kv_cache.test_documents import DOCUMENTS, ENGINES
+from benchmarks.remote_kv_cache.test_faults import PHASES
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_layer_parts import CHUNKED_WHOLE, IN_CHUNKS, WHOLE_BLOCKS
+from benchmarks.remote_kv_cache.test_load_generators import OURS, THEIRS
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
 from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
@@ -307,6 +309,42 @@ def conversation(results: Results) -> str:
     return f"{markdown(headings, rows)}\n\n{said}"
 
 
+def faults(results: Results) -> str:
+    """How often each fault met each phase of a request, and how long answers took beside it."""
+    result = results["test_faults"]
+    told = []
+    for case in result.cases:
+        met = case.parameters["met"]
+        phases = sorted({phase for of_fault in met.values() for phase in of_fault}, key=PHASES.index)
+        rows = [
+            (
+                fault,
+                *(f"{met[fault].get(phase, 0)}" for phase in phases),
+                f"{case.seconds(fault).median:.2f}",
+                f"{case.seconds(fault).high:.2f}",
+            )
+            for fault in case.operations
+        ]
+        told.append(markdown((case.name, *phases, "answer, s, median", "longest"), rows))
+    return "\n\n".join((*told, f"{result.parameters['faults']} requests, all of whose tokens were right."))
+
+
+def load_generators(results: Results) -> str:
+    """The figures of two load generators, which sent the same requests to one engine."""
+    cases = results["test_load_generators"].cases
+    rows = [
+        (
+            case.name,
+            *(f"{case.seconds(name).median * 1e3:.1f}" for name in (OURS, THEIRS)),
+            spread_text(case.to_limit(OURS)),
+        )
+        for case in cases
+    ]
+    given = cases[0].parameters
+    said = f"{given['requests']} requests a round, {given['requests_per_s']:g} a second."
+    return f"{markdown(('ms', OURS, THEIRS, f'x {THEIRS}'), rows)}\n\n{said}"
+
+
 _HOOK_COLUMNS: Final = {
     "p50": "p50",
     "p99": "p99",
@@ -369,4 +407,6 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "conversation": ("test_conversation", conversation),
     "hooks": ("test_hooks", hooks),
     "hand_over": ("test_hand_over", hand_over),
+    "faults": ("test_faults", faults),
+    "load_generators": ("test_load_generators", load_generators),
 }

@@ -1,0 +1,165 @@
+"""The times that `kvstore load` measures, beside those of vLLM's own benchmark, which sends the same requests.
+
+One engine (`vllm serve`, on one core, without a prefix cache) and one trace of Poisson arrivals; the two generators, on
+the other core, replay it in turns. Compared are the figures that both report, round by round. What they differ by
+beyond what one of them differs by from round to round is an error of one of them.
+
+Needs vLLM and two cores; without them nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, save_model
+from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
+from benchmarks.remote_kv_cache.processes import environment
+from benchmarks.remote_kv_cache.report import Case, case_table, console
+from benchmarks.remote_kv_cache.served import engine
+
+OURS: Final = "kvstore load"
+THEIRS: Final = "vllm bench serve"
+# Figure -> its place in the report of `kvstore load`, and its name in the result of vLLM's.
+FIGURES: Final = {
+    "first token, median": (("ttft_s", "p50"), "median_ttft_ms"),
+    "first token, p99": (("ttft_s", "p99"), "p99_ttft_ms"),
+    "per token, median": (("tpot_s", "p50"), "median_tpot_ms"),
+    "between tokens, p99": (("itl_s", "p99"), "p99_itl_ms"),
+}
+RATE: Final = 3.0  # requests/s
+_REQUESTS: Final = 48  # a round
+_CHUNK: Final = 512  # tokens of a hash in the trace
+
+
+def write_trace(file: Path, seed: int, requests: int) -> None:
+    """Requests of 100 to 1000 tokens and answers of 8 to 64, which have nothing in common."""
+    chooser = random.Random(seed)
+    at_s, hashes = 0.0, 0
+    lines = []
+    for _ in range(requests):
+        tokens = chooser.randint(100, 1000)
+        own = list(range(hashes, hashes + -(-tokens // _CHUNK)))
+        hashes += len(own)
+        line = {"timestamp": round(at_s * 1000), "input_length": tokens, "output_length": chooser.randint(8, 64)}
+        lines.append(json.dumps({**line, "hash_ids": own}) + "\n")
+        at_s += chooser.expovariate(RATE)
+    file.write_text("".join(lines), encoding="utf-8")
+
+
+def _run(command: Sequence[str], core: int) -> str:
+    """-> what it printed."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _ours(url: str, model: EngineModel, trace: Path, seed: int, core: int) -> dict[str, float]:
+    """-> the figures of `kvstore load`, in seconds."""
+    command = [sys.executable, "-m", "kvstore_cli", "load", "--url", url, "--model", "m", "--trace", str(trace)]
+    command += ["--vocab", str(model.vocab_size), "--seed", str(seed), "--slo-ttft", "9", "--slo-tpot", "9", "--json"]
+    report = json.loads(_run(command, core))
+    if report["failed"]:
+        raise RuntimeError(f"{report['failed']} requests of {OURS} failed")
+    return {figure: float(report[place[0]][place[1]]) for figure, (place, _) in FIGURES.items()}
+
+
+def _theirs(url: str, weights: Path, trace: Path, seed: int, core: int, requests: int) -> dict[str, float]:
+    """-> the figures of vLLM's benchmark, in seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        options = {
+            "backend": "vllm",
+            "base-url": url,
+            "model": "m",
+            "tokenizer": str(weights),
+            "dataset-name": "timed_trace",
+            "dataset-path": str(trace),
+            "num-prompts": str(requests),
+            "seed": str(seed),
+            "timed-trace-chunk-hash-size": str(_CHUNK),
+            "timed-trace-sec-multiplier": "0.001",
+            "timed-trace-label-timestamp": "timestamp",
+            "timed-trace-label-input-length": "input_length",
+            "timed-trace-label-output-length": "output_length",
+            "timed-trace-label-hash-ids": "hash_ids",
+            "result-filename": str(result),
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--save-result"]
+        command += ["--disable-tqdm", "--ignore-eos"]
+        command += [word for name, value in options.items() for word in (f"--{name}", value)]
+        _run(command, core)
+        told = json.loads(result.read_text(encoding="utf-8"))
+    if told["failed"]:
+        raise RuntimeError(f"{told['failed']} requests of {THEIRS} failed")
+    return {figure: float(told[name]) / 1e3 for figure, (_, name) in FIGURES.items()}
+
+
+def measure(benchmark: Benchmark, model: EngineModel, cores: Sequence[int], folder: Path) -> None:
+    """All rounds."""
+    requests = _REQUESTS // (4 if benchmark.quick else 1)
+    weights, log = save_model(model), folder / "engine.log"
+    seconds: dict[str, dict[str, list[float]]] = {figure: {OURS: [], THEIRS: []} for figure in FIGURES}
+    options = ("--no-enable-prefix-caching", "--max-num-batched-tokens", "512")
+    with engine(weights, cores[0], log, None, *options) as url, benchmark.progress() as bar:
+        task = bar.add_task("warming up", total=2 * benchmark.rounds + 1)
+        bar.refresh()
+        trace = folder / "trace.jsonl"
+        ways: dict[str, Callable[[int], dict[str, float]]] = {
+            OURS: lambda seed: _ours(url, model, trace, seed, cores[1]),
+            THEIRS: lambda seed: _theirs(url, weights, trace, seed, cores[1], requests),
+        }
+        write_trace(trace, 0, requests)
+        ways[OURS](0)
+        bar.advance(task)
+        for number in range(1, benchmark.rounds + 1):
+            write_trace(trace, number, requests)
+            for name in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
+                bar.update(task, description=name, refresh=True)
+                for figure, value in ways[name](number).items():
+                    seconds[figure][name].append(value)
+                bar.advance(task)
+    benchmark.cases += [
+        Case(
+            name=figure,
+            seconds=of_tools,
+            moved=dict.fromkeys(of_tools, 0),
+            limits={OURS: THEIRS},
+            parameters={"model": model.to_json(), "requests": requests, "requests_per_s": RATE},
+        )
+        for figure, of_tools in seconds.items()
+    ]
+
+
+def main() -> int:
+    benchmark = Benchmark(__spec__.name, __doc__, rounds=7)
+    cores = sorted(os.sched_getaffinity(0))
+    missing = missing_module("vllm") or ("there is one core" if len(cores) < 2 else "")
+    if missing:
+        benchmark.say(f"load generators: {missing}, so it is not measured")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        measure(benchmark, ENGINE_MODELS["tiny"], cores, Path(folder))
+    for case in benchmark.cases:
+        console().print(case_table(case))
+    benchmark.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
