@@ -16,10 +16,25 @@ from tests.support.properties import examples
 KEYS = [bytes([number]) * 8 for number in range(12)]
 some_keys = st.lists(st.sampled_from(KEYS), max_size=8)
 owners = st.sampled_from(["anna", "bert", "cleo"])
+consumers = st.sampled_from(["dora", "emil"])
+
+
+class Wait:
+    """What one request waits for, as the model knows it, and how often it was woken."""
+
+    def __init__(self, consumer: str, keys: list[bytes], until: float) -> None:
+        self.consumer, self.keys, self.until = consumer, set(keys), until
+        self.woken = self.news = 0
+        self.over = False
+
+    def wake(self) -> None:
+        assert not self.over, "who is gone was woken"
+        self.woken += 1
 
 
 class Machine(RuleBasedStateMachine):
-    """Clients that promise, set, withdraw, vanish and wait, on a clock of its own."""
+    """Clients that promise, set, withdraw and vanish, and others that wait until their time is over or they die, on a
+    clock of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,12 +44,21 @@ class Machine(RuleBasedStateMachine):
         self.present: set[bytes] = set()
         self.promised: dict[bytes, tuple[str, float]] = {}  # owner, when it ends
         self.held: Counter[str] = Counter()
-        self.waiting: dict[bytes, bool] = {}  # key -> whether its waiter was woken
+        self.waits: list[Wait] = []
 
     def _news(self, keys: set[bytes]) -> None:
-        """The model: nobody is left asleep who waits for one of these."""
-        for key in keys:
-            assert self.waiting.pop(key, True), "a waiter was not woken"
+        """The model: everybody who waits for some of these is woken, once for each."""
+        for wait in self.waits:
+            wait.news += len(wait.keys & keys)
+            wait.keys -= keys
+
+    def _end(self, waits: list[Wait]) -> None:
+        """These look at nothing any more."""
+        for wait in waits:
+            wait.over = True
+            for key in wait.keys:
+                self.waiters.discard(key, wait.wake)
+            self.waits.remove(wait)
 
     @rule(keys=some_keys, owner=owners, ttl=st.integers(1, 5))
     def promise(self, keys: list[bytes], owner: str, ttl: int) -> None:
@@ -82,25 +106,35 @@ class Machine(RuleBasedStateMachine):
             del self.promised[key]
         self._news(mine)
 
-    @rule(passed=st.integers(1, 4))
-    def time_passes(self, passed: int) -> None:
+    @rule(passed=st.integers(1, 4), consumers_first=st.booleans())
+    def time_passes(self, passed: int, consumers_first: bool) -> None:
         self.now += passed
+        if consumers_first:
+            self._end([wait for wait in self.waits if wait.until <= self.now])
         over = {key for key, (_, end) in self.promised.items() if end <= self.now}
         self.promises.expire(self.now)
         for key in over:
             del self.promised[key]
         self._news(over)
+        self._end([wait for wait in self.waits if wait.until <= self.now])
 
-    @rule(key=st.sampled_from(KEYS))
-    def wait(self, key: bytes) -> None:
-        if key not in self.waiting:
-            self.waiting[key] = False
+    @rule(keys=some_keys, consumer=consumers, seconds=st.integers(1, 6))
+    def wait(self, keys: list[bytes], consumer: str, seconds: int) -> None:
+        wait = Wait(consumer, keys, self.now + seconds)
+        for key in keys:
+            self.waiters.add(key, wait.wake)
+        self.waits.append(wait)
 
-            def wake() -> None:
-                assert not self.waiting[key], "a waiter was woken twice"
-                self.waiting[key] = True
+    @rule(consumer=consumers)
+    def die(self, consumer: str) -> None:
+        self._end([wait for wait in self.waits if wait.consumer == consumer])
 
-            self.waiters.add(key, wake)
+    @rule()
+    def there_may_be_news_of_any_key(self) -> None:
+        self.waiters.tell_all()
+        for wait in self.waits:
+            wait.news += bool(wait.keys)
+            wait.keys.clear()
 
     @invariant()
     def what_is_promised_is_known(self) -> None:
@@ -112,12 +146,18 @@ class Machine(RuleBasedStateMachine):
             mine = [key for key, (whose, _) in self.promised.items() if whose == owner]
             assert self.promises.held_by(owner) == bool(mine)
             assert self.promises.new_to(owner, KEYS) == len(KEYS) - len(mine)
-        assert len(self.waiters) == len(self.waiting)
+
+    @invariant()
+    def everybody_with_news_was_woken_and_the_others_still_wait(self) -> None:
+        assert all(wait.woken == wait.news for wait in self.waits)
+        assert len(self.waiters) == len({key for wait in self.waits for key in wait.keys})
 
     def teardown(self) -> None:
         self.promises.expire(float("inf"))
         assert not self.promises and not +self.held
         assert not self.promises._by_owner and not self.promises._expiring
+        self._end(self.waits[:])
+        assert not self.waiters, "a wait is left of who is gone"
 
 
 def test_promises_and_waiters_agree_with_a_model() -> None:
