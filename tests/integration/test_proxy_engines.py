@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,8 @@ from kvstore_client.engine.directory import EngineRecord, Registered
 from tests.support.etcd import Etcd
 from tests.support.harness import ROOT, Server, environment, wait_until
 from tests.support.ports import free_ports
-from tests.support.proxies import ProxyProcess, StandInEngine, post
-from tests.support.stand_in_engine import MODEL
+from tests.support.proxies import ProxyProcess, StandInEngine, chunks_of, post, text_of
+from tests.support.stand_in_engine import MODEL, expected
 
 ASK = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
 
@@ -133,6 +134,53 @@ def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
             assert log.read_text().count("stay as they are") == 1
     finally:
         for engine in engines:
+            engine.kill()
+
+
+@pytest.mark.parametrize("differs", ["root", "weights"])
+def test_engines_of_another_model_or_version_are_never_paired(server: Server, tmp_path: Path, differs: str) -> None:
+    """Nor does one of them go on with an answer that another has begun."""
+    versions = {"p": "1", "a": "1", "b": "2"}
+    roots = {name: f"/models/{version if differs == 'root' else '1'}" for name, version in versions.items()}
+    engines = {name: StandInEngine(tmp_path / f"{name}.log", "--root", root) for name, root in roots.items()}
+    p, a, b = engines.values()
+    roles = {"p": "prefill", "a": "decode", "b": "decode"}
+    weights = {name: f'weights = "{version}"' if differs == "weights" else "" for name, version in versions.items()}
+    pools = tmp_path / "pools.toml"
+    pools.write_text("".join(entry(engines[name], roles[name], weights[name]) for name in "pab"))
+    options = (f"--store={server.endpoint}", f"--pools={pools}", "--policy=split", "--check-seconds=0.1")
+    try:
+        with ProxyProcess(tmp_path / "proxy", *options) as proxy:
+            wait_until(lambda: proxy.status()["unpaired"], 10, "one has nobody to prefill for it")
+            (told,) = proxy.status()["unpaired"]
+            assert told["decode"]["url"] == b.url and [each["url"] for each in told["prefill"]] == [p.url]
+            assert told["decode"][differs] != told["prefill"][0][differs]
+            for engine in (a, b):
+                engine.behave(delay_s=0.5)  # so that two requests at once go to both
+
+            def ask(number: int) -> None:
+                body = {**ASK, "prompt": [number] * 40}
+                assert post(proxy.url, "/v1/completions", body, **{"x-request-id": str(number)})[0] == 200
+
+            with ThreadPoolExecutor(2) as users:
+                list(users.map(ask, range(8)))
+            records = [proxy.record(str(number)) for number in range(8)]
+            decided = {(record["decode"], record["decision"], record["prefill"]) for record in records}
+            assert decided == {(a.url, "split", p.url), (b.url, "colocate", "")}
+
+            def prompts(engine: StandInEngine) -> list[list[int]]:
+                return sorted(seen["body"]["prompt"] for seen in engine.seen()["requests"])
+
+            assert prompts(p) == prompts(a)
+            b.behave()
+            a.behave(cut_at=3)
+            prompt = list(range(40))
+            body = {**ASK, "max_tokens": 12, "prompt": prompt}
+            chunks = chunks_of(proxy.url, "/v1/completions", body, **{"x-request-id": "cut"})
+            assert text_of(chunks) == expected(prompt, 12)
+            assert proxy.record("cut")["retries"] == 1 and not b.seen()["requests"]
+    finally:
+        for engine in engines.values():
             engine.kill()
 
 
