@@ -50,7 +50,12 @@ class Fleet:
     @property
     def options(self) -> list[str]:
         roles = [f"--prefill={self.p.url}", f"--decode={self.d.url}"]
-        return [f"--store={self.store.endpoint}", "--check-seconds=0.2", *roles]
+        return [*self.store_options, *roles]
+
+    @property
+    def store_options(self) -> list[str]:
+        """Of a proxy that reaches the engines in another way."""
+        return [f"--store={self.store.endpoint}", "--check-seconds=0.2"]
 
     def mend(self) -> None:
         """Start engines again that a test has killed."""

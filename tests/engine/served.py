@@ -164,11 +164,13 @@ class ServedEngine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its labels, of which some may be given."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
             lines = reply.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        given = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(each in line for each in given))
 
 
 def post(url: str, path: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:

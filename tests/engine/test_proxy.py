@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from tests.engine.fleet import CHAT, COMPLETIONS, GREEDY, SEEDED, Fleet, ask
-from tests.engine.served import MODEL, post
+from tests.engine.served import MODEL, ServedEngine, post
 from tests.support.harness import wait_until
 from tests.support.proxies import Asking, ProxyProcess, Reading, answer_of, chunks_of, text_of
+
+Stream: TypeAlias = "tuple[str, dict[str, Any], Reading]"  # where it was asked for, what was asked, the answer
 
 
 @pytest.mark.timeout(400)
@@ -123,3 +127,56 @@ def test_sigterm_lets_streams_finish_and_takes_no_new_requests(fleet: Fleet, tmp
     assert reading.done
     assert text_of(chunks) == text_of(chunks_of(fleet.d.url, COMPLETIONS, body))
     assert proxy.stop() == 0
+
+
+@pytest.mark.timeout(400)
+def test_engines_exchange_their_roles_while_streams_run(fleet: Fleet, tmp_path: Path) -> None:
+    """There and back. No answer changes, and later prompts are handed over the other way round."""
+
+    def write(prefill: ServedEngine, decode: ServedEngine) -> None:
+        roles = ((prefill, "prefill"), (decode, "decode"))
+        entries = [f'[[engines]]\nurl = "{engine.url}"\nroles = ["{role}"]\n' for engine, role in roles]
+        (tmp_path / "new.toml").write_text("".join(entries))
+        os.replace(tmp_path / "new.toml", tmp_path / "pools.toml")
+
+    def handed_over() -> list[float]:
+        """By `p` and by `d`: to the other one, and from it."""
+        name = "vllm:kvstore_hand_overs_total"
+        return [engine.metric(name, side=side) for engine in (fleet.p, fleet.d) for side in ("prefill", "decode")]
+
+    def begin(group: int) -> list[Stream]:
+        asks = [(path, how) for path in (COMPLETIONS, CHAT) for how in (GREEDY, SEEDED)]
+        bodies = [
+            (path, ask(path, 200 + 4 * group + number, max_tokens=200, ignore_eos=True, **how))
+            for number, (path, how) in enumerate(asks)
+        ]
+        return [(path, body, Reading(proxy.url, path, body)) for path, body in bodies]
+
+    def exchanged(proxy: ProxyProcess, prefill: ServedEngine, decode: ServedEngine) -> bool:
+        pools = proxy.status()["pools"]
+        return [[each["url"] for each in pools[role]] for role in ("prefill", "decode")] == [
+            [prefill.url],
+            [decode.url],
+        ]
+
+    write(fleet.p, fleet.d)
+    before = handed_over()
+    options = (*fleet.store_options, f"--pools={tmp_path / 'pools.toml'}")
+    with ProxyProcess(tmp_path, *options, "--policy=split") as proxy:
+        streams = begin(0)
+        for group, pair in enumerate([(fleet.d, fleet.p), (fleet.p, fleet.d)], 1):
+            write(*pair)
+            wait_until(lambda pair=pair: exchanged(proxy, *pair), 10, "the roles are exchanged")
+            assert pair[0].metric("vllm:num_requests_running"), "all streams have ended: nothing is shown"
+            streams += begin(group)
+        with ThreadPoolExecutor(len(streams)) as users:
+            answers = list(users.map(lambda stream: answer_of(list(stream[2])), streams))
+        for _, _, reading in streams:
+            assert reading.done
+            reading.leave()
+        with ThreadPoolExecutor(4) as users:
+            right = list(users.map(lambda stream: answer_of(chunks_of(fleet.d.url, *stream[:2])), streams))
+        assert answers == right, "one engine alone says something else"
+        gained = [now - then for now, then in zip(handed_over(), before, strict=True)]
+        assert gained == [8, 4, 4, 8]
+        assert not any(name.startswith("kvstore_proxy_retries_total") and n for name, n in proxy.metrics().items())
