@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvstore_client.engine.directory import EngineList, EngineRecord
+from kvstore_client.engine.directory import TTL_S, EngineList, EngineRecord, Registered
 from tests.engine.engines import StartEngine
 from tests.support.etcd import Etcd
 from tests.support.harness import Server, wait_until
 from tests.support.ports import free_ports
+from tests.support.proxies import ProxyProcess, StandInEngine, chunks_of, text_of
+from tests.support.stand_in_engine import MODEL, expected
 
 URL = "http://127.0.0.1:8000"
 
@@ -33,6 +39,60 @@ def test_an_engine_is_in_the_directory_while_it_runs(
         assert engine.stop() == 0
         wait_until(lambda: not heard[-1], 20, what="it has left")
         engines.close()
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> Iterator[list[StandInEngine]]:
+    found = [StandInEngine(tmp_path / f"stand-in-{number}.log") for number in range(3)]
+    yield found
+    for each in found:
+        each.kill()
+
+
+def test_an_engine_that_is_killed_leaves_the_proxy_by_its_lease_and_the_others_go_on(
+    server: Server, start_engine: StartEngine, stand_ins: list[StandInEngine], tmp_path: Path
+) -> None:
+    """A real engine registers itself; what answers for it at its URL, and the others, are stand-ins."""
+    api, prefill, decode = stand_ins
+    for each in stand_ins:
+        each.behave(gap_s=0.02)
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(Etcd(tmp_path / "etcd")).url("fleet")
+        others = {"p": EngineRecord(prefill.url, ("prefill",)), "d": EngineRecord(decode.url, ("decode",))}
+        for name, record in others.items():
+            stack.enter_context(Registered(url, name, record))
+        options = (f"--store={server.endpoint}", f"--engines={url}", "--policy=split", "--check-seconds=0.1")
+        proxy = stack.enter_context(ProxyProcess(tmp_path / "proxy", *options))
+        engine = start_engine(server.endpoint, options={"engines": url, "engine_url": api.url})
+
+        def listed() -> list[set[str]]:
+            pools = proxy.status()["pools"]
+            return [{each["url"] for each in pools[role] if each["healthy"]} for role in ("prefill", "decode")]
+
+        wait_until(lambda: listed() == [{prefill.url, api.url}, {decode.url, api.url}], 20, "all are in the pools")
+        over = threading.Event()
+
+        def use(user: int) -> int:
+            """Ask one prompt after the other. -> how many answers there were."""
+            answers = 0
+            while not over.is_set():
+                prompt = [user, answers, 7]
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 20, "temperature": 0}
+                assert text_of(chunks_of(proxy.url, "/v1/completions", body)) == expected(prompt, 20)
+                answers += 1
+            return answers
+
+        with ThreadPoolExecutor(4) as pool:
+            users = [pool.submit(use, user) for user in range(4)]
+            try:
+                wait_until(lambda: api.seen()["running"], 20, "the engine answers")
+                engine.kill()
+                api.kill()
+                wait_until(lambda: api.url not in str(proxy.status()["pools"]), TTL_S + 10, "it has left")
+            finally:
+                over.set()
+            assert all(user.result() for user in users)
+        assert listed() == [{prefill.url}, {decode.url}]
 
 
 @pytest.mark.parametrize(
