@@ -94,6 +94,7 @@ class Serving:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._played = 0
+        self._begun = ""  # the request of `begin`
 
     @property
     def _core(self) -> Any:
@@ -119,10 +120,7 @@ class Serving:
         while left or self._busy():
             for number in left - begun.keys():
                 if asks[number].at <= step:
-                    self._played += 1
-                    prompt = {"prompt_token_ids": asks[number].prompt}
-                    how = sampling(asks[number].max_tokens, asks[number].options, asks[number].side)
-                    name = engine.add_request(f"{number}/{self._played}", prompt, how)
+                    name = self._add(asks[number], number)
                     begun[number] = name, time.monotonic()
                     if self._core is not None:
                         answers[number].keys = list(self._core.scheduler.requests[name].block_hashes)
@@ -146,6 +144,26 @@ class Serving:
         for answer in answers:
             answer.step_s = step_s
         return answers
+
+    def _add(self, ask: Ask, number: int) -> str:
+        """-> the engine's own name for the request."""
+        self._played += 1
+        how = sampling(ask.max_tokens, ask.options, ask.side)
+        name: str = self.llm.llm_engine.add_request(f"{number}/{self._played}", {"prompt_token_ids": ask.prompt}, how)
+        return name
+
+    def begin(self, ask: Ask) -> str:
+        """Add a request, which `compute` computes in part. The next `play` ends it, and must come before a
+        `generate`."""
+        self._begun = self._add(ask, -1)
+        return self._begun
+
+    def compute(self, tokens: int) -> int:
+        """Step until so many tokens of the prompt that was begun are computed. -> how many are."""
+        request = self._core.scheduler.requests[self._begun]
+        while request.num_computed_tokens < tokens:
+            self.llm.llm_engine.step()
+        return int(request.num_computed_tokens)
 
     def _due(self, abort: str | float | None, name: str, begun: float) -> bool:
         if abort is None or isinstance(abort, float):

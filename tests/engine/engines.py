@@ -120,6 +120,15 @@ class Engine:
         answers: list[Answer] = self.result()
         return answers
 
+    def begin(self, ask: Ask) -> None:
+        self._send("begin", ask)
+        self.result()
+
+    def compute(self, tokens: int) -> int:
+        self._send("compute", tokens)
+        computed: int = self.result()
+        return computed
+
     def reset_prefix_cache(self, connector: bool = False) -> None:
         self._send("reset_prefix_cache", connector)
         assert self.result() is True
@@ -308,6 +317,11 @@ def namespaces(server: Server) -> list[NamespaceInfo]:
 def stored_blocks(server: Server) -> int:
     """Blocks of all namespaces."""
     return sum(namespace.blocks for namespace in namespaces(server))
+
+
+def created_blocks(server: Server) -> int:
+    """Blocks of all namespaces that the server got since it started."""
+    return sum(namespace.created for namespace in namespaces(server))
 
 
 def until_it_hits(engine: Engine, question: list[int]) -> None:

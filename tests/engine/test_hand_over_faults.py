@@ -20,10 +20,20 @@ import pytest
 from kvstore_client.engine.transfer_out import PART_TTL_S
 from kvstore_client.vllm.connector.hand_over import UNPROMISED_S
 from tests.engine.driver import Ask
-from tests.engine.engines import BLOCK_BYTES, Engine, Expected, StartEngine, namespaces, prompt
+from tests.engine.engines import (
+    BLOCK,
+    BLOCK_BYTES,
+    Engine,
+    Expected,
+    Ledger,
+    StartEngine,
+    created_blocks,
+    namespaces,
+    prompt,
+)
 from tests.engine.test_hand_over import CHUNKS, DECODE, IN_PARTS, PREFILL, nothing_left
 from tests.support.clock import Clock
-from tests.support.harness import HOTTEST, RawClient, Server, StartServer, pack
+from tests.support.harness import HOTTEST, RawClient, Server, StartServer, pack, wait_until
 from tests.support.slow_link import SlowLink
 
 FAULTS: Final = int(os.environ.get("KVSTORE_FAULTS", "12")) // 2  # with whole blocks, and as many with parts
@@ -58,20 +68,16 @@ class Pair:
         engine.generate(prompt(99, 40))
         self.engines[side] = engine
 
-    def created(self) -> int:
-        """Blocks that the store got since it started."""
-        return sum(each.created for each in namespaces(self.server))
-
     def reach(self, phase: str, prefill: Ask) -> str:
         """Order the prefill, and wait until the hand-over is in this phase, or in a later one -> that."""
-        created = self.created()
+        created = created_blocks(self.server)
         self.engines["prefill"].order_play(prefill)
         if phase == PHASES[0]:
             return phase
         end = time.monotonic() + ROUND_S
         while time.monotonic() < end:
             promised = any(each.promised for each in namespaces(self.server))
-            came = self.created() > created
+            came = created_blocks(self.server) > created
             now = ("arriving" if promised else "there") if came else ("computing" if promised else "before")
             if PHASES.index(now) >= PHASES.index(phase):
                 return now
@@ -127,6 +133,63 @@ def keys_in(server: Server) -> list[bytes]:
     return [reply[3][at : at + reply[2]] for at in range(0, len(reply[3]), reply[2])]
 
 
+def saves_a_block(engine: Engine, server: Server) -> bool:
+    """Whether a new prompt's block is in the store in the end."""
+    before = created_blocks(server)
+    engine.generate(prompt(random.randrange(1 << 40), BLOCK))
+    engine.settle()
+    return created_blocks(server) > before
+
+
+def no_part_left(server: Server, parts: dict[str, int]) -> None:
+    """Of no block some parts are there and others not."""
+    if parts and not sum(each.evicted for each in namespaces(server)):
+        there = Counter(key[:-1] for key in keys_in(server))
+        assert set(there.values()) <= {parts["layer_parts"]}, "a part is left of a block that is not complete"
+
+
+@IN_PARTS
+def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
+    start_server: StartServer, start_engine: StartEngine, expected: Expected, clock: Clock, parts: dict[str, int]
+) -> None:
+    """After the first block, after some, and before the last one, while the next one is on its way. At first the
+    prefill engine loses the store, in the end it dies."""
+    server = start_server(memory="256MiB", **clock.environment)
+    blocks, of = 12, parts.get("layer_parts", 1)
+    with SlowLink(server.port) as link:
+        a_block_a_step = {**CHUNKS, "max_num_batched_tokens": BLOCK}
+        prefiller = start_engine(link.endpoint, options=parts, **a_block_a_step)
+        decoder = start_engine(server.endpoint, options=parts, **CHUNKS)
+        decoder.generate(prompt(99, 40))
+        for came in (1, blocks // 2, blocks - 1):
+            wait_until(lambda: saves_a_block(prefiller, server), 30, "the prefill engine has the store")
+            question = prompt(160 + came, blocks * BLOCK + 7)
+            books, before = Ledger(decoder), created_blocks(server)
+            decoder.order_play(Ask(question, 12, side=DECODE))
+            prefiller.begin(Ask(question, 1, side=PREFILL))
+            assert prefiller.compute(came * BLOCK) == came * BLOCK
+            wait_until(lambda now=before + came * of: created_blocks(server) == now, what="the store has these blocks")
+            link.hold(3 * BLOCK_BYTES // 8, back=False)
+            prefiller.compute((came + 1) * BLOCK)
+            wait_until(lambda: link.held, what="the next block is on its way")
+            if came == blocks - 1:
+                prefiller.kill()
+            link.cut()
+            [answer] = decoder.result()
+            assert [answer.token_ids] == expected(question, max_tokens=12)
+            assert books["transfer_blocks/in"] == came, "what came is used, and nothing else was there"
+            assert books["unkept_blocks"] >= 1 and books["failed_loads"] == 1
+            assert books["defects"] == 0
+            nothing_left(server)
+            link.release()
+            if came < blocks - 1:
+                prefiller.play()
+                assert prefiller.metrics()["defects"] == 0
+    assert not sum(each.writing for each in namespaces(server))
+    clock.advance(PART_TTL_S + 1)
+    no_part_left(server, parts)
+
+
 @IN_PARTS
 @pytest.mark.timeout(400 + FAULTS * ROUND_S)
 def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
@@ -173,9 +236,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
     for side, engine in pair.engines.items():
         assert engine.metrics()["defects"] == 0, side
     clock.advance(PART_TTL_S + 1)
-    if parts and not sum(each.evicted for each in namespaces(pair.server)):
-        there = Counter(key[:-1] for key in keys_in(pair.server))
-        assert set(there.values()) <= {parts["layer_parts"]}, "a part is left of a block that is not complete"
+    no_part_left(pair.server, parts)
     print(f"{met.total()} faults, the longest answer {longest_s:.2f} s beside the fault itself")
     for kind in KINDS:
         print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))

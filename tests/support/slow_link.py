@@ -1,4 +1,4 @@
-"""The network between an engine and its store, in the hands of a test: a TCP relay that is slow, or stands still."""
+"""The network between two processes, in the hands of a test: a TCP relay that is slow, stands still, or is cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class SlowLink:
         self.bytes_per_s: float | None = None  # each way, each connection
         self._port = port
         self._held = False
-        self._hold_after: int | None = None  # bytes that still come back before it is held
+        self._hold_after: int | None = None  # bytes that still pass before it is held
+        self._counts_back = True  # those that come back, else those that go there
+        self._cut = False
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._closed = False
@@ -34,11 +36,19 @@ class SlowLink:
         self.endpoint = f"tcp://{self._listener.getsockname()[0]}:{port}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def hold(self, after_bytes: int = 0) -> None:
-        """Let nothing through any more, once so many bytes came back from the server."""
+    def hold(self, after_bytes: int = 0, *, back: bool = True) -> None:
+        """Let nothing through any more, once so many bytes came back from the server; not back: went to it."""
         with self._lock:
-            self._hold_after = after_bytes
+            self._hold_after, self._counts_back = after_bytes, back
             self._held = not after_bytes
+
+    def cut(self) -> None:
+        """End all connections, and every new one at once."""
+        with self._lock:
+            self._cut = True
+            sockets, self._sockets = self._sockets, []
+        for sock in sockets:
+            _end(sock)
 
     @property
     def held(self) -> bool:
@@ -46,9 +56,9 @@ class SlowLink:
         return self._held
 
     def release(self) -> None:
-        """Pass on again, beginning with what was held."""
+        """Pass on again, beginning with what was held. Connections that were cut are gone."""
         with self._lock:
-            self._held, self._hold_after = False, None
+            self._held, self._hold_after, self._cut = False, None, False
 
     def __enter__(self) -> SlowLink:
         return self
@@ -56,8 +66,7 @@ class SlowLink:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._closed = True
         _end(self._listener)
-        for sock in self._sockets:
-            _end(sock)
+        self.cut()
 
     def _accept(self) -> None:
         while True:
@@ -73,7 +82,13 @@ class SlowLink:
                 _end(far)
                 _end(near)
                 continue
-            self._sockets += [near, far]
+            with self._lock:
+                cut = self._cut
+                self._sockets += [] if cut else [near, far]
+            if cut:
+                _end(far)
+                _end(near)
+                continue
             for source, sink, back in ((near, far, False), (far, near, True)):
                 threading.Thread(target=self._pump, args=(source, sink, back), daemon=True).start()
 
@@ -86,14 +101,13 @@ class SlowLink:
                 while self._held and not self._closed:
                     time.sleep(LOOK_S)
                 sink.sendall(data)
-                if back:
-                    self._count(len(data))
+                self._count(len(data), back)
         _end(source)
         _end(sink)
 
-    def _count(self, passed: int) -> None:
+    def _count(self, passed: int, back: bool) -> None:
         with self._lock:
-            if self._hold_after is not None and not self._held:
+            if self._hold_after is not None and not self._held and back == self._counts_back:
                 self._hold_after -= passed
                 self._held = self._hold_after <= 0
 
