@@ -1,8 +1,8 @@
 """Hand-overs while an engine, the store or a link fails, at any instant: right tokens, a bounded wait, nothing left.
 
 Each round hands one new prompt from one engine to another, and one of them, the store, or the link of one fails on the
-way: it is killed, frozen, cut off, slowed down, or the prefill is aborted. What the store says tells the phase. Half of
-the rounds are with blocks in parts of layers.
+way: it is killed, frozen, cut off, slowed down, or the request is aborted on one side. What the store says tells the
+phase. Half of the rounds are with blocks in parts of layers.
 `make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase.
 """
 
@@ -44,9 +44,10 @@ COMPUTE_S: Final = 6.0
 TOKENS: Final = 8
 STORE_FAULTS: Final = ("store killed", "store frozen")
 LINK_FAULTS: Final = ("prefill cut off", "decode cut off", "prefill slowed", "decode slowed")
-ENGINE_FAULTS: Final = ("prefill aborted", "prefill frozen", "decode frozen", "prefill killed", "decode killed")
+ABORTS: Final = ("prefill aborted", "decode aborted")  # at any time
+ENGINE_FAULTS: Final = ("prefill frozen", "decode frozen", "prefill killed", "decode killed")
 PHASES: Final = ("before", "computing", "arriving", "there")  # of the prompt's blocks
-KINDS: Final = (*STORE_FAULTS, *LINK_FAULTS, *ENGINE_FAULTS)
+KINDS: Final = (*STORE_FAULTS, *LINK_FAULTS, *ABORTS, *ENGINE_FAULTS)
 
 
 class Pair:
@@ -203,14 +204,15 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
     for number, kind in zip(range(FAULTS), kinds(choose), strict=False):
         question = prompt(choose.randrange(1 << 40), choose.randrange(200, 1900))
         [right] = expected(question, max_tokens=TOKENS)
-        abort = choose.uniform(0, 0.8) if kind == "prefill aborted" else None
         asks = {
-            "prefill": Ask(question, 1, side=PREFILL, abort=abort),
+            "prefill": Ask(question, 1, side=PREFILL),
             "decode": Ask(question, TOKENS, side=DECODE, options={"wait_s": WAIT_S}),
         }
+        if kind in ABORTS:
+            asks[kind.partition(" ")[0]].abort = choose.uniform(0, 0.8)
         pair.engines["decode"].order_play(asks["decode"])
         fewest = min(met[kind, each] for each in PHASES)
-        aim = "before" if abort is not None else choose.choice([each for each in PHASES if met[kind, each] == fewest])
+        aim = "before" if kind in ABORTS else choose.choice([each for each in PHASES if met[kind, each] == fewest])
         phase = pair.reach(aim, asks["prefill"])
         began = time.monotonic()
         dead = pair.fail(kind, choose)
@@ -218,7 +220,8 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         answers = {side: engine.result()[0] for side, engine in pair.engines.items() if side not in dead}
         for side in dead:
             pair.start(side)
-        if "decode" in dead:  # the user's request is tried again
+        if "decode" in dead or answers["decode"].aborted:  # the user's request is tried again
+            asks["decode"].abort = None
             [answers["decode"]] = pair.engines["decode"].play(asks["decode"])
         told = f"round {number} of KVSTORE_FAULTS_SEED={seed}, {kind} while {phase}"
         assert answers["decode"].token_ids == right, told
@@ -241,5 +244,5 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
     for kind in KINDS:
         print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))
     if 20 * len(KINDS) <= FAULTS:
-        timed = [kind for kind in KINDS if kind != "prefill aborted"]  # that happens at any time
+        timed = [kind for kind in KINDS if kind not in ABORTS]
         assert all(met[kind, phase] for kind in timed for phase in PHASES), "a fault did not meet every phase"

@@ -1,8 +1,9 @@
 """Requests through the proxy while the proxy, an engine or the store fails, at any instant: right tokens, nothing left.
 
-Each round sends one new prompt to a fleet of real engines, and one process of it is killed or frozen, or the user
-leaves. The answer is compared with that of an engine that has no store. Engines that were killed take half a minute to
-start again, so only `make faults` kills them, KVSTORE_FAULTS=500 rounds divided by ten.
+Each round sends one new prompt to a fleet of real engines, and one process of it is killed, frozen, or cut off from the
+proxy, or the user leaves. The answer is compared with that of an engine that has no store. Engines that were killed
+take half a minute to start again, so only `make faults` kills them, KVSTORE_FAULTS=500 rounds divided by ten; there the
+other faults last longer, too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from tests.engine.served import MODEL
 from tests.engine.test_hand_over import nothing_left
 from tests.support.harness import wait_until
 from tests.support.proxies import ProxyProcess, Reading
+from tests.support.slow_link import SlowLink
 
 FULL: Final = "KVSTORE_FAULTS" in os.environ
-ROUNDS: Final = int(os.environ.get("KVSTORE_FAULTS", "80")) // 10
+ROUNDS: Final = int(os.environ.get("KVSTORE_FAULTS", "90")) // 10
 FROZEN: Final = ("proxy frozen", "prefill frozen", "decode frozen", "store frozen")
+CUT_OFF: Final = ("prefill cut off", "decode cut off")  # from the proxy
 KILLED: Final = ("prefill killed", "decode killed")
-KINDS: Final = ("proxy killed", "user left", "store killed", *FROZEN, *(KILLED if FULL else ()))
+KINDS: Final = ("proxy killed", "user left", "store killed", *FROZEN, *CUT_OFF, *(KILLED if FULL else ()))
+LONGEST_FAULT_S: Final = 5.0 if FULL else 1.5
 PHASES: Final = ("before a token", "in the stream", "afterwards")
 ROUND_S: Final = 60.0  # at most, on a busy machine
 # What an answer takes beside the fault: the promise's time, 0.5 s, and the prompt computed again on a busy machine.
@@ -42,8 +46,9 @@ TOKENS: Final = 200
 class Round:
     """One request, and what befalls the fleet meanwhile."""
 
-    def __init__(self, fleet: Fleet, proxy: ProxyProcess, choose: random.Random) -> None:
-        self.fleet, self.proxy, self._choose = fleet, proxy, choose
+    def __init__(self, fleet: Fleet, links: dict[str, SlowLink], proxy: ProxyProcess, choose: random.Random) -> None:
+        """links: from the proxy to the engines."""
+        self.fleet, self._links, self.proxy, self._choose = fleet, links, proxy, choose
         self.prompt = [choose.randrange(300, 4000) for _ in range(choose.randrange(200, 1800))]
         self.chunks: list[dict[str, Any]] = []
         self.done = False
@@ -77,7 +82,7 @@ class Round:
         who, _, what = kind.partition(" ")
         time.sleep(self._choose.uniform(0, 1) ** 2)
         phase = self.phase
-        wait_s = self._choose.uniform(0.05, 1.5)
+        wait_s = self._choose.uniform(0.05, LONGEST_FAULT_S)
         engine = {"prefill": self.fleet.p, "decode": self.fleet.d}.get(who)
         if kind == "user left":
             wait_until(lambda: self._reading, 10, "the answer has begun")
@@ -92,6 +97,11 @@ class Round:
                 time.sleep(wait_s)
         elif kind == "proxy killed":
             self.proxy.process.kill()
+        elif what == "cut off":
+            link = self._links[who]
+            self._choose.choice((link.cut, link.hold))()  # told, and not told
+            time.sleep(wait_s)
+            link.release()
         elif what == "killed" and engine is not None:
             engine.kill()
         else:
@@ -114,6 +124,13 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 @pytest.fixture
+def links(fleet: Fleet) -> Iterator[dict[str, SlowLink]]:
+    """From the proxy to the engines."""
+    with SlowLink(fleet.p.port) as prefill, SlowLink(fleet.d.port) as decode:
+        yield {"prefill": prefill, "decode": decode}
+
+
+@pytest.fixture
 def alone(fleet: Fleet, tmp_path: Path) -> Iterator[Engine]:
     """An engine of the same model that computes everything."""
     model, log = fleet.folder / "model", tmp_path / "alone.log"
@@ -124,12 +141,13 @@ def alone(fleet: Fleet, tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.mark.timeout(400 + ROUNDS * ROUND_S)
 def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
-    fleet: Fleet, alone: Engine, tmp_path: Path
+    fleet: Fleet, links: dict[str, SlowLink], alone: Engine, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("KVSTORE_FAULTS_SEED", random.randrange(1 << 32)))
     print(f"KVSTORE_FAULTS_SEED={seed}")
     choose = random.Random(seed)
-    options = (*fleet.options, "--policy=split", "--backoff-seconds=0.2")
+    roles = [f"--{role}={link.endpoint.replace('tcp', 'http')}" for role, link in links.items()]
+    options = (*fleet.store_options, *roles, "--policy=split", "--backoff-seconds=0.2")
     proxy = ProxyProcess(tmp_path / "proxy", *options)
     met: Counter[tuple[str, str]] = Counter()
     kinds = list[str]()
@@ -137,7 +155,7 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
         kinds = kinds or choose.sample(KINDS, len(KINDS))
         kind = kinds.pop()
         told = f"round {number} of KVSTORE_FAULTS_SEED={seed}: {kind}"
-        this = Round(fleet, proxy, choose)
+        this = Round(fleet, links, proxy, choose)
         right = alone.generate(this.prompt, max_tokens=TOKENS)[0].token_ids
         with ThreadPoolExecutor(1) as user:
             began = time.monotonic()
@@ -152,7 +170,7 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
             proxy.stop()
             proxy = ProxyProcess(tmp_path / "proxy", *options)
         if kind in ("proxy killed", "user left"):
-            again = Round(fleet, proxy, choose)
+            again = Round(fleet, links, proxy, choose)
             again.prompt = this.prompt
             again.read()  # as a user does
             assert again.done and again.tokens == right, told
