@@ -3,7 +3,8 @@
 Each round hands one new prompt from one engine to another, and one of them, the store, or the link of one fails on the
 way: it is killed, frozen, cut off, slowed down, or the request is aborted on one side. What the store says tells the
 phase. Half of the rounds are with blocks in parts of layers.
-`make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase.
+`make faults` plays KVSTORE_FAULTS=500 rounds and prints how often each fault met each phase; with KVSTORE_FAULTS_FILE
+each round is written there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.engine.engines import (
     namespaces,
     prompt,
 )
+from tests.engine.fault_record import record
 from tests.engine.test_hand_over import CHUNKS, DECODE, IN_PARTS, PREFILL, nothing_left
 from tests.support.clock import Clock
 from tests.support.harness import HOTTEST, RawClient, Server, StartServer, pack, wait_until
@@ -235,6 +237,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         nothing_left(pair.server)
         assert not sum(each.writing for each in namespaces(pair.server)), told
         met[kind, phase] += 1
+        record(seed, "in parts" if parts else "in whole blocks", kind, phase, waited_s)
         print(f"{number + 1} {kind} while {phase}: {waited_s:.2f} s")
     for side, engine in pair.engines.items():
         assert engine.metrics()["defects"] == 0, side
