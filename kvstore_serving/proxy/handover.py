@@ -82,9 +82,9 @@ class StreamedAnswer:
                     body = request.traced(body, headers)
                     async with await serving.upstream.stream(request.engine, path, body, headers) as stream:
                         stream.span = span
-                        if not request.user.status:
-                            await request.user.start(200, EVENTS)
                         if self._ask.plain:
+                            if not request.user.status:
+                                await request.user.start(200, EVENTS)
                             await self._relay(stream, continues)
                         else:
                             await self._relay_raw(stream)
@@ -215,12 +215,22 @@ class StreamedAnswer:
         return False
 
     async def _relay_raw(self, stream: Stream) -> None:
-        """Pass on a stream as it is: what an answer of several parts is made of is not looked at."""
+        """Pass on a stream as it is: what an answer of several parts is made of is not looked at.
+
+        The reply begins with the first event: an error that comes instead of an answer is the reply, with its status.
+        """
+        user, begun = self._request.user, False
         while (data := await stream.next()) is not None:
-            if data.startswith(b'{"error"'):
+            if not begun:
+                stream.parse(data)
+                if not user.status:
+                    await user.start(200, EVENTS)
+            elif data.startswith(b'{"error"'):
                 stream.refuse(data)
-            self._raw_sent = True
+            self._raw_sent = begun = True
             await self._write(b"data: %b\n\n" % data, token=True)
+        if not user.status:
+            await user.start(200, EVENTS)
 
     # ---- to the user -----------------------------------------------------------------------------------------
 

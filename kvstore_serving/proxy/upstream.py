@@ -109,13 +109,15 @@ class Stream:
         """-> the next chunk; None after the last one. Raises `EngineFailed`, and `EngineRefused` for an error in the
         stream that is the request's."""
         data = await self.next()
-        if data is None:
-            return None
+        return None if data is None else self.parse(data)
+
+    def parse(self, data: bytes) -> dict[str, Any]:
+        """-> the chunk that an event is. Raises what `chunk` raises."""
         try:
             chunk = sse.decode(data)
         except sse.EventError as error:
             raise EngineFailed(self.engine, str(error)) from None
-        if "error" in chunk:
+        if chunk.get("error") is not None or chunk.get("object") == "error":
             self.refuse(data)
         choices = chunk.get("choices", [])
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
@@ -123,10 +125,11 @@ class Stream:
         return chunk
 
     def refuse(self, data: bytes) -> NoReturn:
-        """Raise what an event with an error means."""
+        """Raise what an event with an error means: one in `error`, or of engines that give it by itself."""
         try:
-            said = sse.decode(data)["error"]
-        except (sse.EventError, KeyError):
+            event = sse.decode(data)
+            said = event.get("error") or event
+        except sse.EventError:
             said = None
         code = said.get("code") if isinstance(said, dict) else None
         if isinstance(code, int) and 400 <= code < 500:
@@ -170,7 +173,10 @@ class Upstream:
         response = await self._open(engine, "POST", path, _encoder.encode(body), headers, self._settings.first_byte_s)
         try:
             if response.status == 200:
-                return Stream(engine, response, self._settings.first_byte_s, self._settings.idle_s)
+                stream = Stream(engine, response, self._settings.first_byte_s, self._settings.idle_s)
+                if response.content_type == "application/json":  # no events: it says why there are none
+                    stream.refuse((await self._read(engine, response)).body)
+                return stream
             raise_for(engine, await self._read(engine, response))
         except BaseException:
             response.close()

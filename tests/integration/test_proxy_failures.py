@@ -6,6 +6,7 @@ An engine's answer depends on all tokens before, so a token sent twice or left o
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,6 +271,36 @@ def test_a_refusal_by_decode_alone_is_passed_on_though_prefill_has_a_token(
     for name in "ab":
         engines[name].behave(status=400, delay_s=0.3)
     assert post(proxy.url, COMPLETIONS, completion(stream=True))[0] == 400
+
+
+@pytest.mark.parametrize("code", [400, 404])
+@pytest.mark.parametrize("how", [{"error_at": 0}, {"error_at": 0, "alone": True}, {"no_events": True}])
+def test_a_refusal_that_comes_instead_of_an_answer_of_several_parts_is_the_reply(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], how: dict[str, Any], code: int
+) -> None:
+    for name in "ab":
+        engines[name].behave(code=code, **how)
+    before = failures(proxy)
+    id = f"refused-{code}-{'-'.join(how)}"
+    status, answer = post(proxy.url, COMPLETIONS, completion(stream=True, n=2), **{"x-request-id": id})
+    said = json.loads(answer)
+    assert status == code and said.get("error", said)["message"] == "as told"
+    record = proxy.record(id)
+    assert (record["outcome"], record["status"], record["retries"]) == ("refused", code, 0)
+    assert failures(proxy) == before, "the request is to blame, and no engine"
+
+
+@pytest.mark.parametrize("how", [{"error_at": 0}, {"error_at": 0, "alone": True}])
+def test_a_refusal_in_a_stream_that_has_begun_is_its_last_event(
+    proxy: ProxyProcess, engines: dict[str, StandInEngine], how: dict[str, Any]
+) -> None:
+    for engine in engines.values():
+        engine.behave(code=404, **how)
+    status, answer = post(proxy.url, COMPLETIONS, completion(stream=True))
+    assert status == 200 and b"[DONE]" not in answer
+    [event] = answer.removesuffix(b"\n\n").split(b"\n\n")
+    said = json.loads(event.removeprefix(b"data: "))
+    assert said.get("error", said)["code"] == 404
 
 
 def test_all_engines_failing_is_an_error_in_openais_form(

@@ -98,6 +98,8 @@ class StandIn:
             return JSONResponse(error, how["status"])
         prompt = _tokens(body)
         chat = path.endswith("/chat/completions")
+        if body.get("stream") and how.get("no_events"):
+            return JSONResponse(_error(how))
         if body.get("stream"):
             return StreamingResponse(self._stream(how, body, prompt, count, chat), media_type="text/event-stream")
         said = self._say(how, prompt, count)
@@ -136,7 +138,7 @@ class StandIn:
                 if how.get("malformed_at") == number:
                     yield b"data: {this is no JSON\n\n"
                 if how.get("error_at") == number:
-                    yield _event({"error": {"message": "as told", "type": "told", "code": 500}})
+                    yield _event(_error(how))
                     yield b"data: [DONE]\n\n"  # as vLLM does
                     return
                 if how.get("end_at") == number:
@@ -166,6 +168,12 @@ class StandIn:
         finally:
             self.running -= 1
             self.given_up += not done
+
+
+def _error(how: dict[str, Any]) -> dict[str, Any]:
+    """What an engine says instead of a chunk; `alone`: not in `error`, as some engines do."""
+    error = {"message": "as told", "type": "told", "code": how.get("code", 500)}
+    return {"object": "error", **error} if how.get("alone") else {"error": error}
 
 
 def _usage(how: dict[str, Any], prompt: list[int], said: int) -> dict[str, Any]:
