@@ -237,3 +237,61 @@ def test_what_one_engine_takes_from_another_is_the_measured_share() -> None:
     made = msgspec.structs.replace(profile(), contention=Contention(prefill=1.3))
     run = simulate(Fleet([Pool(made, 1, 2)], FAST, APART, batch_tokens=1), requests(60, 500, 400, gap_s=1.0), 1.0)
     assert np.median(run.ttft_s) == pytest.approx(0.65, rel=0.01)
+
+
+# ---- batches of prompts, and lengths that vary ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "batches"),
+    [
+        ([500] * 8, [4, 4]),  # together just what makes a prefill bound by computing
+        ([501] * 7, [3, 3, 1]),  # a fourth would be more
+        ([1000, 1000, 1000], [2, 1]),
+        ([1001, 1001, 1001], [1, 1, 1]),  # longer than half of it: alone
+        ([5000, 300, 300, 5000], [1, 2, 1]),  # longer than all of it: alone, and in its turn
+        ([1500, 600, 400], [1, 2]),  # first come, first served: the third does not go before the second
+    ],
+)
+def test_prompts_are_batched_up_to_the_tokens_that_make_a_prefill_bound_by_computing(
+    prompts: list[int], batches: list[int]
+) -> None:
+    """Of a prefill of 2000 tokens, a fifth is its fixed cost: 50 ms of 250."""
+    made = profile(fixed_s=0.05, per_token_s=1e-4)
+    assert made.degree(1).prefill.saturating_tokens == 2000
+    counts = [np.array(prompts), np.ones(len(prompts), dtype=np.int64), np.zeros(len(prompts), dtype=np.int64)]
+    all_at_once = Workload(np.zeros(len(prompts)), *counts, "test")
+    engine = replace(fleet(Placement(prefill=Engines(Shape(1, 1), 1)), made), batch_tokens=None)
+    run = simulate(engine, all_at_once, 1.0, warm_up=0)
+    expected: list[float] = []
+    end_s = 0.0
+    for size in batches:
+        first = len(expected)
+        end_s += 0.05 + sum(prompts[first : first + size]) * 1e-4
+        expected += [end_s] * size
+    assert run.ttft_s == pytest.approx(expected)
+
+
+def test_of_a_prompt_only_what_is_computed_counts_for_its_batch() -> None:
+    made = profile(fixed_s=0.05, per_token_s=1e-4)
+    engine = replace(fleet(Placement(prefill=Engines(Shape(1, 1), 1)), made), batch_tokens=None)
+    run = simulate(engine, requests(4, 1500, 1, gap_s=0.0, hits=1000), 1.0, warm_up=0)
+    assert run.ttft_s == pytest.approx([0.1, 0.3, 0.3, 0.3]), "what comes while the first is computed is one batch"
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6])
+def test_prompts_of_two_lengths_wait_as_pollaczek_and_khinchine_say(load: float) -> None:
+    """Three of four prompts take 1 s, the fourth takes 5: that services vary makes all wait 1.75 times as long."""
+    random = np.random.default_rng(5)
+    count = 120_000
+    tokens = np.where(random.random(count) < 0.25, 5000, 1000)
+    ones, none = np.ones(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    arrivals = np.cumsum(random.exponential(1.0, count))
+    mean_s = 2.0
+    variation = np.sqrt(0.75 * 1.0 + 0.25 * 25.0 - mean_s**2) / mean_s
+    made = Workload(arrivals - arrivals[0], tokens, ones, none, "test")
+    run = simulate(fleet(Placement(prefill=Engines(Shape(1, 1), 1))), made, load / mean_s, warm_up=0)
+    waited = float((run.ttft_s - tokens * 0.001).mean())
+    assert queueing.mean_wait(load / mean_s, mean_s, variation) == pytest.approx(load / mean_s * 7.0 / 2 / (1 - load))
+    assert waited == pytest.approx(queueing.mean_wait(load / mean_s, mean_s, variation), rel=0.05)
+    assert waited > 1.5 * queueing.mean_wait(load / mean_s, mean_s), "prompts of one length would wait less"
