@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
-from kvstore_cli.load import check_url
 from kvstore_cli.options import JsonOption
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import (
@@ -34,14 +33,13 @@ from kvstore_cli.plan_profile import (
     with_transfers,
 )
 from kvstore_cli.plan_search import SEARCH_EXAMPLES, search
-
-if TYPE_CHECKING:
-    from kvstore_serving.planning.placement import Placement
+from kvstore_cli.plan_verify import VERIFY_EXAMPLES, verify
 
 plan_app: Final = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="Plan a fleet with prefill and decode apart."
 )
 plan_app.command(epilog=SEARCH_EXAMPLES)(search)
+plan_app.command(epilog=VERIFY_EXAMPLES)(verify)
 
 
 @plan_app.command(
@@ -211,63 +209,6 @@ def profile(
 
 
 @plan_app.command(
-    epilog=example(
-        "kvstore plan verify --profile engine.json --url http://engine-1:8000 --model M --rate 1 --rate 2 --rate 3 \\",
-        "    --input-tokens 512 --output-tokens 64 --requests 200 --slo-ttft 1 --slo-tpot 0.1",
-        "kvstore plan verify --profile engine.json --url http://proxy:8000 --model M --prefill 1,1,2 --decode 1,1,1 …",
-    )
-)
-def verify(
-    profile: Annotated[str, typer.Option(metavar="FILE", help="Profile of the engines.")],
-    url: Annotated[str, typer.Option(metavar="URL", help="The engine, or the proxy before engines.")],
-    model: Annotated[str, typer.Option(help="Name of the model, as the endpoint serves it.")],
-    rate: Annotated[list[float], typer.Option(metavar="R", help="Requests per second; several: one run each.")],
-    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")],
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")],
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")],
-    slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time to the first token.")],
-    slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="SLO of the time per later token.")],
-    colocated: Annotated[
-        str | None, typer.Option(metavar="TP,PP,N", help="N engines that do both. Default: 1,1,1.")
-    ] = None,
-    prefill: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N prefill engines; with --decode.")] = None,
-    decode: Annotated[str | None, typer.Option(metavar="TP,PP,N", help="N decode engines.")] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="GPUs of a node. Default: each engine has nodes of its own.")
-    ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most requests that an engine decodes at once.")] = 256,
-    chunk_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a step of an engine that does both.")] = 2048,
-    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = 12.5e9,
-    store_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of the store, each way.")] = 10e9,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, and not counted.")] = 10,
-    vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and prompts.")] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare the attainment that the simulator predicts with that of real engines, at several rates."""
-    need_modules("simpy", "aiohttp")
-    from kvstore_cli.plan_tables import print_verified
-    from kvstore_cli.plan_verify import Against, compare_rates
-    from kvstore_serving.load.report import Slo
-
-    for option, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)):
-        check_positive(option, value, "seconds")
-    for value in rate:
-        check_positive("--rate", value, "requests per second")
-    for option, value in (("--node-bytes-per-s", node_bytes_per_s), ("--store-bytes-per-s", store_bytes_per_s)):
-        check_positive(option, value, "bytes per second")
-    check_url(url)
-    placement = _placement(colocated, prefill, decode)
-    found = profile_of(profile)
-    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB")
-    against = Against(url, model, input_tokens, output_tokens, requests, warmup, vocab, seed, Slo(slo_ttft, slo_tpot))
-    result = compare_rates(
-        found, placement, gpus_per_node, links, against, rate, max_batch, chunk_tokens, shown=not as_json
-    )
-    show(result, as_json, lambda: print_verified(result))
-
-
-@plan_app.command(
     epilog=example("kvstore plan watch --proxy http://proxy:8000 --profile engine.json --slo-ttft 1 --slo-tpot 0.1")
 )
 def watch(
@@ -330,19 +271,3 @@ def roles(
     except RolesError as error:
         fail("usage", str(error))
     show(shifted, as_json, lambda: print_roles(shifted))
-
-
-def _placement(colocated: str | None, prefill: str | None, decode: str | None) -> Placement:
-    from kvstore_serving.planning.placement import Engines, Placement, Shape
-
-    def engines(option: str, text: str) -> Engines:
-        numbers = parse_numbers(option, text)
-        if len(numbers) != 3:
-            fail("usage", f"{option} {text!r}: expected TP,PP,N, such as 1,1,2 for two engines")
-        return Engines(Shape(numbers[0], numbers[1]), numbers[2])
-
-    if prefill is None and decode is None:
-        return Placement(colocated=engines("--colocated", colocated or "1,1,1"))
-    if prefill is None or decode is None or colocated is not None:
-        fail("usage", "give --prefill with --decode, or else --colocated")
-    return Placement(engines("--prefill", prefill), engines("--decode", decode))

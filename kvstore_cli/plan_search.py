@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -25,8 +24,8 @@ from kvstore_cli.plan_options import (
 from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
+    from kvstore_serving.planning.document import Plan
     from kvstore_serving.planning.fleet import Pool
-    from kvstore_serving.planning.plan import Plan
     from kvstore_serving.planning.search import Question
     from kvstore_serving.planning.workload import Recipe, Replayed
 
@@ -241,13 +240,15 @@ def _synthetic(
 def _replayed(
     trace: Path, speed: float, requests: int | None, hits: bool, kept_tokens: int | None, seeds: int
 ) -> tuple[Replayed, float]:
+    import msgspec
+
     from kvstore_serving.planning.workload import Replayed, rate_of
 
     check_positive("--speed", speed, "a number; 2 is twice the rate")
-    recipe = Replayed(trace, requests, kept_tokens, hits)
+    recipe = Replayed(str(trace), requests, kept_tokens, hits)
     try:
         parts = min(seeds, max(1, recipe.requests // PART))
-        return replace(recipe, parts=parts), rate_of(trace, requests) * speed
+        return msgspec.structs.replace(recipe, parts=parts), rate_of(trace, requests) * speed
     except ValueError as error:  # a `TraceError` is one
         fail("usage", f"--trace {error}")
 

@@ -13,9 +13,9 @@ from kvstore_cli.output import printable
 from kvstore_cli.plain_table import plain_table
 
 if TYPE_CHECKING:
+    from kvstore_serving.planning.document import Placed, Plan
     from kvstore_serving.planning.goodput import Goodput
     from kvstore_serving.planning.pipeline import PipelinePlan
-    from kvstore_serving.planning.plan import Placed, Plan
     from kvstore_serving.planning.profile import Profile
     from kvstore_serving.planning.profiling import Measured
     from kvstore_serving.planning.queueing import Queue
@@ -165,21 +165,30 @@ def _error(error: float | None) -> str:
 
 def print_verified(verified: Verified) -> None:
     """Print what was predicted and what was measured."""
-    columns = ("predicted", "measured", "95 %", "off, points", "TTFT p50 ms", "measured", "TPOT p50 ms", "measured")
-    table = plain_table("SLO attainment", "req/s", *columns)
+    console = Console(highlight=False)
+    table = plain_table("SLO attainment", "req/s", "predicted", "95 %", "measured", "95 %", "off, points")
     for each in verified.compared:
-        interval = "" if each.measured_ci95 is None else f"{each.measured_ci95[0]:.0%} … {each.measured_ci95[1]:.0%}"
         table.add_row(
-            f"{each.rate_rps:g}", f"{each.predicted:.1%}", f"{each.measured:.1%}", interval, f"{each.error:.1f}",
-            *(
-                "" if seconds is None else f"{seconds * 1e3:.1f}"
-                for seconds in (
-                    each.predicted_ttft_s, each.measured_ttft_s, each.predicted_tpot_s, each.measured_tpot_s,
-                )
-            ),
+            f"{each.rate_rps:.4g}", f"{each.predicted:.1%}", _interval(each.predicted_ci95), f"{each.measured:.1%}",
+            _interval(each.measured_ci95), f"{each.error:.1f}",
         )  # fmt: skip
-    Console(highlight=False).print(table)
-    print(f"\nmean error {verified.mean_error:.1f} points, worst {verified.worst_error:.1f}")
+    console.print(table)
+    print()
+    medians = plain_table("Medians, ms", "req/s", "TTFT, predicted", "measured", "TPOT, predicted", "measured")
+    for each in verified.compared:
+        times = (each.predicted_ttft_s, each.measured_ttft_s, each.predicted_tpot_s, each.measured_tpot_s)
+        medians.add_row(f"{each.rate_rps:.4g}", *("" if time is None else f"{time * 1e3:.1f}" for time in times))
+    console.print(medians)
+    last = verified.compared[-1]
+    measured = "" if last.measured_hit_rate is None else f", {last.measured_hit_rate:.0%} as the engines say"
+    print(
+        f"\n{printable(verified.workload)}; {last.predicted_hit_rate:.0%} of prompts' tokens in the store{measured}\n"
+        f"mean error {verified.mean_error:.1f} points, worst {verified.worst_error:.1f}"
+    )
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.0%} … {ends[1]:.0%}"
 
 
 def print_roles(shifted: Shifted) -> None:

@@ -143,6 +143,16 @@ def block_bootstrap(good: Sequence[bool], seed: int = 0) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def widest_interval(good: Sequence[bool]) -> tuple[float, float] | None:
+    """The interval of 95 % of the share of True among requests of one queue: from the lower end to the upper one of
+    Wilson's and of the bootstrap's. None for no request."""
+    interval = wilson(sum(good), len(good))
+    if interval is None:
+        return None
+    low, high = block_bootstrap(good)
+    return min(low, interval[0]), max(high, interval[1])
+
+
 def attains(outcome: Outcome, slo: Slo) -> tuple[bool, bool]:
     """Whether TTFT holds for a request, and TPOT. An answer of one token has no TPOT that could be missed."""
     ttft_s = outcome.ttft_s
@@ -227,12 +237,9 @@ def _attainment(held: list[tuple[bool, bool]], good: list[bool]) -> Attainment:
 
 
 def _goodput_interval(good: list[bool], window: float) -> tuple[float, float]:
-    interval = wilson(sum(good), len(good))
-    if interval is None:
-        return 0.0, 0.0
-    low, high = block_bootstrap(good)
+    low, high = widest_interval(good) or (0.0, 0.0)
     arrivals = _per_second(len(good), window)
-    return min(low, interval[0]) * arrivals, max(high, interval[1]) * arrivals
+    return low * arrivals, high * arrivals
 
 
 def _per_second(count: float, seconds: float) -> float:

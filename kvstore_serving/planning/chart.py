@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore_serving.planning.plan import Placed, Plan, Point
+from kvstore_serving.planning.document import Placed, Plan, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

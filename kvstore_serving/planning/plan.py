@@ -5,14 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from kvstore import __version__
 from kvstore_serving.load.report import Slo
-from kvstore_serving.planning.goodput import Crew, Goal, Goodput
+from kvstore_serving.planning.document import (
+    Alone,
+    Apart,
+    Basis,
+    Binding,
+    Colocated,
+    Placed,
+    Plan,
+    Point,
+    Sensitivity,
+    StoreNeeds,
+)
+from kvstore_serving.planning.goodput import Crew, Goal
 from kvstore_serving.planning.placement import Engines
 from kvstore_serving.planning.queueing import Queue, Unstable, inter_op
 from kvstore_serving.planning.search import (
@@ -34,103 +45,6 @@ DOUBLINGS: Final = 8
 UNLIMITED: Final = 1_000_000  # nodes of a store that is never the limit
 BEYOND: Final = 1.25  # of the goodput, and again while nothing is missed: the rate at which the plan looks at what is
 CURVE: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of the goodput: rates of attainment in the chart
-
-Binding: TypeAlias = Literal["prefill compute", "decode compute", "decode memory", "node link", "store bandwidth"]
-
-
-class Placed(msgspec.Struct, frozen=True):
-    """Engines of a phase. `gpu`: the kind of their GPUs."""
-
-    tp: int
-    pp: int
-    instances: int
-    gpu: str
-
-
-class Apart(msgspec.Struct, frozen=True):
-    """The placement with the phases apart."""
-
-    prefill: Placed
-    decode: Placed
-
-
-class StoreNeeds(msgspec.Struct, frozen=True):
-    """What the store must deliver at `rate_rps`: to engines (read) and from them (write), in bytes a second; the memory
-    of what is under way and of what later prompts find; and nodes of the size that was given."""
-
-    rate_rps: float
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    capacity_bytes: float
-    nodes: int
-
-
-class Point(msgspec.Struct, frozen=True):
-    """A rate, and the share of requests that attain their SLOs."""
-
-    rate_rps: float
-    attainment: float
-
-
-class Colocated(msgspec.Struct, frozen=True):
-    """The alternative: engines that do both. `goodput_rps_per_gpu` is None, and `placement` too, if none holds the
-    SLOs."""
-
-    placement: Placed | None
-    goodput_rps_per_gpu: Goodput | None
-    goodput_rps: float
-    gpus: int
-    enough: bool
-    curve: list[Point]
-
-
-class Sensitivity(msgspec.Struct, frozen=True):
-    """What the goodput of the placement becomes when one thing changes; `ratio`: to the plan's."""
-
-    change: str
-    goodput_rps: float
-    ratio: float
-
-
-class Alone(msgspec.Struct, frozen=True):
-    """What one engine of a shape serves alone in a phase, for each of its GPUs."""
-
-    phase: str
-    gpu: str
-    tp: int
-    pp: int
-    rate_rps_per_gpu: float
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """The result of `kvstore plan search`. `enough`: the placement serves `rate_rps`. `closed_form`: what theory says
-    of a prefill engine at the goodput, see `closed_form`. `time_s`: where the time of a request goes at the goodput, in
-    seconds. `busy`: shares of time."""
-
-    placement: Apart
-    gpus: int
-    price_per_hour: float
-    goodput_rps: float
-    goodput_rps_per_gpu: Goodput
-    rate_rps: float | None
-    enough: bool
-    binding: str
-    store: StoreNeeds
-    colocated: Colocated
-    sensitivity: list[Sensitivity]
-    alone: list[Alone]
-    closed_form: Queue | None
-    curve: list[Point]
-    time_s: dict[str, float]
-    busy: dict[str, float]
-    memory: dict[str, float]
-    links: dict[str, float]
-    slo: Slo
-    percentile: float
-    workload: str
-    hit_rate: float
-    profiles: list[str]
-    version: str = __version__
 
 
 def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Plan:
@@ -173,6 +87,7 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
         profiles=[
             f"{pool.profile.name} ({'measured' if pool.profile.measured else 'published'})" for pool in question.pools
         ],
+        basis=Basis(list(question.pools), question.links, question.recipe, question.max_batch, question.chunk_tokens),
     )
 
 
@@ -285,7 +200,7 @@ def closed_form(question: Question, answer: Answer) -> Queue | None:
 
 def _placed(question: Question, engines: Engines) -> Placed:
     profile = question.pools[engines.pool].profile
-    return Placed(engines.shape.tp, engines.shape.pp, engines.instances, profile.gpu)
+    return Placed(engines.shape.tp, engines.shape.pp, engines.instances, engines.pool, profile.gpu)
 
 
 def _colocated(question: Question, answer: Answer | None, curve: list[Point]) -> Colocated:
@@ -343,15 +258,15 @@ def _sensitivity(question: Question, answer: Answer, crew: Crew) -> list[Sensiti
             question, links=msgspec.structs.replace(links, store_bytes_per_s=links.store_bytes_per_s / 2)
         ),
     }
-    recipe = question.recipe
+    recipe, other = question.recipe, msgspec.structs.replace
     if isinstance(recipe, Synthetic):
         longer: Callable[[Lengths], Lengths] = lambda lengths: Lengths(lengths.mean * 1.25, lengths.cv)  # noqa: E731
-        changed["prompts a quarter longer"] = replace(question, recipe=replace(recipe, inputs=longer(recipe.inputs)))
-        changed["answers a quarter longer"] = replace(question, recipe=replace(recipe, outputs=longer(recipe.outputs)))
+        changed["prompts a quarter longer"] = replace(question, recipe=other(recipe, inputs=longer(recipe.inputs)))
+        changed["answers a quarter longer"] = replace(question, recipe=other(recipe, outputs=longer(recipe.outputs)))
         if recipe.hit_rate:
-            changed["nothing in the store"] = replace(question, recipe=replace(recipe, hit_rate=0.0))
+            changed["nothing in the store"] = replace(question, recipe=other(recipe, hit_rate=0.0))
     elif isinstance(recipe, Replayed) and recipe.hits:
-        changed["nothing in the store"] = replace(question, recipe=replace(recipe, hits=False))
+        changed["nothing in the store"] = replace(question, recipe=other(recipe, hits=False))
     placements = [answer.placement] * (1 + len(changed))
     for phase, engines in answer.placement.named.items():
         if engines.instances > 1:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvstore_serving.planning.plan import Placed, Plan
+from kvstore_serving.planning.document import Placed, Plan
 
 
 def pools_file(plan: Plan, model: str, prefill_url: str, decode_url: str) -> str:

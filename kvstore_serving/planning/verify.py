@@ -1,24 +1,40 @@
-"""Compares what the simulator predicts with what engines do: the same requests, at the same times, at several rates."""
+"""Compares what the simulator predicts with what engines do: the same requests, at the same times, at several rates.
+
+The requests are those of a plan's load: of the same lengths, with gaps of the same kind, or a trace's own; and prompts
+share as much as the plan takes them to share. What prompts share is whole pieces of 512 tokens, as in traces; the
+simulator finds in its store what the requests that are sent can find, not what the plan assumed.
+
+Intervals are of 95 %, and the wider one of two, because requests of one queue are not independent: see
+`kvstore_serving.load.report`. That of the prediction says how much another sample of as many requests would differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from kvstore_serving.load.records import Planned
-from kvstore_serving.load.report import LoadReport, Slo
+from kvstore_serving.load.prompts import HASHED_TOKENS
+from kvstore_serving.load.records import Outcome, Planned
+from kvstore_serving.load.report import LoadReport, Slo, attains, widest_interval
+from kvstore_serving.load.trace import replay
 from kvstore_serving.planning.simulator import Fleet, Run, simulate
-from kvstore_serving.planning.workload import Workload
+from kvstore_serving.planning.workload import Recipe, Synthetic, Workload, found_tokens, rate_of
+
+LEAST_RATES: Final = 5  # fewer are points, and no curve
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One rate: shares of requests that attain their SLOs, and medians in seconds, predicted and measured. `error`: of
-    the attainment, in points of a percent."""
+    """One rate: shares of requests that attain their SLOs with their intervals, and medians in seconds, predicted and
+    measured. `error`: of the attainment, in points of a percent. Hit rates are shares of prompts' tokens; the measured
+    one is None if the engine does not say what it found."""
 
     rate_rps: float
     predicted: float
+    predicted_ci95: tuple[float, float] | None
     measured: float
     measured_ci95: tuple[float, float] | None
     error: float
@@ -26,50 +42,91 @@ class Compared(msgspec.Struct, frozen=True):
     measured_ttft_s: float | None
     predicted_tpot_s: float
     measured_tpot_s: float | None
+    predicted_hit_rate: float
+    measured_hit_rate: float | None
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """The result of `kvstore plan verify`. Errors are absolute, in points of a percent."""
+    """The result of `kvstore plan verify`. `workload`: the load in words. Errors are absolute, in points of a
+    percent."""
 
     compared: list[Compared]
     mean_error: float
     worst_error: float
     slo: Slo
+    workload: str
 
 
-def workload_of(planned: Sequence[Planned]) -> Workload:
+def planned_load(recipe: Recipe, rate_rps: float, requests: int | None, warm_up: int, seed: int) -> list[Planned]:
+    """-> the requests of a load at a rate; the first `warm_up` are not counted, and come on top of `requests`.
+
+    requests: None: all of a trace, or of what the recipe takes of it. seed: of a synthetic load. Raises `TraceError`,
+    and `ValueError` for a trace without a rate."""
+    if isinstance(recipe, Synthetic):
+        assert requests is not None
+        return list(_synthetic(recipe.make(warm_up + requests, seed), rate_rps, warm_up))
+    path, total = Path(recipe.path), recipe.limit if requests is None else warm_up + requests
+    speed = rate_rps / rate_of(path, total)
+    return list(replay(path, speed=speed, requests=None if total is None else max(0, total - warm_up), warmup=warm_up))
+
+
+def _synthetic(made: Workload, rate_rps: float, warm_up: int) -> Iterator[Planned]:
+    """Prompts begin alike, as far as the store is to have them, to the nearest whole piece."""
+    lengths, outputs = made.inputs.tolist(), made.outputs.tolist()
+    alike = [
+        min(round(hits / HASHED_TOKENS), (tokens - 1) // HASHED_TOKENS)
+        for hits, tokens in zip(made.hits.tolist(), lengths, strict=True)
+    ]
+    fresh = max(alike)
+    for index, at in enumerate(made.at.tolist()):
+        own = -(-lengths[index] // HASHED_TOKENS) - alike[index]
+        hash_ids = [*range(alike[index]), *range(fresh, fresh + own)]
+        fresh += own
+        yield Planned(index, at / rate_rps, hash_ids, lengths[index], outputs[index], counted=index >= warm_up)
+
+
+def workload_of(planned: Sequence[Planned], recipe: Recipe) -> Workload:
     """-> the requests of a load, as the simulator takes them; at a rate of 1 it plays them at their own times."""
+    found, held = found_tokens(((each.hash_ids, each.input_tokens) for each in planned), recipe)
     return Workload(
         np.array([each.at_s for each in planned]),
         np.array([each.input_tokens for each in planned]),
         np.array([each.output_tokens for each in planned]),
-        np.zeros(len(planned), dtype=np.int64),
-        "load",
+        found,
+        recipe.source,
+        held,
     )
 
 
-def predict(fleet: Fleet, planned: Sequence[Planned], warm_up: int) -> Run:
-    """-> the simulated run of a load, whose first `warm_up` requests are not counted."""
-    return simulate(fleet, workload_of(planned), 1.0, warm_up=warm_up)
-
-
-def compare(run: Run, report: LoadReport, rate_rps: float) -> Compared:
-    """One rate."""
-    predicted, measured = run.attainment(report.slo), report.attainment.joint or 0.0
+def compare(
+    fleet: Fleet, recipe: Recipe, planned: Sequence[Planned], outcomes: Sequence[Outcome], report: LoadReport
+) -> Compared:
+    """One rate: simulate what was sent. outcomes: in the order of arrival, as `report` was made from."""
+    assert report.rate_rps is not None
+    workload = workload_of(planned, recipe)
+    run: Run = simulate(fleet, workload, 1.0, warm_up=report.warmup)
+    ttft, tpot = run.held(report.slo)
+    predicted = [bool(each) for each in ttft & tpot]
+    measured = [all(attains(outcome, report.slo)) for outcome in outcomes if outcome.planned.counted]
+    shares = sum(predicted) / len(predicted), sum(measured) / len(measured)
+    tokens, counted = report.tokens, slice(report.warmup, None)
     return Compared(
-        rate_rps=rate_rps,
-        predicted=predicted,
-        measured=measured,
-        measured_ci95=report.attainment.ci95,
-        error=abs(predicted - measured) * 100,
+        rate_rps=report.rate_rps,
+        predicted=shares[0],
+        predicted_ci95=widest_interval(predicted),
+        measured=shares[1],
+        measured_ci95=widest_interval(measured),
+        error=abs(shares[0] - shares[1]) * 100,
         predicted_ttft_s=float(np.median(run.ttft_s)),
         measured_ttft_s=report.ttft_s.p50,
         predicted_tpot_s=float(np.median(run.tpot_s)),
         measured_tpot_s=report.tpot_s.p50,
+        predicted_hit_rate=float(workload.hits[counted].sum() / workload.inputs[counted].sum()),
+        measured_hit_rate=None if tokens.cached is None or not tokens.prompt else tokens.cached / tokens.prompt,
     )
 
 
-def verified(compared: Sequence[Compared], slo: Slo) -> Verified:
+def verified(compared: Sequence[Compared], slo: Slo, recipe: Recipe) -> Verified:
     """All rates."""
     errors = [each.error for each in compared]
-    return Verified(list(compared), sum(errors) / len(errors), max(errors), slo)
+    return Verified(list(compared), sum(errors) / len(errors), max(errors), slo, recipe.source)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_serving.load.prompts import HASHED_TOKENS
-from kvstore_serving.load.trace import TraceLine, read_trace
+from kvstore_serving.load.trace import read_trace
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -79,8 +80,7 @@ class Means:
         return self.inputs - self.hits
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Lengths of a synthetic load: log-normal with this mean and coefficient of variation (standard deviation / mean);
     0: all alike."""
 
@@ -97,8 +97,7 @@ class Lengths:
         return lengths
 
 
-@dataclass(frozen=True)
-class Synthetic:
+class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="synthetic"):
     """Independent requests.
 
     arrival_cv: the coefficient of variation of the gaps between arrivals, which are gamma distributed; 1: Poisson, 0:
@@ -129,15 +128,14 @@ class Synthetic:
         return Means(self.inputs.mean, self.outputs.mean, self.inputs.mean * self.hit_rate)
 
 
-@dataclass(frozen=True)
-class Replayed:
+class Replayed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="trace"):
     """A trace in Mooncake's format, with its own bursts, lengths and shared prefixes.
 
     kept_tokens: the tokens that the store holds, of which the least recently used go; None: it holds all. hits: whether
     there is a store at all. limit: the first so many requests. parts: seeds stand for so many parts of the trace; 0 is
     the one in the middle, because the store is empty in the first."""
 
-    path: Path
+    path: str
     limit: int | None = None
     kept_tokens: int | None = None
     hits: bool = True
@@ -146,7 +144,7 @@ class Replayed:
     @property
     def source(self) -> str:
         """In words."""
-        return f"trace {self.path.name}"
+        return f"trace {Path(self.path).name}"
 
     def make(self, count: int, seed: int) -> Workload:
         """-> `count` requests of one part. Raises `TraceError`, and `ValueError` for a trace without a rate."""
@@ -170,7 +168,7 @@ Recipe = Synthetic | Replayed
 @functools.lru_cache(maxsize=4)
 def _whole(recipe: Replayed) -> Workload:
     """Raises `TraceError`, and `ValueError` for a trace of less than two requests at two times."""
-    path = recipe.path
+    path = Path(recipe.path)
     lines = list(read_trace(path, recipe.limit))
     if len(lines) < 2 or lines[-1].timestamp <= lines[0].timestamp:
         raise ValueError(f"{path}: {len(lines)} requests: expected two or more, at different times, for a rate")
@@ -178,8 +176,9 @@ def _whole(recipe: Replayed) -> Workload:
     at = (stamps - stamps[0]) * ((len(lines) - 1) / (stamps[-1] - stamps[0]))
     inputs = np.array([line.input_length for line in lines])
     outputs = np.array([line.output_length for line in lines])
-    found, held = _found(lines, recipe.kept_tokens) if recipe.hits else (np.zeros(len(lines), dtype=np.int64), 0)
-    return Workload(at, inputs, outputs, np.minimum(found, inputs - 1), recipe.source, held)
+    prompts = ((line.hash_ids, line.input_length) for line in lines)
+    found, held = found_tokens(prompts, recipe)
+    return Workload(at, inputs, outputs, found, recipe.source, held)
 
 
 def rate_of(path: Path, limit: int | None = None) -> float:
@@ -188,22 +187,24 @@ def rate_of(path: Path, limit: int | None = None) -> float:
     return (len(stamps) - 1) * 1000 / (stamps[-1] - stamps[0])
 
 
-def _found(lines: Sequence[TraceLine], kept_tokens: int | None) -> tuple[Counts, int]:
-    """-> the leading tokens of each prompt that a store has which drops the least recently used first; and the most
-    tokens that it held."""
+def found_tokens(prompts: Iterable[tuple[Sequence[int], int]], recipe: Recipe) -> tuple[Counts, int]:
+    """-> the leading tokens of each prompt (its hash ids, and its tokens) that a store has which drops the least
+    recently used first, less than the prompt; and the most tokens that it held."""
+    most: int | None = None
     kept: OrderedDict[int, None] = OrderedDict()
     held = 0
-    most = None if kept_tokens is None else kept_tokens // HASHED_TOKENS
-    found = np.zeros(len(lines), dtype=np.int64)
-    for number, line in enumerate(lines):
+    found: list[int] = []
+    if isinstance(recipe, Replayed) and (not recipe.hits or recipe.kept_tokens is not None):
+        most = recipe.kept_tokens // HASHED_TOKENS if recipe.hits and recipe.kept_tokens is not None else 0
+    for hash_ids, tokens in prompts:
         leading = 0
-        while leading < len(line.hash_ids) and line.hash_ids[leading] in kept:
+        while leading < len(hash_ids) and hash_ids[leading] in kept:
             leading += 1
-        found[number] = min(leading * HASHED_TOKENS, line.input_length)
-        for each in reversed(line.hash_ids):  # tails go before heads
+        found.append(min(leading * HASHED_TOKENS, tokens - 1))
+        for each in reversed(hash_ids):  # tails go before heads
             kept[each] = None
             kept.move_to_end(each)
         while most is not None and len(kept) > most:
             kept.popitem(last=False)
         held = max(held, len(kept))
-    return found, held * HASHED_TOKENS
+    return np.array(found, dtype=np.int64), held * HASHED_TOKENS

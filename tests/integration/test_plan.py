@@ -216,7 +216,7 @@ def test_search_says_which_slo_nothing_holds() -> None:
     assert error["kind"] == "failed" and "TTFT of 0.001 s" in error["message"]
 
 
-# ---- profile and verify, against an endpoint whose times are known -------------------------------------------------
+# ---- profile, against an endpoint whose times are known ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -278,51 +278,6 @@ def test_profile_reads_distserves_files(tmp_path: Path) -> None:
     capacities.write_text("model,tp,pp,max_num_tokens\nm,1\n")
     message = document("profile", *files, "--model", "m", "--kv-bytes-per-token", "1", status=2)["error"]["message"]
     assert "expected rows of model,tp,pp,max_num_tokens" in message
-
-
-def test_verify_compares_what_was_predicted_with_what_happens(endpoint: Endpoint, tmp_path: Path) -> None:
-    """The endpoint serves any number at once, in the same time: a profile without a cost for each says the same."""
-    profile = tmp_path / "p.json"
-    degree = {
-        "tp": 1,
-        "prefill": {"fixed_s": 0.05, "per_token_s": 0.0, "per_token_squared_s": 0.0},
-        "decode": [{"fixed_s": 0.02, "per_context_token_s": 0.0, "per_request_s": 0.0}],
-        "kv_tokens": {"1": 100_000},
-    }
-    made = {"name": "p", "model": "m", "gpu": "none", "source": "test", "measured": False, "kv_bytes_per_token": 1}
-    profile.write_text(json.dumps(made | {"degrees": [degree], "stage_s": 0.0}))
-    load = ["--input-tokens", "16", "--output-tokens", "5", "--requests", "8", "--warmup", "2"]
-    slo = ["--slo-ttft", "1", "--slo-tpot", "0.5"]
-    found = document(
-        "verify",
-        "--profile",
-        str(profile),
-        "--url",
-        endpoint.url,
-        "--model",
-        "m",
-        "--rate",
-        "2",
-        "--rate",
-        "4",
-        *load,
-        *slo,
-    )
-    assert [each["rate_rps"] for each in found["compared"]] == [2.0, 4.0]
-    for each in found["compared"]:
-        assert each["predicted"] == each["measured"] == 1.0 and each["error"] == 0.0
-        assert each["predicted_ttft_s"] == pytest.approx(0.05, abs=0.02)
-        assert each["predicted_tpot_s"] == pytest.approx(0.02, abs=0.01)
-    missing = document(
-        "verify", "--profile", str(profile), "--url", endpoint.url, "--model", "m", "--rate", "2", *load, *slo,
-        "--prefill", "4,1,1", "--decode", "1,1,1", status=2,
-    )  # fmt: skip
-    assert "tp 4, pp 1 are not in the profile, which has 1,1" in missing["error"]["message"]
-    nobody = document(
-        "verify", "--profile", str(profile), "--url", "http://127.0.0.1:9", "--model", "m", "--rate", "2", *load, *slo,
-        status=1,
-    )  # fmt: skip
-    assert nobody["error"]["kind"] == "unreachable"
 
 
 # ---- roles and watch ---------------------------------------------------------------------------------------------

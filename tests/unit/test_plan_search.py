@@ -205,13 +205,13 @@ def trace(path: Path, prompts: list[list[int]]) -> Path:
 
 def test_prompts_of_a_trace_find_what_they_share_in_the_store(tmp_path: Path) -> None:
     file = trace(tmp_path / "t.jsonl", [[1, 2, 3], [1, 2, 4], [9, 2], [1, 2, 3]])
-    whole = Replayed(file).make(4, 0)
+    whole = Replayed(str(file)).make(4, 0)
     assert whole.hits.tolist() == [0, 1024, 0, 1535], "leading blocks only, and one token is always computed"
     assert whole.kept_tokens == 6 * 512 - 512
-    small = Replayed(file, kept_tokens=2 * 512).make(4, 0)
+    small = Replayed(str(file), kept_tokens=2 * 512).make(4, 0)
     assert small.hits.tolist() == [0, 1024, 0, 0] and small.kept_tokens == 2 * 512
-    assert Replayed(file, hits=False).make(4, 0).hits.tolist() == [0] * 4
-    again = Replayed(file).make(6, 0)
+    assert Replayed(str(file), hits=False).make(4, 0).hits.tolist() == [0] * 4
+    again = Replayed(str(file)).make(6, 0)
     assert again.inputs.tolist() == [*whole.inputs.tolist(), *whole.inputs.tolist()[:2]], "a short trace comes again"
     assert np.diff(again.at) == pytest.approx(1.0)
     assert rate_of(file) == pytest.approx(10.0)
@@ -227,7 +227,7 @@ def test_parts_of_a_trace_are_as_busy_as_they_are(tmp_path: Path) -> None:
             for at, block in lines
         )
     )
-    busy, calm = (Replayed(file, parts=2).make(2, seed) for seed in (0, 1))  # 0: the one in the middle
+    busy, calm = (Replayed(str(file), parts=2).make(2, seed) for seed in (0, 1))  # 0: the one in the middle
     assert calm.at[1] == pytest.approx(10 * busy.at[1])
 
 
