@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from kvstore.sizes import format_size
 from kvstore_cli.output import printable
 from kvstore_cli.plain_table import plain_table
 
 if TYPE_CHECKING:
-    from kvstore_serving.planning.document import Placed, Plan
+    from kvstore_serving.planning.document import Colocated, Plan
     from kvstore_serving.planning.goodput import Goodput
     from kvstore_serving.planning.pipeline import PipelinePlan
     from kvstore_serving.planning.profile import Profile
@@ -55,16 +54,7 @@ def print_plan(plan: Plan) -> None:
         f"{plan.hit_rate:.0%} of prompts' tokens in the store; {plan.percentile:g} % of requests within "
         f"TTFT {plan.slo.ttft_s:g} s and TPOT {plan.slo.tpot_s:g} s\n"
     )
-    placed, other = plan.placement, plan.colocated
-    table = plain_table("Placement", "phase", "tp", "pp", "engines", "GPUs", "req/s a GPU", "95 %")
-    _engines(table, "prefill", placed.prefill)
-    _engines(table, "decode", placed.decode)
-    table.add_row("both", "", "", "", str(plan.gpus), *_goodput(plan.goodput_rps_per_gpu))
-    if other.placement is None or other.goodput_rps_per_gpu is None:
-        table.add_row("colocated: none holds them", "", "", "", "", "", "")
-    else:
-        _engines(table, "instead, colocated", other.placement, *_goodput(other.goodput_rps_per_gpu))
-    console.print(table)
+    _print_placement(console, plan)
     asked = "" if plan.rate_rps is None else f" of {plan.rate_rps:.3g} that were asked for"
     print(f"\ngoodput {plan.goodput_rps:.3g} req/s{asked}; what is short first: {plan.binding}")
     if not plan.enough:
@@ -102,10 +92,40 @@ def print_plan(plan: Plan) -> None:
         console.print(changes)
 
 
-def _engines(table: Table, name: str, placed: Placed, *goodput: str) -> None:
-    gpus = placed.tp * placed.pp * placed.instances
-    cells = goodput or ("", "")
-    table.add_row(name, str(placed.tp), str(placed.pp), str(placed.instances), str(gpus), *cells)
+def _print_placement(console: Console, plan: Plan) -> None:
+    """Which engines, what they serve and cost, and where they are."""
+    placed, other = plan.placement, plan.colocated
+    priced = any(pool.price != 1 for pool in plan.basis.pools)  # in units of a GPU, a price says nothing new
+    columns = ("GPU", "tp", "pp", "engines", "GPUs", *(("price an hour",) if priced else ()))
+    table = plain_table("Placement", "phase", *columns)
+    for name, engines in (
+        ("prefill", placed.prefill),
+        ("decode", placed.decode),
+        ("instead, colocated", other.placement),
+    ):
+        if engines is None:
+            table.add_row("colocated: none holds them")
+            continue
+        cells = [name, printable(engines.gpu), *map(str, (engines.tp, engines.pp, engines.instances, engines.gpus))]
+        table.add_row(*cells, *([f"{engines.price_per_hour:.4g}"] if priced else []))
+    console.print(table)
+    print()
+    columns = ("req/s", "GPUs", "req/s a GPU", "95 %", *(("price an hour", "req/s a price") if priced else ()))
+    table = plain_table("Goodput", "", *columns)
+    ways: dict[str, Plan | Colocated] = {"apart": plan, "colocated": other}
+    for name, each in ways.items():
+        if each.goodput_rps_per_gpu is not None and each.goodput_rps_per_price is not None:
+            cells = [name, f"{each.goodput_rps:.3g}", str(each.gpus), *_goodput(each.goodput_rps_per_gpu)]
+            price = [f"{each.price_per_hour:.4g}", f"{each.goodput_rps_per_price.value:.3g}"]
+            table.add_row(*cells, *(price if priced else []))
+    console.print(table)
+    print()
+    seats = plain_table("Where the engines are", "engine", "GPU", "node: its GPUs; for each stage")
+    for phase, of_phase in (("prefill", placed.prefill), ("decode", placed.decode)):
+        for number, stages in enumerate(of_phase.seats):
+            where = "; ".join(f"{seat.node}: {', '.join(map(str, seat.gpus))}" for seat in stages)
+            seats.add_row(f"{phase} {number}", printable(of_phase.gpu), where)
+    console.print(seats)
 
 
 def _goodput(goodput: Goodput) -> tuple[str, str]:

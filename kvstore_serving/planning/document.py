@@ -14,7 +14,7 @@ from kvstore import __version__
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.goodput import Goodput
-from kvstore_serving.planning.placement import Engines, Placement, Shape
+from kvstore_serving.planning.placement import Engines, Placement, Seat, Shape
 from kvstore_serving.planning.queueing import Queue
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.workload import Recipe
@@ -27,13 +27,18 @@ class PlanError(ValueError):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Engines of a phase. `pool`: the number of the nodes' kind, from 0; `gpu`: the kind of their GPUs."""
+    """Engines of a phase. `pool`: the number of the nodes' kind, from 0; `gpu`: the kind of their GPUs, of which they
+    have `gpus`. `seats`: for each instance, for each stage, the node and its GPUs; nodes are numbered through all
+    pools."""
 
     tp: int
     pp: int
     instances: int
     pool: int
     gpu: str
+    gpus: int
+    price_per_hour: float
+    seats: list[list[Seat]]
 
     @property
     def engines(self) -> Engines:
@@ -67,13 +72,15 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Colocated(msgspec.Struct, frozen=True):
-    """The alternative: engines that do both. `goodput_rps_per_gpu` is None, and `placement` too, if none holds the
-    SLOs."""
+    """The alternative: engines that do both. `placement` is None, and what is for each GPU and for the price of an
+    hour, if none holds the SLOs."""
 
     placement: Placed | None
     goodput_rps_per_gpu: Goodput | None
+    goodput_rps_per_price: Goodput | None
     goodput_rps: float
     gpus: int
+    price_per_hour: float
     enough: bool
     curve: list[Point]
 
@@ -108,7 +115,8 @@ class Basis(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The result of `kvstore plan search`. `enough`: the placement serves `rate_rps`. `closed_form`: what theory says
+    """The result of `kvstore plan search`. `goodput_rps_per_price`: for each unit that an hour costs. `enough`: the
+    placement serves `rate_rps`. `closed_form`: what theory says
     of a prefill engine at the goodput, see `closed_form`. `time_s`: where the time of a request goes at the goodput, in
     seconds. `busy`: shares of time."""
 
@@ -117,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True):
     price_per_hour: float
     goodput_rps: float
     goodput_rps_per_gpu: Goodput
+    goodput_rps_per_price: Goodput
     rate_rps: float | None
     enough: bool
     binding: str

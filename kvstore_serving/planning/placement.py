@@ -68,6 +68,13 @@ class Placement(msgspec.Struct, frozen=True):
         return sum(engines.gpus * pools[engines.pool].price for engines in self.phases)
 
 
+class Seat(msgspec.Struct, frozen=True):
+    """Where a stage of an engine is: the node, numbered through all pools from 0, and the GPUs on it, from 0."""
+
+    node: int
+    gpus: list[int]
+
+
 def nodes_of(placement: Placement, pools: Sequence[Pool], together: bool = False) -> list[list[list[int]]] | None:
     """-> for each phase, for each instance, the node of each stage; nodes are numbered through all pools. None: the
     instances do not fit. A stage is on one node, because its GPUs exchange what they compute in every layer.
@@ -97,6 +104,23 @@ def nodes_of(placement: Placement, pools: Sequence[Pool], together: bool = False
                 free[node] -= engines.shape.tp
                 stages.append(node)
             found[phase].append(stages)
+    return found
+
+
+def seats_of(placement: Placement, nodes: Sequence[Sequence[Sequence[int]]]) -> list[list[list[Seat]]]:
+    """-> for each phase, for each instance, the seat of each stage, on the nodes that `nodes_of` gave: a stage has the
+    next GPUs of its node."""
+    taken: dict[int, int] = {}
+    found: list[list[list[Seat]]] = []
+    for engines, instances in zip(placement.phases, nodes, strict=True):
+        found.append([])
+        for stages in instances:
+            seats = []
+            for node in stages:
+                first = taken.get(node, 0)
+                taken[node] = first + engines.shape.tp
+                seats.append(Seat(node, list(range(first, taken[node]))))
+            found[-1].append(seats)
     return found
 
 

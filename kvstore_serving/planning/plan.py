@@ -24,7 +24,7 @@ from kvstore_serving.planning.document import (
     StoreNeeds,
 )
 from kvstore_serving.planning.goodput import Crew, Goal
-from kvstore_serving.planning.placement import Engines
+from kvstore_serving.planning.placement import seats_of
 from kvstore_serving.planning.queueing import Queue, Unstable, inter_op
 from kvstore_serving.planning.search import (
     Answer,
@@ -59,14 +59,14 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
     curves = _curves(question, [each for each in (answer, other) if each is not None], crew)
     rate = answer.goodput.value
     [at_goodput] = crew.runs([_run(question, answer, rate)])
-    prefill, decode = answer.placement.prefill, answer.placement.decode
-    assert prefill is not None and decode is not None
+    placed, price = _placed(question, answer), question.price(answer.placement)
     return Plan(
-        placement=Apart(_placed(question, prefill), _placed(question, decode)),
+        placement=Apart(placed["prefill"], placed["decode"]),
         gpus=answer.placement.gpus,
-        price_per_hour=question.price(answer.placement),
+        price_per_hour=price,
         goodput_rps=rate,
         goodput_rps_per_gpu=answer.goodput.per(answer.placement.gpus),
+        goodput_rps_per_price=answer.goodput.per(price),
         rate_rps=question.rate_rps,
         enough=answer.enough,
         binding=_binding(question, answer, crew),
@@ -198,17 +198,26 @@ def closed_form(question: Question, answer: Answer) -> Queue | None:
 # ---- beside it ---------------------------------------------------------------------------------------------------
 
 
-def _placed(question: Question, engines: Engines) -> Placed:
-    profile = question.pools[engines.pool].profile
-    return Placed(engines.shape.tp, engines.shape.pp, engines.instances, engines.pool, profile.gpu)
+def _placed(question: Question, answer: Answer) -> dict[str, Placed]:
+    """-> the engines of each phase of a placement, which fits the nodes."""
+    nodes = question.fleet(answer.placement).nodes
+    assert nodes is not None
+    found = {}
+    for (phase, engines), seats in zip(answer.placement.named.items(), seats_of(answer.placement, nodes), strict=True):
+        pool = question.pools[engines.pool]
+        found[phase] = Placed(
+            engines.shape.tp, engines.shape.pp, engines.instances, engines.pool, pool.profile.gpu, engines.gpus,
+            engines.gpus * pool.price, seats,
+        )  # fmt: skip
+    return found
 
 
 def _colocated(question: Question, answer: Answer | None, curve: list[Point]) -> Colocated:
-    if answer is None or answer.placement.colocated is None:
-        return Colocated(None, None, 0.0, 0, False, [])
-    gpus = answer.placement.gpus
-    placed = _placed(question, answer.placement.colocated)
-    return Colocated(placed, answer.goodput.per(gpus), answer.goodput.value, gpus, answer.enough, curve)
+    if answer is None:
+        return Colocated(None, None, None, 0.0, 0, 0.0, False, [])
+    gpus, price, goodput = answer.placement.gpus, question.price(answer.placement), answer.goodput
+    placed = _placed(question, answer)["colocated"]
+    return Colocated(placed, goodput.per(gpus), goodput.per(price), goodput.value, gpus, price, answer.enough, curve)
 
 
 def _alone(question: Question, phases: dict[str, list[Rated]]) -> list[Alone]:

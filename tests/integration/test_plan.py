@@ -147,8 +147,11 @@ def test_search_finds_a_placement_and_writes_what_the_proxy_takes(tmp_path: Path
 
 def test_search_tells_people_the_same() -> None:
     said = plan("search", *ENGINE, *LOAD, *SEARCH, *QUICK).stdout
+    assert "price" not in said, "nothing was said of prices"
     for words in (
         "Placement",
+        "A100-80G",
+        "Where the engines are",
         "prefill",
         "decode",
         "instead, colocated",
@@ -157,6 +160,18 @@ def test_search_tells_people_the_same() -> None:
         "the store must deliver",
     ):
         assert words in said
+
+
+def test_search_tells_people_prices_and_nodes_of_several_kinds() -> None:
+    kinds = ["--profile", "opt-13b-a100-80g", "--profile", "opt-13b-a100-80g-vllm"]
+    nodes = ["--nodes", "1", "--nodes", "2", "--gpus-per-node", "2", "--gpus-per-node", "1"]
+    said = plan("search", *kinds, *nodes, "--price", "4", "--price", "2.5", *LOAD, *SEARCH, *QUICK).stdout
+    row = next(line.split() for line in said.splitlines() if line.lstrip().startswith("apart "))
+    goodput, gpus, price, per_price = float(row[1]), int(row[2]), float(row[-2]), float(row[-1])
+    assert gpus * 2.5 <= price <= gpus * 4
+    assert per_price == pytest.approx(goodput / price, rel=0.02)
+    seats = said.partition("Where the engines are")[2]
+    assert "prefill 0" in seats and "decode 0" in seats
 
 
 def trace(path: Path) -> Path:

@@ -328,6 +328,34 @@ def test_the_cheaper_gpus_are_taken(crew: Crew) -> None:
     assert {engines.pool for engines in answer.placement.phases} == {1}
 
 
+def test_a_plan_says_where_each_engine_is_and_what_it_costs(crew: Crew) -> None:
+    """One kind of GPU prefills in half the time, the other costs a third."""
+    fast, slow = (
+        msgspec.structs.replace(small_profile(name=name), gpu=name, degrees=[degree])
+        for name, degree in zip(("fast", "slow"), reversed(small_profile().degrees), strict=True)
+    )
+    asked = question(rate_rps=12.0, pools=[Pool(fast, 1, 4, 3.0), Pool(slow, 3, 2, 1.0)], seeds=(0,))
+    plan = make_plan(asked, crew, sensitivity=False)
+    used: list[tuple[int, int]] = []
+    for placed in (plan.placement.prefill, plan.placement.decode):
+        assert placed.gpu == ("fast", "slow")[placed.pool] and placed.gpus == placed.tp * placed.pp * placed.instances
+        assert placed.price_per_hour == placed.gpus * (3.0, 1.0)[placed.pool]
+        assert len(placed.seats) == placed.instances
+        for stages in placed.seats:
+            assert len(stages) == placed.pp
+            for seat in stages:
+                assert (seat.node in (1, 2, 3)) is (placed.gpu == "slow"), "nodes are numbered through both kinds"
+                assert len(seat.gpus) == placed.tp and max(seat.gpus) < (4, 2)[placed.pool]
+                used += [(seat.node, gpu) for gpu in seat.gpus]
+    assert len(set(used)) == len(used) == plan.gpus, "no GPU is used twice"
+    assert plan.price_per_hour == plan.placement.prefill.price_per_hour + plan.placement.decode.price_per_hour
+    assert plan.goodput_rps_per_price.value == pytest.approx(plan.goodput_rps / plan.price_per_hour)
+    assert plan.goodput_rps_per_gpu.value == pytest.approx(plan.goodput_rps / plan.gpus)
+    other = plan.colocated
+    assert other.placement is not None and other.goodput_rps_per_price is not None
+    assert other.goodput_rps_per_price.value == pytest.approx(other.goodput_rps / other.price_per_hour)
+
+
 def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
     recipe = Synthetic(Lengths(500), Lengths(20), hit_rate=0.5)
     plan = make_plan(question(recipe=recipe, keep_s=100.0), crew)
