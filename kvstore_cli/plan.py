@@ -16,6 +16,8 @@ import typer
 from kvstore_cli.options import JsonOption
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import (
+    NODE,
+    STORE,
     check_percentile,
     check_positive,
     check_writable,
@@ -193,10 +195,9 @@ def profile(
         fail("usage", "--beside: expected no --distserve, since nothing is measured then")
     if distserve is not None:
         found = imported(distserve, kv_tokens, model, kv_bytes, gpu)
-        fits = None
     else:
         sweep = make_sweep(lengths, prefill_batches, decode_batches, decode_tokens, rounds, vocab)
-        found, fits = measured(url or [], tp, sweep, model, kv_bytes, gpu, kv_tokens, shown=not as_json)
+        found = measured(url or [], tp, sweep, model, kv_bytes, gpu, kv_tokens, shown=not as_json)
         if beside is not None:
             found = with_contention(found, (url or [])[0], beside, sweep, shown=not as_json)
     if store is not None:
@@ -205,7 +206,7 @@ def profile(
         write_profile(found, output)
     except OSError as error:
         fail("failed", f"{error.filename}: {error.strerror}")
-    show(found, as_json, lambda: print_profile(found, fits))
+    show(found, as_json, lambda: print_profile(found))
 
 
 @plan_app.command(
@@ -222,8 +223,11 @@ def watch(
     ] = None,
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Of the load that counts.")] = 60.0,
     drift: Annotated[float, typer.Option(min=0.01, help="A change by this share is one.")] = 0.2,
-    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = 12.5e9,
-    store_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of the store, each way.")] = 10e9,
+    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = NODE,
+    store_bytes_per_s: Annotated[
+        float | None,
+        typer.Option(metavar="BYTES/S", help=f"Of the store, each way. Default: as in the profile, or {STORE:g}."),
+    ] = None,
     pools: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The proxy's --pools file, for the command that is proposed.")
     ] = None,
@@ -249,7 +253,7 @@ def watch(
     if degrees not in found.shapes:
         shapes = ", ".join(f"{tp},{pp}" for tp, pp in found.shapes)
         fail("usage", f"--shape {shape}: not in the profile, which has {shapes}")
-    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB")
+    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB", found.store)
     watched = Watched(found, Shape(*degrees), links, Goal(Slo(slo_ttft, slo_tpot), percentile))
     watch_load(proxy, watched, interval, drift, pools, once=once, as_json=as_json)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore_cli.output import fail
 
 if TYPE_CHECKING:
-    from kvstore_serving.planning.fleet import Links
-    from kvstore_serving.planning.profile import Profile
+    from kvstore_serving.planning.fleet import Links, Via
+    from kvstore_serving.planning.profile import Profile, StoreTimes
+
+NODE: Final = 12.5e9  # bytes a second of a node's link
+STORE: Final = 10e9  # of a store node, if no profile says what it does
 
 
 def need_modules(*modules: str) -> None:
@@ -64,17 +67,29 @@ def check_writable(chart: Path | None, *others: Path | None) -> None:
             fail("usage", f"{file}: {error.strerror}")
 
 
-def make_links(via: str, node: float, inside: float, store: float, store_nodes: int | None, store_memory: str) -> Links:
+def make_links(
+    via: str,
+    node: float,
+    inside: float,
+    store: float | None,
+    store_nodes: int | None,
+    store_memory: str,
+    measured: StoreTimes | None,
+) -> Links:
+    """measured: the transfers of the engine's profile. Their latency counts, and their rate if `store` gives none."""
     from kvstore_serving.planning.fleet import Links
 
     if via not in ("store", "direct"):
         fail("usage", f"--via {via}: expected store or direct")
+    if store is None:
+        store = STORE if measured is None else measured.bytes_per_s
     for option, value in (("--node", node), ("--inside", inside), ("--store", store)):
-        if not value > 0:
-            fail("usage", f"{option}-bytes-per-s {value:g}: expected bytes per second, more than 0")
+        check_positive(f"{option}-bytes-per-s", value, "bytes per second")
     memory = parse_bytes("--store-memory", store_memory)
     check_positive("--store-memory", memory, "a size")
-    return Links("direct" if via == "direct" else "store", node, inside, store, store_nodes or 1, memory)
+    latencies = (0.0, 0.0) if measured is None else (measured.read.latency_s, measured.write.latency_s)
+    way: Via = "direct" if via == "direct" else "store"
+    return Links(way, node, inside, store, store_nodes or 1, memory, *latencies)
 
 
 def parse_numbers(option: str, text: str) -> list[int]:

@@ -11,7 +11,7 @@ from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from kvstore_serving.planning.profile import Profile
-    from kvstore_serving.planning.profiling import Measured, Sweep
+    from kvstore_serving.planning.profiling import Sweep
 
 
 def kv_bytes_of(given: int | None, config: Path | None) -> int:
@@ -71,7 +71,7 @@ def measured(
     gpu: str,
     kv_tokens: str | None,
     shown: bool,
-) -> tuple[Profile, list[tuple[int, Measured]]]:
+) -> Profile:
     import asyncio
 
     from kvstore_serving.planning import profiling
@@ -86,7 +86,7 @@ def measured(
     given = iter(parse_numbers("--kv-tokens", kv_tokens) if kv_tokens is not None else [])
     if kv_tokens is not None and kv_tokens.count(",") + 1 != len(urls):
         fail("usage", f"--kv-tokens {kv_tokens}: expected a number for each of {len(urls)} --url")
-    degrees, fits = [], []
+    degrees = []
     for url, tp in zip(urls, tps, strict=True):
         tokens = next(given, None) if kv_tokens is not None else asyncio.run(profiling.kv_tokens(url))
         if tokens is None:
@@ -99,9 +99,8 @@ def measured(
             fail("failed", f"{url}: {error}")
         except TooFew as error:
             fail("usage", f"--lengths and the batches: {error}")
-        fits.append((tp, found))
     source = f"measured with `kvstore plan profile`, {sweep.rounds} rounds"
-    return Profile(model, model, gpu, source, True, kv_bytes_per_token, degrees, stage_s=0.0), fits
+    return Profile(model, model, gpu, source, True, kv_bytes_per_token, degrees, stage_s=0.0)
 
 
 def with_contention(profile: Profile, url: str, beside: str, sweep: Sweep, shown: bool) -> Profile:
@@ -123,11 +122,13 @@ def with_transfers(profile: Profile, store: list[str]) -> Profile:
     import msgspec
 
     from kvstore_cli.options import store_errors
-    from kvstore_serving.planning.transfer_rate import transfer_rate
+    from kvstore_serving.planning.fitting import fit_transfer
+    from kvstore_serving.planning.profile import StoreTimes
+    from kvstore_serving.planning.transfers import measure_transfers
 
     with store_errors():
         try:
-            rates = transfer_rate(store, profile.kv_bytes_per_token)
+            reads, writes = measure_transfers(store, profile.kv_bytes_per_token)
         except ValueError as error:
             fail("usage", f"--store {error}")
-    return msgspec.structs.replace(profile, store_bytes_per_s=min(rates))
+    return msgspec.structs.replace(profile, store=StoreTimes(fit_transfer(reads), fit_transfer(writes)))

@@ -12,6 +12,8 @@ import typer
 from kvstore_cli.options import JsonOption
 from kvstore_cli.output import example, fail, show
 from kvstore_cli.plan_options import (
+    NODE,
+    STORE,
     check_finite,
     check_percentile,
     check_positive,
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from kvstore_serving.planning.workload import Recipe, Replayed
 
 MOST_CV: Final = 20.0
-STORE: Final = 10e9  # bytes a second of a store node
 _ENGINE_URL: Final = re.compile(r"https?://[^\s/?#]+")  # as engines register: `EngineRecord`
 PART: Final = 100  # requests of a part of a trace, at least
 SEARCH_EXAMPLES: Final = example(
@@ -82,7 +83,7 @@ def search(
         list[float] | None, typer.Option(min=0, help="Of a GPU for an hour; for each --profile. Default: 1.")
     ] = None,
     via: Annotated[str, typer.Option(help="How blocks move: store, or direct (from GPU to GPU).")] = "store",
-    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = 12.5e9,
+    node_bytes_per_s: Annotated[float, typer.Option(metavar="BYTES/S", help="Of a node's link, each way.")] = NODE,
     inside_bytes_per_s: Annotated[
         float, typer.Option(metavar="BYTES/S", help="Between GPUs of a node, for direct.")
     ] = 200e9,
@@ -142,10 +143,10 @@ def search(
     check_writable(chart, pools)
     _check_urls(prefill_url, decode_url)
     found_pools = _pools(profile, nodes, gpus_per_node, price)
-    store_rate = (
-        store_bytes_per_s if store_bytes_per_s is not None else found_pools[0].profile.store_bytes_per_s or STORE
-    )
-    links = make_links(via, node_bytes_per_s, inside_bytes_per_s, store_rate, store_nodes, store_memory)
+    links = make_links(
+        via, node_bytes_per_s, inside_bytes_per_s, store_bytes_per_s, store_nodes, store_memory,
+        found_pools[0].profile.store,
+    )  # fmt: skip
     kept = None if store_keeps is None else parse_bytes("--store-keeps", store_keeps)
     kept_tokens = None if kept is None else int(kept // found_pools[0].profile.kv_bytes_per_token)
     recipe: Recipe

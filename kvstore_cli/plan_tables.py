@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,8 +14,15 @@ if TYPE_CHECKING:
     from kvstore_serving.planning.document import Colocated, Plan
     from kvstore_serving.planning.goodput import Goodput
     from kvstore_serving.planning.pipeline import PipelinePlan
-    from kvstore_serving.planning.profile import Profile
-    from kvstore_serving.planning.profiling import Measured
+    from kvstore_serving.planning.profile import (
+        DecodeTimes,
+        PrefillTimes,
+        Profile,
+        Residual,
+        StoreTimes,
+        TransferResidual,
+        TransferTimes,
+    )
     from kvstore_serving.planning.queueing import Queue
     from kvstore_serving.planning.roles import Shifted
     from kvstore_serving.planning.verify import Verified
@@ -133,54 +139,64 @@ def _goodput(goodput: Goodput) -> tuple[str, str]:
     return f"{goodput.value:.3g}", interval
 
 
-def print_profile(profile: Profile, fits: Sequence[tuple[int, Measured]] | None) -> None:
+def print_profile(profile: Profile) -> None:
     """Print the fitted times, and what was measured beside them."""
     console = Console(highlight=False)
-    times = plain_table(
-        f"{printable(profile.name)}: {printable(profile.source)}", "tp", "phase", "a ms", "b us", "c", "error"
-    )
+    columns = ("phase", "a ms", "b us", "c", "error", "at worst")
+    times = plain_table(f"{printable(profile.name)}: {printable(profile.source)}", "tp", *columns)
     for degree in profile.degrees:
         prefill = degree.prefill
         times.add_row(
             str(degree.tp), "prefill: a + b sum(L) + c sum(L^2)", f"{prefill.fixed_s * 1e3:.2f}",
-            f"{prefill.per_token_s * 1e6:.3g}", f"{prefill.per_token_squared_s * 1e9:.3g} ns", _error(prefill.error),
+            f"{prefill.per_token_s * 1e6:.3g}", f"{prefill.per_token_squared_s * 1e9:.3g} ns", *_errors(prefill),
         )  # fmt: skip
         for decode in degree.decode:
             times.add_row(
                 str(degree.tp), f"decode from {decode.from_batch}: a + b sum(context) + c B",
                 f"{decode.fixed_s * 1e3:.2f}", f"{decode.per_context_token_s * 1e6:.3g}",
-                f"{decode.per_request_s * 1e6:.3g} us", _error(decode.error),
+                f"{decode.per_request_s * 1e6:.3g} us", *_errors(decode),
             )  # fmt: skip
     console.print(times)
-    for tp, measured in fits or ():
-        print()
-        samples = plain_table(f"Measured, tp {tp}", "phase", "requests", "tokens each", "ms", "fitted ms", "off")
-        degree = profile.degree(tp)
-        for each in measured.prefill:
-            fitted = degree.prefill.of(each.requests * each.tokens, each.requests * each.tokens**2)
-            samples.add_row("prefill", *_cells(each.requests, each.tokens, each.seconds, fitted))
-        for each in measured.decode:
-            fitted = degree.step_s(each.requests, each.requests * each.tokens)
-            samples.add_row("decode", *_cells(each.requests, each.tokens, each.seconds, fitted))
-        console.print(samples)
+    for degree in profile.degrees:
+        if degree.prefill.residuals:
+            print()
+            columns = ("phase", "requests", "tokens each", "ms", "fitted ms", "off")
+            samples = plain_table(f"Measured, tp {degree.tp}", *columns)
+            residuals = [("prefill", each) for each in degree.prefill.residuals]
+            residuals += [("decode", each) for fit in degree.decode for each in fit.residuals]
+            for phase, residual in residuals:
+                samples.add_row(phase, str(residual.requests), f"{residual.tokens:g}", *_off(residual))
+            console.print(samples)
     contention = profile.contention
     if contention.prefill > 1 or contention.decode > 1:
         print(
             f"\nwhile another engine of its node works, a prefill takes {contention.prefill:.2f} times as long, "
             f"a step of decoding {contention.decode:.2f} times"
         )
-    if profile.store_bytes_per_s is not None:
-        print(f"\nto the store and back, one client moves {profile.store_bytes_per_s / 1e9:.3g} GB/s")
+    if profile.store is not None:
+        _print_transfers(console, profile.store)
     print(f"\nA memory of {profile.degrees[0].kv_tokens} tokens, by pipeline degree (tp {profile.degrees[0].tp})")
 
 
-def _cells(requests: int, tokens: float, seconds: float, fitted: float) -> tuple[str, ...]:
-    off = f"{fitted / seconds - 1:+.1%}"
-    return str(requests), f"{tokens:g}", f"{seconds * 1e3:.2f}", f"{fitted * 1e3:.2f}", off
+def _print_transfers(console: Console, store: StoreTimes) -> None:
+    print()
+    fits = plain_table("Transfers of one client: a + bytes / b", "", "a ms", "b GB/s", "error", "at worst")
+    samples = plain_table("Measured transfers", "", "bytes", "ms", "fitted ms", "off")
+    for way, fit in (("read", store.read), ("write", store.write)):
+        fits.add_row(way, f"{fit.latency_s * 1e3:.3f}", f"{1e-9 / fit.per_byte_s:.3g}", *_errors(fit))
+        for each in fit.residuals:
+            samples.add_row(way, format_size(each.nbytes), *_off(each))
+    console.print(fits)
+    print()
+    console.print(samples)
 
 
-def _error(error: float | None) -> str:
-    return "" if error is None else f"{error:.1%}"
+def _off(residual: Residual | TransferResidual) -> tuple[str, ...]:
+    return f"{residual.seconds * 1e3:.2f}", f"{residual.fitted_s * 1e3:.2f}", f"{residual.error:+.1%}"
+
+
+def _errors(fit: PrefillTimes | DecodeTimes | TransferTimes) -> tuple[str, ...]:
+    return tuple("" if error is None else f"{error:.1%}" for error in (fit.error, fit.worst_error))
 
 
 def print_verified(verified: Verified) -> None:

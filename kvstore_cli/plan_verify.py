@@ -13,7 +13,7 @@ import typer
 from kvstore_cli.load import check_url
 from kvstore_cli.options import JsonOption
 from kvstore_cli.output import example, fail, show
-from kvstore_cli.plan_options import check_positive, make_links, need_modules, parse_numbers, profile_of
+from kvstore_cli.plan_options import NODE, STORE, check_positive, make_links, need_modules, parse_numbers, profile_of
 from kvstore_cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S: Final = 600.0
 REQUESTS: Final = 200  # of a run with synthetic requests
-NODE: Final = 12.5e9  # bytes a second of a node's link
-STORE: Final = 10e9  # of the store
 VERIFY_EXAMPLES: Final = example(
     "kvstore plan search … --json >plan.json",
     "kvstore plan verify --plan plan.json --url http://proxy:8000 --model M",
@@ -95,7 +93,8 @@ def verify(
         float | None, typer.Option(metavar="BYTES/S", help=f"Of a node's link, each way. Default: {NODE:g}.")
     ] = None,
     store_bytes_per_s: Annotated[
-        float | None, typer.Option(metavar="BYTES/S", help=f"Of the store, each way. Default: {STORE:g}.")
+        float | None,
+        typer.Option(metavar="BYTES/S", help=f"Of the store, each way. Default: as in the profile, or {STORE:g}."),
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, and not counted.")] = 10,
     vocab: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Prompts have token ids below this.")] = 1024,
@@ -137,8 +136,7 @@ def verify(
         fleet = _fleet(
             profile, _placement(colocated, prefill, decode), gpus_per_node,
             NODE if node_bytes_per_s is None else node_bytes_per_s,
-            STORE if store_bytes_per_s is None else store_bytes_per_s,
-            256 if max_batch is None else max_batch, 2048 if chunk_tokens is None else chunk_tokens,
+            store_bytes_per_s, 256 if max_batch is None else max_batch, 2048 if chunk_tokens is None else chunk_tokens,
         )  # fmt: skip
     if trace is not None:
         if input_tokens is not None or output_tokens is not None:
@@ -256,7 +254,7 @@ def _fleet(
     placement: Placement,
     gpus_per_node: int | None,
     node_bytes_per_s: float,
-    store_bytes_per_s: float,
+    store_bytes_per_s: float | None,
     max_batch: int,
     chunk_tokens: int,
 ) -> Fleet:
@@ -273,9 +271,7 @@ def _fleet(
     gpus = largest if gpus_per_node is None else gpus_per_node
     if gpus < largest:
         fail("usage", f"--gpus-per-node {gpus}: expected {largest} or more, the tensor parallelism of an engine")
-    for option, value in (("--node-bytes-per-s", node_bytes_per_s), ("--store-bytes-per-s", store_bytes_per_s)):
-        check_positive(option, value, "bytes per second")
-    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB")
+    links = make_links("store", node_bytes_per_s, 1.0, store_bytes_per_s, 1, "1GiB", found.store)
     return Fleet([Pool(found, placement.gpus, gpus)], links, placement, max_batch, chunk_tokens)
 
 

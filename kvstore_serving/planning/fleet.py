@@ -32,7 +32,8 @@ class Links(msgspec.Struct, frozen=True):
     """How blocks get from a prefill engine to a decode engine. `via`: through the store, or from GPU to GPU.
 
     node: of each node, in each direction, to other nodes; inside: between the GPUs of a node (used with `direct`);
-    store: of each node of the store, in each direction."""
+    store: of each node of the store, in each direction; and the latency of a transfer from it (read) and to it (write),
+    which takes that long and then its bytes' time."""
 
     via: Via = "store"
     node_bytes_per_s: float = 12.5e9
@@ -40,3 +41,5 @@ class Links(msgspec.Struct, frozen=True):
     store_bytes_per_s: float = 10e9
     store_nodes: int = 1
     store_memory_bytes: int = 512 << 30
+    store_read_latency_s: float = 0.0
+    store_write_latency_s: float = 0.0

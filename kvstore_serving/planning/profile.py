@@ -4,10 +4,12 @@ A profile is a JSON file. `kvstore plan profile` measures one; those in `kvstore
 published figures, and say where they are from. Times are linear in what an engine does (DistServe's form):
 
 * a prefill of prompts of L tokens each, a + b sum(L) + c sum(L^2);
-* a step of decoding, a + b sum(context) + c requests.
+* a step of decoding, a + b sum(context) + c requests;
+* a transfer to the store or from it, a + b bytes.
 
-They hold for one degree of tensor parallelism. With `pp` stages, a stage takes a `pp`-th of them, and `stage_s` more.
-While another engine of the same node works, they are longer by the profile's `contention`.
+Each has its residuals: every measured time beside the fitted one. Those of an engine hold for one degree of tensor
+parallelism. With `pp` stages, a stage takes a `pp`-th of them, and `stage_s` more. While another engine of the same
+node works, they are longer by the profile's `contention`.
 """
 
 from __future__ import annotations
@@ -32,15 +34,38 @@ class ProfileError(ValueError):
     """The profile cannot be read; the message says what is wrong."""
 
 
+class Residual(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A measured time, of `requests` at once of so many `tokens` each, beside the fitted one. `error`: relative, more
+    than 0 where the fitted one is longer."""
+
+    requests: int
+    tokens: float
+    seconds: float
+    fitted_s: float
+    error: float
+
+
+class TransferResidual(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A measured time of a call that moved `nbytes`, beside the fitted one. `error`: as with `Residual`."""
+
+    nbytes: int
+    seconds: float
+    fitted_s: float
+    error: float
+
+
 class PrefillTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a prefill: `fixed_s` + `per_token_s` sum(L) + `per_token_squared_s` sum(L^2), for prompts of L tokens.
 
-    `error`: mean absolute relative error of the fit; None if it is not known."""
+    `error` and `worst_error`: mean and largest absolute relative error of the fit; None if they are not known.
+    `residuals`: of each measured point, none for published times."""
 
     fixed_s: _NotNegative
     per_token_s: _NotNegative
     per_token_squared_s: float
     error: float | None = None
+    worst_error: float | None = None
+    residuals: list[Residual] = []
 
     def of(self, tokens: float, squares: float) -> float:
         """The seconds of prompts with so many tokens in all, the sum of whose squares is `squares`."""
@@ -56,17 +81,45 @@ class PrefillTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class DecodeTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a step of decoding: `fixed_s` + `per_context_token_s` sum(context) + `per_request_s` requests, for
-    batches of `from_batch` requests or more. `error`: as with `PrefillTimes`."""
+    batches of `from_batch` requests or more. `error` and so on: as with `PrefillTimes`."""
 
     fixed_s: _NotNegative
     per_context_token_s: _NotNegative
     per_request_s: _NotNegative
     from_batch: _Count = 1
     error: float | None = None
+    worst_error: float | None = None
+    residuals: list[Residual] = []
 
     def of(self, requests: int, context: float) -> float:
         """The seconds of a step of so many requests, whose contexts have `context` tokens in all."""
         return self.fixed_s + self.per_context_token_s * context + self.per_request_s * requests
+
+
+class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of one client's transfer: `latency_s` + `per_byte_s` bytes. `error` and so on: as with `PrefillTimes`."""
+
+    latency_s: _NotNegative
+    per_byte_s: _Positive
+    error: float | None = None
+    worst_error: float | None = None
+    residuals: list[TransferResidual] = []
+
+    def of(self, nbytes: float) -> float:
+        """The seconds of so many bytes."""
+        return self.latency_s + self.per_byte_s * nbytes
+
+
+class StoreTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long one client beside the engine takes to `read` from the store and to `write` there."""
+
+    read: TransferTimes
+    write: TransferTimes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of large transfers, the slower of both."""
+        return 1 / max(self.read.per_byte_s, self.write.per_byte_s)
 
 
 class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,9 +149,8 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine, as the planner sees it. `kv_bytes_per_token`: of all layers and heads. `measured`: by `plan profile`;
-    else it is published, or made by hand, and `source` says by whom. `store_bytes_per_s`: what one client beside the
-    engine reads from the store or writes there, the slower of both; None: not measured. `contention`: what engines
-    of one node take from each other."""
+    else it is published, or made by hand, and `source` says by whom. `store`: transfers to the store and from it; None:
+    not measured. `contention`: what engines of one node take from each other."""
 
     name: str
     model: str
@@ -108,7 +160,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes_per_token: _Count
     degrees: list[Degree]
     stage_s: _NotNegative = 0.001
-    store_bytes_per_s: _Positive | None = None
+    store: StoreTimes | None = None
     contention: Contention = Contention()
 
     def __post_init__(self) -> None:
@@ -162,8 +214,8 @@ def read_profile(given: str) -> Profile:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileError(
-            f"{given}: {error}; expected what `kvstore plan profile` wrote. DistServe's coefficients become a profile "
-            "with `kvstore plan profile --distserve`"
+            f"{given}: {error}; expected what this version's `kvstore plan profile` writes: measure the engine again. "
+            "DistServe's coefficients become a profile with `kvstore plan profile --distserve`"
         ) from error
 
 

@@ -193,9 +193,7 @@ class _Simulation:
         if not job.hits:
             engine.add(job)
             return
-        there_s = transfer(
-            self.env.now, job.hits * self.kv_bytes, [(self.store_out, 1.0), *self._share(self.into, engine)]
-        )
+        there_s = self._read(engine, job.hits)
         epoch = engine.epoch
 
         def loaded(_: simpy.Event) -> None:
@@ -235,8 +233,16 @@ class _Simulation:
     def _save(self, engine: PrefillEngine | ColocatedEngine, job: Job) -> float:
         """Send what was computed of a prompt to the store. -> when it is there."""
         new = min(job.input, job.context - 1) - job.hits
+        if new <= 0:
+            return self.env.now
         path = [*self._share(self.out, engine), (self.store_in, 1.0)]
-        return transfer(self.env.now, max(0, new) * self.kv_bytes, path)
+        return transfer(self.env.now, new * self.kv_bytes, path) + self.fleet.links.store_write_latency_s
+
+    def _read(self, engine: object, tokens: int, from_s: float = 0.0) -> float:
+        """Fetch tokens from the store, the last of which is there at `from_s`. -> when they are here."""
+        path = [(self.store_out, 1.0), *self._share(self.into, engine)]
+        there_s = transfer(self.env.now, tokens * self.kv_bytes, path)
+        return max(from_s, there_s) + self.fleet.links.store_read_latency_s
 
     def _share_node(self, one: object, other: object) -> bool:
         """Whether stages of two engines are on the same node."""
@@ -248,20 +254,18 @@ class _Simulation:
 
     def _fetch(self, engine: DecodeEngine, job: Job) -> None:
         """A decode engine has memory for a request: fetch its blocks."""
-        now, nbytes = self.env.now, (job.context - 1) * self.kv_bytes
-        job.admitted_s = now
+        now = job.admitted_s = self.env.now
         source, epoch = self.source.pop(job, (None, 0))
         if source is not None and source.epoch != epoch:  # the blocks are gone with the engine that had them
             engine.give_up(job)
             self._dispatch(job)
             return
         if self.fleet.links.via == "store":
-            path = [(self.store_out, 1.0), *self._share(self.into, engine)]
-            there_s = max(job.sent_s, transfer(now, nbytes, path))
+            there_s = self._read(engine, job.context - 1, job.sent_s)
         elif source is None:  # decoding alone
             there_s = now
         else:
-            there_s = transfer(now, nbytes, self._direct(source, engine))
+            there_s = transfer(now, (job.context - 1) * self.kv_bytes, self._direct(source, engine))
             source.after(there_s - now, lambda: source.release(job))
 
         def arrived() -> None:

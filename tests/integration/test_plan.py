@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from kvstore_serving.planning.profiling import BESIDE_START_S
 from kvstore_serving.proxy.pools_file import read_pools
 from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
@@ -231,70 +230,6 @@ def test_search_says_which_slo_nothing_holds() -> None:
     assert error["kind"] == "failed" and "TTFT of 0.001 s" in error["message"]
 
 
-# ---- profile, against an endpoint whose times are known ------------------------------------------------------------
-
-
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    with Endpoint(lambda number: Behaviour(first_s=0.05, gap_s=0.02)) as endpoint:
-        yield endpoint
-
-
-def test_profile_measures_fits_and_writes(endpoint: Endpoint, tmp_path: Path) -> None:
-    output = tmp_path / "engine.json"
-    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
-    sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
-    found = document("profile", "--url", endpoint.url, *what, *sweep, "--decode-tokens", "8")
-    [degree] = found["degrees"]
-    assert degree["prefill"]["fixed_s"] == pytest.approx(0.05, abs=0.03)
-    [decode] = degree["decode"]
-    assert decode["fixed_s"] + decode["per_request_s"] == pytest.approx(0.02, abs=0.01)
-    assert found["measured"] and degree["kv_tokens"] == {"1": 5000}
-    small = ["--rate", "1", "--input-tokens", "20", "--output-tokens", "5", "--slo-ttft", "1", "--slo-tpot", "0.2"]
-    planned = document("search", "--profile", str(output), "--nodes", "1", "--gpus-per-node", "2", *small, *QUICK)
-    assert planned["enough"]
-
-
-def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> None:
-    """Of two endpoints, one answers half as fast while the other one has requests, as engines of one host do."""
-    output = tmp_path / "engine.json"
-    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
-    sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
-    # Whether the other one works is seen `BESIDE_START_S` after it began: in a request of it, not between two.
-    with Endpoint(lambda number: Behaviour(first_s=3 * BESIDE_START_S, gap_s=0.02)) as other:
-
-        def behave(number: int) -> Behaviour:
-            return Behaviour(first_s=0.2, gap_s=0.1) if other.running else Behaviour(first_s=0.1, gap_s=0.05)
-
-        with Endpoint(behave) as endpoint:
-            urls = ["--url", endpoint.url, "--beside", other.url]
-            found = document("profile", *urls, *what, *sweep, "--decode-tokens", "8")
-    assert 1.5 < found["contention"]["prefill"] < 3.0 and 1.5 < found["contention"]["decode"] < 3.0
-    wrong = document("profile", "--distserve", str(output), "--beside", "http://x", *what, status=2)
-    assert "expected no --distserve" in wrong["error"]["message"]
-
-
-def test_profile_needs_to_know_the_memory(endpoint: Endpoint, tmp_path: Path) -> None:
-    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--output", str(tmp_path / "x.json")]
-    error = document("profile", "--url", endpoint.url, *what, status=1)["error"]
-    assert "give --kv-tokens N" in error["message"]
-
-
-def test_profile_reads_distserves_files(tmp_path: Path) -> None:
-    one = {"decoding_large_small_bs_threshold": 95, "prefill": [18.1, 0.1, 7e-6]}
-    one |= {"decoding_smallbs": [19.9, 6e-4, 0.04], "decoding_largebs": [7.2, 5e-4, 0.16]}
-    coefficients, capacities, output = (tmp_path / name for name in ("c.json", "m.csv", "p.json"))
-    coefficients.write_text(json.dumps({"m": {"1": one}}))
-    capacities.write_text("model,tp,pp,max_num_tokens\nm,1,1,66144\n")
-    files = ["--distserve", str(coefficients), "--kv-tokens", str(capacities), "--output", str(output)]
-    found = document("profile", *files, "--model", "m", "--kv-bytes-per-token", "819200")
-    assert found["degrees"][0]["kv_tokens"] == {"1": 66144} and not found["measured"]
-    assert json.loads(output.read_text()) == found
-    capacities.write_text("model,tp,pp,max_num_tokens\nm,1\n")
-    message = document("profile", *files, "--model", "m", "--kv-bytes-per-token", "1", status=2)["error"]["message"]
-    assert "expected rows of model,tp,pp,max_num_tokens" in message
-
-
 # ---- roles and watch ---------------------------------------------------------------------------------------------
 
 FOUR = """
@@ -374,6 +309,12 @@ class _Proxy(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint(lambda number: Behaviour()) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

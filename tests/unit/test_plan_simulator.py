@@ -80,6 +80,18 @@ def test_a_request_alone_takes_its_prefill_its_transfer_and_its_steps() -> None:
     )
 
 
+def test_transfers_of_the_store_take_their_latency_and_their_bytes() -> None:
+    links = Links(store_bytes_per_s=1000.0, store_read_latency_s=0.5, store_write_latency_s=0.25, node_bytes_per_s=1e15)
+    run = simulate(fleet(APART, links=links), requests(10, 100, 11, gap_s=100.0), 1.0)
+    assert run.ttft_s == pytest.approx(0.1)
+    # The last block is in the store after 0.25 + 0.1 s, and is read 0.5 s later.
+    assert run.mean_parts_s()["hand_over"] == pytest.approx(0.85)
+    loaded = simulate(fleet(APART, links=links), requests(10, 100, 11, gap_s=100.0, hits=80), 1.0)
+    assert loaded.mean_parts_s()["load"] == pytest.approx(0.5 + 0.08)
+    # Twenty tokens are written, and all hundred are read.
+    assert loaded.mean_parts_s()["hand_over"] == pytest.approx(max(0.25 + 0.02, 0.1) + 0.5)
+
+
 def test_what_the_store_has_of_a_prompt_is_loaded_and_not_computed() -> None:
     links = Links(node_bytes_per_s=1000.0, store_bytes_per_s=1e15)
     run = simulate(fleet(APART, links=links), requests(10, 100, 2, gap_s=100.0, hits=80), 1.0)

@@ -1,0 +1,110 @@
+"""`kvstore plan profile`, against an endpoint whose times are known, and a store. Real engines: see tests/engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_serving.planning.profiling import BESIDE_START_S
+from tests.integration.test_plan import QUICK, document, plan
+from tests.support.endpoint import Behaviour, Endpoint
+from tests.support.harness import Server
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint(lambda number: Behaviour(first_s=0.05, gap_s=0.02)) as endpoint:
+        yield endpoint
+
+
+def test_profile_measures_fits_and_writes(endpoint: Endpoint, tmp_path: Path) -> None:
+    output = tmp_path / "engine.json"
+    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
+    sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
+    found = document("profile", "--url", endpoint.url, *what, *sweep, "--decode-tokens", "8")
+    [degree] = found["degrees"]
+    assert degree["prefill"]["fixed_s"] == pytest.approx(0.05, abs=0.03)
+    [decode] = degree["decode"]
+    assert decode["fixed_s"] + decode["per_request_s"] == pytest.approx(0.02, abs=0.01)
+    assert found["measured"] and degree["kv_tokens"] == {"1": 5000}
+    assert [(each["requests"], each["tokens"]) for each in degree["prefill"]["residuals"]] == [
+        (1, 16), (2, 16), (1, 64), (2, 64),
+    ]  # fmt: skip
+    for fit in (degree["prefill"], decode):
+        errors = [abs(each["fitted_s"] / each["seconds"] - 1) for each in fit["residuals"]]
+        assert fit["error"] == pytest.approx(sum(errors) / 4) and fit["worst_error"] == pytest.approx(max(errors))
+    assert json.loads(output.read_text()) == found, "residuals are in the file, too"
+    small = ["--rate", "1", "--input-tokens", "20", "--output-tokens", "5", "--slo-ttft", "1", "--slo-tpot", "0.2"]
+    planned = document("search", "--profile", str(output), "--nodes", "1", "--gpus-per-node", "2", *small, *QUICK)
+    assert planned["enough"]
+
+
+def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> None:
+    """Of two endpoints, one answers half as fast while the other one has requests, as engines of one host do."""
+    output = tmp_path / "engine.json"
+    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
+    sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
+    # Whether the other one works is seen `BESIDE_START_S` after it began: in a request of it, not between two.
+    with Endpoint(lambda number: Behaviour(first_s=3 * BESIDE_START_S, gap_s=0.02)) as other:
+
+        def behave(number: int) -> Behaviour:
+            return Behaviour(first_s=0.2, gap_s=0.1) if other.running else Behaviour(first_s=0.1, gap_s=0.05)
+
+        with Endpoint(behave) as endpoint:
+            urls = ["--url", endpoint.url, "--beside", other.url]
+            found = document("profile", *urls, *what, *sweep, "--decode-tokens", "8")
+    assert 1.5 < found["contention"]["prefill"] < 3.0 and 1.5 < found["contention"]["decode"] < 3.0
+    wrong = document("profile", "--distserve", str(output), "--beside", "http://x", *what, status=2)
+    assert "expected no --distserve" in wrong["error"]["message"]
+
+
+def test_profile_needs_to_know_the_memory(endpoint: Endpoint, tmp_path: Path) -> None:
+    what = ["--model", "m", "--kv-bytes-per-token", "1000", "--output", str(tmp_path / "x.json")]
+    error = document("profile", "--url", endpoint.url, *what, status=1)["error"]
+    assert "give --kv-tokens N" in error["message"]
+
+
+def test_profile_reads_distserves_files(tmp_path: Path) -> None:
+    one = {"decoding_large_small_bs_threshold": 95, "prefill": [18.1, 0.1, 7e-6]}
+    one |= {"decoding_smallbs": [19.9, 6e-4, 0.04], "decoding_largebs": [7.2, 5e-4, 0.16]}
+    coefficients, capacities, output = (tmp_path / name for name in ("c.json", "m.csv", "p.json"))
+    coefficients.write_text(json.dumps({"m": {"1": one}}))
+    capacities.write_text("model,tp,pp,max_num_tokens\nm,1,1,66144\n")
+    files = ["--distserve", str(coefficients), "--kv-tokens", str(capacities), "--output", str(output)]
+    found = document("profile", *files, "--model", "m", "--kv-bytes-per-token", "819200")
+    assert found["degrees"][0]["kv_tokens"] == {"1": 66144} and not found["measured"]
+    assert json.loads(output.read_text()) == found
+    capacities.write_text("model,tp,pp,max_num_tokens\nm,1\n")
+    message = document("profile", *files, "--model", "m", "--kv-bytes-per-token", "1", status=2)["error"]["message"]
+    assert "expected rows of model,tp,pp,max_num_tokens" in message
+
+
+def test_profile_fits_transfers_of_several_sizes_and_search_uses_them(
+    endpoint: Endpoint, shared_server: Server, tmp_path: Path
+) -> None:
+    output = tmp_path / "engine.json"
+    what = ["--model", "m", "--kv-bytes-per-token", "4096", "--kv-tokens", "5000", "--output", str(output)]
+    sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
+    options = ["--url", endpoint.url, *what, *sweep, "--decode-tokens", "8", "--store", shared_server.endpoint]
+    store = document("profile", *options)["store"]
+    for way in ("read", "write"):
+        assert [each["nbytes"] for each in store[way]["residuals"]] == [n << 16 for n in (1, 4, 16, 64, 256)]
+        assert store[way]["latency_s"] >= 0 and store[way]["per_byte_s"] > 0
+        assert store[way]["worst_error"] >= store[way]["error"] >= 0
+    said = plan("profile", *options).stdout
+    assert "Transfers of one client: a + bytes / b" in said and "Measured transfers" in said
+    assert "Measured, tp 1" in said and "at worst" in said
+    profile = json.loads(output.read_text())
+    profile["store"]["read"] |= {"latency_s": 0.125, "per_byte_s": 1e-9}
+    profile["store"]["write"] |= {"latency_s": 0.0625, "per_byte_s": 2e-9}
+    output.write_text(json.dumps(profile))
+    load = ["--rate", "1", "--input-tokens", "20", "--output-tokens", "5", "--slo-ttft", "1", "--slo-tpot", "0.2"]
+    searched = document("search", "--profile", str(output), "--nodes", "1", "--gpus-per-node", "2", *load, *QUICK)
+    links = searched["basis"]["links"]
+    assert (links["store_read_latency_s"], links["store_write_latency_s"]) == (0.125, 0.0625)
+    assert links["store_bytes_per_s"] == pytest.approx(5e8), "the slower of both"
+    # Blocks are written while a request waits for the decode engine's memory.
+    assert searched["time_s"]["decode_memory"] + searched["time_s"]["hand_over"] > 0.125 + 0.0625
