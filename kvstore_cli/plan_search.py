@@ -28,6 +28,7 @@ from kvstore_cli.progress import progress_bar
 if TYPE_CHECKING:
     from kvstore_serving.planning.document import Plan
     from kvstore_serving.planning.fleet import Pool
+    from kvstore_serving.planning.hit_curve import HitCurve
     from kvstore_serving.planning.search import Question
     from kvstore_serving.planning.workload import Recipe, Replayed
 
@@ -69,7 +70,7 @@ def search(
     hit_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of each prompt that the store has.")] = 0.0,
     hit_curve: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take it from a result of benchmarks.eviction, at --store-keeps."),
+        typer.Option(metavar="FILE", help="Take it from a result of benchmarks.eviction, along --store-keeps."),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Trace in Mooncake's JSONL format (also .gz).")
@@ -149,6 +150,7 @@ def search(
     )  # fmt: skip
     kept = None if store_keeps is None else parse_bytes("--store-keeps", store_keeps)
     kept_tokens = None if kept is None else int(kept // found_pools[0].profile.kv_bytes_per_token)
+    curve: HitCurve | None = None
     recipe: Recipe
     asked: float | None
     if trace is not None:
@@ -161,8 +163,11 @@ def search(
     else:
         if speed != 1.0 or requests is not None or not hits:
             fail("usage", "--speed, --requests and --no-hits go with --trace")
-        rate_of_hits = hit_rate if hit_curve is None else _hit_rate(hit_curve, hit_rate, kept_tokens)
-        recipe = _synthetic(rate, input_tokens, output_tokens, input_cv, output_cv, arrival_cv, rate_of_hits)
+        if hit_curve is not None:
+            curve = _curve(hit_curve, hit_rate, kept)
+            assert kept is not None
+            hit_rate = curve.at(kept / found_pools[0].profile.kv_bytes_per_token)
+        recipe = _synthetic(rate, input_tokens, output_tokens, input_cv, output_cv, arrival_cv, hit_rate)
         asked = rate
     question = Question(
         pools=found_pools,
@@ -176,6 +181,7 @@ def search(
         fixed_store=store_nodes is not None,
         keep_s=keep_seconds,
         kept_bytes=kept if trace is None else None,
+        hit_curve=curve,
     )
     with progress_bar("simulating", not as_json, "runs") as progress, crew(progress, processes) as workers:
         try:
@@ -254,15 +260,15 @@ def _replayed(
         fail("usage", f"--trace {error}")
 
 
-def _hit_rate(curve: Path, hit_rate: float, kept_tokens: int | None) -> float:
+def _curve(file: Path, hit_rate: float, kept: int | None) -> HitCurve:
     from kvstore_serving.planning.hit_curve import CurveError, read_curve
 
     if hit_rate:
         fail("usage", "--hit-rate and --hit-curve were given; expected one of them")
-    if kept_tokens is None:
+    if kept is None:
         fail("usage", "--hit-curve: give --store-keeps SIZE, too: the hit rate is that of this size")
     try:
-        return read_curve(curve).at(kept_tokens)
+        return read_curve(file)
     except CurveError as error:
         fail("usage", f"--hit-curve {error}")
 

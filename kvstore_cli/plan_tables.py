@@ -77,7 +77,8 @@ def print_plan(plan: Plan) -> None:
     store = plan.store
     print(
         f"the store must deliver {store.read_bytes_per_s / 1e9:.3g} GB/s and take {store.write_bytes_per_s / 1e9:.3g} "
-        f"GB/s at {store.rate_rps:.3g} req/s, and hold {format_size(store.capacity_bytes)}: {store.nodes} node(s)\n"
+        f"GB/s at {store.rate_rps:.3g} req/s, and hold {format_size(store.capacity_bytes)}, "
+        f"{format_size(store.kept_bytes)} of it for later prompts: {store.nodes} node(s)\n"
     )
     times = plain_table("Mean time of a request at the goodput", "part", "ms")
     for part, seconds in plan.time_s.items():
@@ -96,6 +97,13 @@ def print_plan(plan: Plan) -> None:
         for each in plan.sensitivity:
             changes.add_row(each.change, f"{each.goodput_rps:.3g}", f"{each.ratio:.0%}")
         console.print(changes)
+    if plan.capacities:
+        print()
+        kept = plain_table("Goodput of these engines by what the store keeps", "kept", "hits", "req/s", "of the plan's")
+        for at in plan.capacities:
+            size = format_size(at.kept_bytes) + (", as assumed" if at.assumed else "")
+            kept.add_row(size, f"{at.hit_rate:.0%}", f"{at.goodput_rps:.3g}", f"{at.ratio:.0%}")
+        console.print(kept)
 
 
 def _print_placement(console: Console, plan: Plan) -> None:

@@ -55,12 +55,14 @@ class Apart(msgspec.Struct, frozen=True):
 
 class StoreNeeds(msgspec.Struct, frozen=True):
     """What the store must deliver at `rate_rps`: to engines (read) and from them (write), in bytes a second; the memory
-    of what is under way and of what later prompts find; and nodes of the size that was given."""
+    of what is under way and of what later prompts find (`capacity_bytes`), and of the latter alone, which the plan
+    assumes that the store keeps (`kept_bytes`); and nodes of the size that was given."""
 
     rate_rps: float
     read_bytes_per_s: float
     write_bytes_per_s: float
     capacity_bytes: float
+    kept_bytes: float
     nodes: int
 
 
@@ -93,6 +95,17 @@ class Sensitivity(msgspec.Struct, frozen=True):
     ratio: float
 
 
+class AtCapacity(msgspec.Struct, frozen=True):
+    """What the placement's goodput is if the store keeps `kept_bytes` for later prompts, which then find `hit_rate` of
+    their tokens there; `ratio`: to the plan's, whose capacity is the one that is `assumed`."""
+
+    kept_bytes: float
+    hit_rate: float
+    goodput_rps: float
+    ratio: float
+    assumed: bool
+
+
 class Alone(msgspec.Struct, frozen=True):
     """What one engine of a shape serves alone in a phase, for each of its GPUs."""
 
@@ -118,7 +131,8 @@ class Plan(msgspec.Struct, frozen=True):
     """The result of `kvstore plan search`. `goodput_rps_per_price`: for each unit that an hour costs. `enough`: the
     placement serves `rate_rps`. `closed_form`: what theory says
     of a prefill engine at the goodput, see `closed_form`. `time_s`: where the time of a request goes at the goodput, in
-    seconds. `busy`: shares of time."""
+    seconds. `busy`: shares of time. `capacities`: the goodput at sizes of the store around the one that is assumed, if
+    it is known what they find."""
 
     placement: Apart
     gpus: int
@@ -132,6 +146,7 @@ class Plan(msgspec.Struct, frozen=True):
     store: StoreNeeds
     colocated: Colocated
     sensitivity: list[Sensitivity]
+    capacities: list[AtCapacity]
     alone: list[Alone]
     closed_form: Queue | None
     curve: list[Point]

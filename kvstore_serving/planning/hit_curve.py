@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from kvstore_serving.load.prompts import HASHED_TOKENS
 
-POLICY = "default"
+POLICY: Final = "default"
+NEIGHBOURS: Final = 2  # measured sizes on each side of the one that is assumed
 
 
 class CurveError(ValueError):
@@ -27,8 +28,14 @@ class HitCurve:
     hit_rates: Sequence[float]
 
     def at(self, tokens: float) -> float:
-        """-> the hit rate of a store of this size, between the measured ones; 0 for none."""
+        """-> the hit rate of a store of this size, between the measured ones; 0 for none; that of the largest beyond."""
         return float(np.interp(tokens, [0.0, *self.tokens], [0.0, *self.hit_rates]))
+
+    def around(self, tokens: float) -> list[float]:
+        """-> this size between the measured ones next to it, `NEIGHBOURS` on each side, rising."""
+        smaller = [each for each in self.tokens if each < tokens][-NEIGHBOURS:]
+        larger = [each for each in self.tokens if each > tokens][:NEIGHBOURS]
+        return [*smaller, tokens, *larger]
 
 
 def read_curve(path: Path) -> HitCurve:

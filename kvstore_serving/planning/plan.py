@@ -14,6 +14,7 @@ from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.document import (
     Alone,
     Apart,
+    AtCapacity,
     Basis,
     Binding,
     Colocated,
@@ -44,6 +45,7 @@ NEARLY: Final = 0.95  # of the goodput beside any store is enough
 DOUBLINGS: Final = 8
 UNLIMITED: Final = 1_000_000  # nodes of a store that is never the limit
 BEYOND: Final = 1.25  # of the goodput, and again while nothing is missed: the rate at which the plan looks at what is
+AROUND: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of what the store keeps of a trace: sizes that are compared
 CURVE: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of the goodput: rates of attainment in the chart
 
 
@@ -73,6 +75,7 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
         store=store_needs(question, answer, at_goodput),
         colocated=_colocated(question, other, curves[1] if other is not None else []),
         sensitivity=_sensitivity(question, answer, crew) if sensitivity else [],
+        capacities=_capacities(question, answer, crew) if sensitivity else [],
         alone=_alone(question, phases),
         closed_form=closed_form(question, answer),
         curve=curves[0],
@@ -177,7 +180,7 @@ def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
         math.ceil(capacity / links.store_memory_bytes),
         links.store_nodes if read or write else 0,
     )
-    return StoreNeeds(rate, read, write, capacity, nodes)
+    return StoreNeeds(rate, read, write, capacity, kept, nodes)
 
 
 def closed_form(question: Question, answer: Answer) -> Queue | None:
@@ -291,3 +294,31 @@ def _sensitivity(question: Question, answer: Answer, crew: Crew) -> list[Sensiti
     return [
         Sensitivity(change, value, value / base if base else 0.0) for change, value in zip(changed, values, strict=True)
     ]
+
+
+def _capacities(question: Question, answer: Answer, crew: Crew) -> list[AtCapacity]:
+    """What the store keeps changed, and with it what prompts find there."""
+    kv, seed = question.pools[0].profile.kv_bytes_per_token, question.seeds[0]
+    recipes, assumed = _by_capacity(question, kv)
+    fleet, guess = question.fleet(answer.placement), answer.goodput.value
+    served = crew.goodputs([(fleet, each, question.goal, seed, guess) for each in recipes.values()])
+    base = dict(zip(recipes, served, strict=True)).get(assumed, 0.0)
+    return [
+        AtCapacity(tokens * kv, recipe.means.hit_rate, value, value / base if base else 0.0, tokens == assumed)
+        for (tokens, recipe), value in zip(recipes.items(), served, strict=True)
+    ]
+
+
+def _by_capacity(question: Question, kv: int) -> tuple[dict[float, Recipe], float]:
+    """-> by the tokens that the store keeps, rising, the load with what prompts then find; and what is assumed. Empty
+    if it is not known what other sizes would find."""
+    recipe, other, curve = question.recipe, msgspec.structs.replace, question.hit_curve
+    if isinstance(recipe, Synthetic):
+        if curve is None or question.kept_bytes is None:
+            return {}, 0.0
+        assumed = question.kept_bytes / kv
+        return {tokens: other(recipe, hit_rate=curve.at(tokens)) for tokens in curve.around(assumed)}, assumed
+    if not recipe.hits or recipe.kept_tokens is None:
+        return {}, 0.0
+    kept = recipe.kept_tokens
+    return {kept * share: other(recipe, kept_tokens=round(kept * share)) for share in AROUND}, float(kept)

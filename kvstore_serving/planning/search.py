@@ -22,6 +22,7 @@ from typing import Final
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.goodput import Crew, Goal, Goodput, mean_goodput
+from kvstore_serving.planning.hit_curve import HitCurve
 from kvstore_serving.planning.placement import Engines, Placement, Shape, shares_of
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.workload import Recipe
@@ -49,6 +50,7 @@ class Question:
     fixed_store: bool = False
     keep_s: float = 600.0
     kept_bytes: int | None = None
+    hit_curve: HitCurve | None = None
 
     def fleet(self, placement: Placement) -> Fleet:
         """These engines, on what there is."""

@@ -194,6 +194,21 @@ def test_search_takes_a_trace_with_its_rate_and_its_hits(tmp_path: Path) -> None
     assert faster["rate_rps"] == pytest.approx(5.0) and faster["hit_rate"] == 0
 
 
+def test_search_goes_along_the_hit_curve(tmp_path: Path) -> None:
+    file = tmp_path / "eviction.json"
+    parameters = {"group": "trace", "blocks": [100, 200, 400], "hit_rate": {"default": [0.1, 0.3, 0.5]}}
+    file.write_text(json.dumps({"cases": [{"parameters": parameters}]}))
+    kept = 300 * 512 * 819_200
+    options = ["--hit-curve", str(file), "--store-keeps", str(kept), "--seeds", "1"]
+    found = document("search", *ENGINE, *LOAD, *SEARCH, *options)
+    assert found["hit_rate"] == pytest.approx(0.4) and found["store"]["kept_bytes"] == kept
+    assert [each["hit_rate"] for each in found["capacities"]] == pytest.approx([0.1, 0.3, 0.4, 0.5])
+    said = plan("search", *ENGINE, *LOAD, *SEARCH, *options).stdout
+    rows = said.partition("by what the store keeps")[2].splitlines()
+    assert [row.split()[-3] for row in rows if "GiB" in row] == ["10%", "30%", "40%", "50%"]
+    assert sum("as assumed" in row and row.endswith("100%") for row in map(str.rstrip, rows)) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

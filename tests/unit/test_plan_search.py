@@ -14,7 +14,7 @@ import pytest
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.goodput import Crew, Goal, goodput, mean_goodput
-from kvstore_serving.planning.hit_curve import CurveError, read_curve
+from kvstore_serving.planning.hit_curve import CurveError, HitCurve, read_curve
 from kvstore_serving.planning.jobs import Link, transfer
 from kvstore_serving.planning.placement import Engines, Placement, Shape, nodes_of
 from kvstore_serving.planning.plan import make_plan
@@ -110,6 +110,10 @@ def test_a_hit_curve_is_read_from_a_result_of_the_eviction_benchmark(tmp_path: P
     file.write_text(json.dumps({"cases": [{"parameters": parameters}]}))
     curve = read_curve(file)
     assert [curve.at(blocks * 512) for blocks in (0, 5, 15, 99)] == pytest.approx([0.0, 0.1, 0.3, 0.4])
+    assert curve.around(15 * 512) == [10 * 512, 15 * 512, 20 * 512]
+    long = HitCurve([100, 200, 300, 400, 500], [0.1, 0.2, 0.3, 0.4, 0.5])
+    assert long.around(300) == [100, 200, 300, 400, 500]
+    assert long.around(250) == [100, 200, 250, 300, 400] and long.around(900) == [400, 500, 900]
     file.write_text("{}")
     with pytest.raises(CurveError, match=r"not a result of `python -m benchmarks\.eviction"):
         read_curve(file)
@@ -242,6 +246,33 @@ def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
     assert changes["nothing in the store"] < 1 and changes["TTFT SLO half"] <= 1 <= changes["TTFT SLO twice"]
     rates = [point.rate_rps for point in plan.curve]
     assert rates == sorted(rates) and plan.curve[0].attainment > 0.9 > plan.curve[-1].attainment
+
+
+def test_a_plan_says_what_other_sizes_of_the_store_would_serve(crew: Crew) -> None:
+    """Of four measured sizes, the plan assumes one between the second and the third."""
+    curve = HitCurve([100e3, 200e3, 400e3, 800e3], [0.1, 0.3, 0.6, 0.7])
+    recipe = Synthetic(Lengths(500), Lengths(20), hit_rate=curve.at(300e3))
+    plan = make_plan(question(recipe=recipe, kept_bytes=300_000_000, hit_curve=curve, seeds=(0,)), crew)
+    assert plan.store.kept_bytes == 300e6 and plan.store.capacity_bytes > 300e6
+    assert [each.kept_bytes for each in plan.capacities] == pytest.approx([100e6, 200e6, 300e6, 400e6, 800e6])
+    assert [each.hit_rate for each in plan.capacities] == pytest.approx([0.1, 0.3, 0.45, 0.6, 0.7])
+    assert [each.assumed for each in plan.capacities] == [False, False, True, False, False]
+    served = [each.goodput_rps for each in plan.capacities]
+    assert served == sorted(served) and served[0] < served[2] < served[-1], "what is found is not computed"
+    assert [each.ratio for each in plan.capacities] == pytest.approx([each / served[2] for each in served])
+    unknown = make_plan(question(recipe=recipe, seeds=(0,)), crew)
+    assert unknown.capacities == [], "a share that was given says nothing of other sizes"
+
+
+def test_a_plan_for_a_trace_says_what_a_smaller_store_would_find(crew: Crew, tmp_path: Path) -> None:
+    prompts = [[number % 4, 100 + number] for number in range(400)]
+    recipe = Replayed(str(trace(tmp_path / "t.jsonl", prompts)), kept_tokens=16 * 512)
+    plan = make_plan(question(rate_rps=None, nodes=1, gpus=2, recipe=recipe, seeds=(0,)), crew)
+    sizes = [512_000 * blocks for blocks in (4, 8, 16, 32, 64)]
+    assert [each.kept_bytes for each in plan.capacities] == sizes
+    rates = [each.hit_rate for each in plan.capacities]
+    assert rates[0] == 0.0 and rates[1:] == pytest.approx([0.495] * 4), "four prompts of two blocks come in between"
+    assert plan.capacities[2].assumed and plan.capacities[0].goodput_rps < plan.capacities[2].goodput_rps
 
 
 @pytest.mark.parametrize(
