@@ -68,6 +68,9 @@ def verify(
     requests: Annotated[
         int | None, typer.Option(min=1, help=f"Requests of each run. Default: the whole trace, or {REQUESTS}.")
     ] = None,
+    hits: Annotated[
+        bool, typer.Option("--hits/--no-hits", help="Whether prompts find in the store what they share with others.")
+    ] = True,
     profile: Annotated[str | None, typer.Option(metavar="FILE", help="Profile of the engines.")] = None,
     input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
     output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
@@ -109,7 +112,7 @@ def verify(
     from kvstore_cli.plan_tables import print_verified
     from kvstore_serving.load.report import Slo
     from kvstore_serving.planning.verify import verified
-    from kvstore_serving.planning.workload import Lengths, Synthetic
+    from kvstore_serving.planning.workload import Lengths, Synthetic, without_hits
 
     check_url(url)
     own: dict[str, object] = {
@@ -146,6 +149,8 @@ def verify(
         if input_tokens is None or output_tokens is None:
             fail("usage", "a load is --input-tokens with --output-tokens, or --trace, or what --plan has")
         recipe = Synthetic(Lengths(input_tokens), Lengths(output_tokens))
+    if not hits:
+        recipe = without_hits(recipe)
     if requests is None and isinstance(recipe, Synthetic):
         requests = REQUESTS
     rates = _rates(rate, read)

@@ -28,7 +28,7 @@ class HitCurve:
     hit_rates: Sequence[float]
 
     def at(self, tokens: float) -> float:
-        """-> the hit rate of a store of this size, between the measured ones; 0 for none; that of the largest beyond."""
+        """-> the hit rate of a store of this size, between the measured ones; 0 for none, the last one beyond."""
         return float(np.interp(tokens, [0.0, *self.tokens], [0.0, *self.hit_rates]))
 
     def around(self, tokens: float) -> list[float]:

@@ -38,7 +38,7 @@ from kvstore_serving.planning.search import (
     rate_phases,
 )
 from kvstore_serving.planning.simulator import Fleet, Run
-from kvstore_serving.planning.workload import Floats, Lengths, Recipe, Replayed, Synthetic
+from kvstore_serving.planning.workload import Floats, Lengths, Recipe, Synthetic, without_hits
 
 STORE_BUSY: Final = 0.6  # share of time that a store's links send: requests come in bursts
 NEARLY: Final = 0.95  # of the goodput beside any store is enough
@@ -275,10 +275,8 @@ def _sensitivity(question: Question, answer: Answer, crew: Crew) -> list[Sensiti
         longer: Callable[[Lengths], Lengths] = lambda lengths: Lengths(lengths.mean * 1.25, lengths.cv)  # noqa: E731
         changed["prompts a quarter longer"] = replace(question, recipe=other(recipe, inputs=longer(recipe.inputs)))
         changed["answers a quarter longer"] = replace(question, recipe=other(recipe, outputs=longer(recipe.outputs)))
-        if recipe.hit_rate:
-            changed["nothing in the store"] = replace(question, recipe=other(recipe, hit_rate=0.0))
-    elif isinstance(recipe, Replayed) and recipe.hits:
-        changed["nothing in the store"] = replace(question, recipe=other(recipe, hits=False))
+    if recipe.means.hits:
+        changed["nothing in the store"] = replace(question, recipe=without_hits(recipe))
     placements = [answer.placement] * (1 + len(changed))
     for phase, engines in answer.placement.named.items():
         if engines.instances > 1:

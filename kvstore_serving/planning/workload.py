@@ -165,6 +165,13 @@ Recipe = Synthetic | Replayed
 """How workloads are made: `make(count, seed)`."""
 
 
+def without_hits(recipe: Recipe) -> Recipe:
+    """-> the same requests, of which the store has nothing."""
+    if isinstance(recipe, Replayed):
+        return msgspec.structs.replace(recipe, hits=False)
+    return msgspec.structs.replace(recipe, hit_rate=0.0)
+
+
 @functools.lru_cache(maxsize=4)
 def _whole(recipe: Replayed) -> Workload:
     """Raises `TraceError`, and `ValueError` for a trace of less than two requests at two times."""

@@ -91,6 +91,8 @@ def test_verify_sends_a_trace_at_each_rate(endpoint: Endpoint, profile: str, tmp
     assert {each["predicted_hit_rate"] for each in found["compared"]} == {0.5}
     times = [each.at_s for each in endpoint.asked]
     assert times[19] - times[0] > 19 / 10 * 0.9, "ten a second, though the trace has one"
+    alone = document("verify", *at, "--trace", str(file), *RATES, "--warmup", "2", "--no-hits")
+    assert {each["predicted_hit_rate"] for each in alone["compared"]} == {0.0}, "an engine without a store and a cache"
     both = document("verify", *at, "--trace", str(file), *LOAD[:2], *RATES, status=2)
     assert "--trace has its own lengths" in both["error"]["message"]
     none = document("verify", *at, "--trace", str(file), *RATES, "--warmup", "20", status=2)
