@@ -16,7 +16,7 @@ from benchmarks.remote_kv_cache.test_faults import MOST_WAITED_S
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_layer_parts import COMPUTE as COMPUTE_IT
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
-from benchmarks.remote_kv_cache.test_request_time import ADDED, D_QUEUE, PARTS, PERCENTILES
+from benchmarks.remote_kv_cache.test_request_time import D_QUEUE, PARTS, PERCENTILES
 from benchmarks.remote_kv_cache.test_request_time import FIRST as FIRST_OF_D
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import BATCH_SIZES, STORED
@@ -173,7 +173,7 @@ def request_time(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     cases = results["test_request_time"].cases
-    parts = [part for part in PARTS if part not in (FIRST_OF_D, D_QUEUE, ADDED)]
+    parts = [part for part in PARTS if part not in (FIRST_OF_D, D_QUEUE)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         bars, shares = figure.subplots(1, 2, width_ratios=(3, 2))

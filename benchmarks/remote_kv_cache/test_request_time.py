@@ -6,7 +6,7 @@ once. The times are those that both engines write to their trace files (docs/tra
 until the engine gives the request blocks, *prefill*, *way to D* from the end of the prefill to the moment when all
 blocks are in D's cache, and *first step of D* from then to D's first token. What an engine does for other requests
 meanwhile is part of it. D waits for blocks while P computes, so the parts of P and the way are one after the other, and
-*waits at D* is beside them. *Added by the hand-over*: the time to the first token, less the prefill and D's first step.
+*waits at D* is beside them. The way is what the hand-over adds: an engine that does both waits and computes as well.
 
 Needs vLLM and two cores; without them nothing is measured.
 """
@@ -50,8 +50,7 @@ WAY: Final = "way to D"
 D_QUEUE: Final = "waits at D"
 D_STEP: Final = "first step of D"
 FIRST: Final = "first token"
-ADDED: Final = "added by the hand-over"
-PARTS: Final = (P_QUEUE, COMPUTED, WAY, D_QUEUE, D_STEP, FIRST, ADDED)
+PARTS: Final = (P_QUEUE, COMPUTED, WAY, D_QUEUE, D_STEP, FIRST)
 PROMPT_TOKENS: Final = 1000
 RATES: Final = {"tiny": (1.0, 3.0), "mid": (0.1, 0.3)}  # requests/s, by model
 PERCENTILES: Final = tuple(range(0, 101, 5))
@@ -173,15 +172,13 @@ def parts_of(files: Sequence[Path], first: Seconds) -> dict[str, Seconds]:
     window = came[0] - _APART_S, came[-1] + _APART_S
     (p_came, p_began), (_, p_ended) = times_of(p, ("queue", "prefill"), *window, count)
     (d_came, d_began), (_, d_loaded) = times_of(d, ("queue", "load"), *window, count)
-    computed, step = p_ended - p_began, np.maximum(0.0, first - (d_loaded - d_came))
     return {
         P_QUEUE: p_began - p_came,
-        COMPUTED: computed,
+        COMPUTED: p_ended - p_began,
         WAY: np.maximum(0.0, d_loaded - p_ended),
         D_QUEUE: d_began - d_came,
-        D_STEP: step,
+        D_STEP: np.maximum(0.0, first - (d_loaded - d_came)),
         FIRST: first,
-        ADDED: first - computed - step,
     }
 
 

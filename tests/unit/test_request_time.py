@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks.remote_kv_cache.test_request_time import (
-    ADDED,
     COMPUTED,
     D_QUEUE,
     D_STEP,
@@ -55,7 +54,6 @@ def test_the_parts_are_those_of_each_request_in_the_order_in_which_they_came(tmp
         D_QUEUE: [0.2, 0.2],
         D_STEP: [0.49, 0.23],
         FIRST: [1.5, 1.25],
-        ADDED: [0.11, 0.12],
     }
     assert found.keys() == expected.keys()
     for name, seconds in expected.items():
