@@ -1,4 +1,5 @@
-"""The charts of docs/charts: bars with the spread of their rounds, and the physical limit of the same run as a line.
+"""The charts of docs/charts: bars with the spread of their rounds, and the physical limit of the same run as a line;
+and panels side by side.
 
 The background is transparent; the text is a grey that is readable on white and on black. The same results give the
 same bytes.
@@ -6,7 +7,7 @@ same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,6 +73,16 @@ def draw(
         axes.set_xlabel(axis)
         axes.set_title(title, loc="left", fontsize=11)
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
+def draw_panels(path: Path, count: int, draw: Callable[[list[Any]], None]) -> None:
+    """Write a chart of so many panels, side by side."""
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(8.0, 3.8 * count), 3.6), layout="constrained")
+        draw(list(figure.subplots(1, count, squeeze=False).flat))
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 

@@ -15,6 +15,8 @@ from typing import Final
 
 from benchmarks.cluster_sim.tables import CLUSTER_TABLES
 from benchmarks.eviction.tables import EVICTION_TABLES
+from benchmarks.kv_pipeline.claims import PIPELINE_CLAIMS
+from benchmarks.kv_pipeline.tables import PIPELINE_COMPUTED, PIPELINE_TABLES
 from benchmarks.ledger import claims_table, missed_table, rig_table
 from benchmarks.persistence_kv_cache.claims import PERSISTENCE_CLAIMS
 from benchmarks.persistence_kv_cache.tables import PERSISTENCE_TABLES
@@ -28,13 +30,17 @@ from benchmarks.results_reader import Results, read_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCUMENTS: Final = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "planning.md")
-CLAIMS: Final = (*REMOTE_CLAIMS, *SECURITY_CLAIMS, *PERSISTENCE_CLAIMS, *PLANNING_CLAIMS)
+CLAIMS: Final = (*REMOTE_CLAIMS, *SECURITY_CLAIMS, *PERSISTENCE_CLAIMS, *PLANNING_CLAIMS, *PIPELINE_CLAIMS)
 LEDGER: Final = {
     "claims": lambda results: claims_table(CLAIMS, results),
     "missed": lambda results: missed_table(CLAIMS, results),
     "rig": rig_table,
 }
-TABLES: Final = REMOTE_TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES | PLANNING_TABLES
+TABLES: Final = (
+    REMOTE_TABLES | ENGINE_TABLES | EVICTION_TABLES | PERSISTENCE_TABLES | CLUSTER_TABLES | PLANNING_TABLES
+    | PIPELINE_TABLES
+)  # fmt: skip
+COMPUTED: Final = PLANNING_COMPUTED | PIPELINE_COMPUTED
 _MARKED: Final = re.compile(r"(<!-- begin:(\w+) -->\n).*?(<!-- end:\2 -->)", re.DOTALL)
 
 
@@ -44,8 +50,8 @@ def fill(document: str, results: Results) -> str:
     def table(match: re.Match[str]) -> str:
         if match[2] in LEDGER:
             return f"{match[1]}{LEDGER[match[2]](results)}\n{match[3]}"
-        if match[2] in PLANNING_COMPUTED:
-            return f"{match[1]}{PLANNING_COMPUTED[match[2]]()}\n{match[3]}"
+        if match[2] in COMPUTED:
+            return f"{match[1]}{COMPUTED[match[2]]()}\n{match[3]}"
         needed, make = TABLES[match[2]]
         return f"{match[1]}{make(results) if needed in results else 'Not measured yet.'}\n{match[3]}"
 
@@ -56,6 +62,7 @@ def draw_charts(results: Results, folder: Path) -> list[Path]:
     """Write all charts. -> the files written."""
     from benchmarks.cluster_sim.charts import CLUSTER_CHARTS
     from benchmarks.eviction.charts import EVICTION_CHARTS
+    from benchmarks.kv_pipeline.charts import PIPELINE_CHARTS
     from benchmarks.persistence_kv_cache.charts import PERSISTENCE_CHARTS
     from benchmarks.planning.charts import PLANNING_CHARTS
     from benchmarks.remote_kv_cache.charts import REMOTE_CHARTS
@@ -63,7 +70,10 @@ def draw_charts(results: Results, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    everything = REMOTE_CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS | PLANNING_CHARTS
+    everything = (
+        REMOTE_CHARTS | ENGINE_CHARTS | EVICTION_CHARTS | PERSISTENCE_CHARTS | CLUSTER_CHARTS | PLANNING_CHARTS
+        | PIPELINE_CHARTS
+    )  # fmt: skip
     for name, (needed, make) in everything.items():
         if needed in results:
             path = folder / f"{name}.svg"

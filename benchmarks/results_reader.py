@@ -91,6 +91,12 @@ class Result:
         """The cases of one kind, of a benchmark that has several kinds."""
         return [case for case in self.cases if case.parameters.get("group") == name]
 
+    def measured_group(self, name: str) -> list[CaseResult]:
+        """The cases of one kind. Raises `KeyError` if none was measured."""
+        if not (cases := self.group(name)):
+            raise KeyError(name)
+        return cases
+
     @property
     def parameters(self) -> dict[str, Any]:
         return dict(self.data["parameters"])
@@ -124,6 +130,11 @@ class Result:
 
 
 Results = dict[str, Result]
+
+
+def parameters_of(results: Results, benchmark: str, group: str) -> list[dict[str, Any]]:
+    """-> the parameters of the cases of one kind."""
+    return [case.parameters for case in results[benchmark].group(group)]
 
 
 def read_results(folder: Path) -> Results:

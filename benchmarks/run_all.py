@@ -96,7 +96,9 @@ BENCHMARKS: Final = (
     Entry(f"{PLANNING}.test_predicted", 25, engine=True),
     Entry(f"{PLANNING}.test_predicted_apart", 12, engine=True),
     Entry(f"{PLANNING}.test_interference", 12, engine=True),
-    Entry("benchmarks.kv_pipeline.test_pipeline", 12),
+    Entry("benchmarks.kv_pipeline.test_pipeline", 15),
+    Entry("benchmarks.kv_pipeline.test_pushed", 8),
+    Entry("benchmarks.kv_pipeline.test_tokens", 7),
 )
 
 

@@ -7,8 +7,9 @@ tokens are kept apart, in a tail, and attended with the rest: KV only grows at i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,10 @@ class Shape:
     @property
     def layer_bytes(self) -> int:
         return self.batch * self.block_bytes
+
+    def of_batch(self, batch: int) -> Shape:
+        """-> the same for so many sequences."""
+        return replace(self, batch=batch)
 
     @property
     def kv_bytes(self) -> int:
@@ -108,6 +113,12 @@ class Decoder:
             for _ in range(shape.layers)
         ]
         self.start = random.standard_normal((shape.batch, width), dtype=np.float32)
+
+    def of_batch(self, batch: int) -> Decoder:
+        """-> the decoder of the first `batch` sequences, with the same weights."""
+        smaller = copy.copy(self)
+        smaller.shape, smaller.start = self.shape.of_batch(batch), self.start[:batch]
+        return smaller
 
     def run(self, past: Callable[[int, Array], Partial], stepped: Callable[[], None] = lambda: None) -> Array:
         """Decode `steps` tokens. -> the last hidden states.

@@ -4,40 +4,25 @@
 * `Fetched`: in a kvstore-server; a thread reads the KV of layers that are due into buffers, `depth` layers ahead; depth
   0 reads when the layer needs it (serial). The thread does its work in native code, without Python's lock.
 * `Pushed`: in a kvstore-server, too, but the attention goes to the KV: a process beside the server attends over views
-  of
-  the server's memory and sends back the partial attention, which is merged.
+  of the server's memory and sends back the partial attention, which is merged.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from types import TracebackType
 
 import numpy as np
 
+from benchmarks.kv_pipeline.beside import ANSWER, Beside
+from benchmarks.kv_pipeline.blocks import keys_of
 from benchmarks.kv_pipeline.decoder import Array, Partial, Shape, attend
-from kvstore_client import KVStoreClient, Namespace
-
-TIMEOUT_S = 60.0
-
-
-def namespace(shape: Shape) -> Namespace:
-    """The namespace of blocks of this shape."""
-    return Namespace(
-        model=f"kv-pipeline-{shape.context}", dtype="float32", block_tokens=shape.context, block_bytes=shape.block_bytes
-    )
-
-
-def keys_of(shape: Shape, layer: int) -> list[bytes]:
-    """The keys of a layer's blocks, one a sequence."""
-    return [f"layer {layer:04d} seq {sequence:04d}".encode() for sequence in range(shape.batch)]
+from kvstore_client import KVStoreClient
 
 
 def lent_layers(shape: Shape, lent: int) -> list[int]:
@@ -55,8 +40,12 @@ def make_kv(shape: Shape, layer: int) -> Array:
 class Resident:
     """The KV of all layers in memory."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.kv = [make_kv(shape, layer) for layer in range(shape.layers)]
+    def __init__(self, kv: Sequence[Array]) -> None:
+        self.kv = kv
+
+    def of_batch(self, batch: int) -> Resident:
+        """-> the KV of the first `batch` sequences: the same memory."""
+        return Resident([each[:batch] for each in self.kv])
 
     def attend(self, layer: int, query: Array) -> Partial:
         return attend(query, self.kv[layer])
@@ -131,54 +120,17 @@ class Fetched:
 
 
 class Pushed:
-    """Some layers in the store, attended there. Used in a `with` statement."""
+    """Some layers in the store, attended there."""
 
-    def __init__(self, shape: Shape, resident: Resident, lent: Sequence[int], endpoint: str, core: int | None) -> None:
-        self._resident, self._lent = resident, set(lent)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, far = context.Pipe()
-        self._process = context.Process(target=_attend_there, args=(far, shape, sorted(lent), endpoint, core))
-
-    def __enter__(self) -> Pushed:
-        self._process.start()
-        if self._pipe.recv() != "ready":
-            raise RuntimeError("the store lacks the KV that is to be attended there")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pipe.send(None)
-        self._process.join()
+    def __init__(self, shape: Shape, resident: Resident, lent: Sequence[int], beside: Beside) -> None:
+        self._resident, self._lent, self._beside = resident, set(lent), beside
+        self._size = (shape.batch, shape.heads, 1, ANSWER + shape.head_size)
 
     def attend(self, layer: int, query: Array) -> Partial:
         if layer not in self._lent:
             return self._resident.attend(layer, query)
-        self._pipe.send((layer, query))
-        return Partial(*self._pipe.recv())
-
-
-def _attend_there(pipe: Connection, shape: Shape, lent: Sequence[int], endpoint: str, core: int | None) -> None:
-    """The process beside the server: views of the server's own memory, no copy."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-    size = (2, shape.heads, shape.context, shape.head_size)
-    with KVStoreClient(endpoint, namespace(shape), timeout_s=TIMEOUT_S, shared_memory=True) as client:
-        keys = [key for layer in lent for key in keys_of(shape, layer)]
-        with client.borrow(keys) as borrowed:
-            views = [None if block is None else np.frombuffer(block, np.float32).reshape(size) for block in borrowed]
-            pipe.send("ready" if all(view is not None for view in views) else "missing")
-            places = {layer: views[at * shape.batch : (at + 1) * shape.batch] for at, layer in enumerate(lent)}
-            while (asked := pipe.recv()) is not None:
-                layer, query = asked
-                parts = [attend(query[number : number + 1], view[None]) for number, view in enumerate(places[layer])]
-                pipe.send(
-                    tuple(
-                        np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "weights", "top")
-                    )
-                )
-            places.clear()
-            views.clear()
+        answer = np.frombuffer(self._beside.ask(layer, query), np.float32).reshape(self._size)
+        return Partial(answer[..., ANSWER:], answer[..., :1], answer[..., 1:ANSWER])
 
 
 def fill(shape: Shape, resident: Resident, client: KVStoreClient) -> None:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-import matplotlib
-
-from benchmarks.bars import COLOURS, INK, LIMIT, STYLE
-from benchmarks.planning.tables import PIPELINE, PREDICTED, PREDICTED_APART
+from benchmarks.bars import COLOURS, INK, LIMIT, draw_panels
+from benchmarks.planning.tables import INTERFERENCE, PREDICTED, PREDICTED_APART
+from benchmarks.planning.test_interference import APART as SEPARATED
+from benchmarks.planning.test_interference import LENGTHS, WAYS
 from benchmarks.planning.test_predicted import APART, COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.results_reader import Results
 
 Chart = Callable[[Results, Path], None]
-
-
-def _panels(path: Path, count: int, draw: Callable[[list[Any]], None]) -> None:
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(max(8.0, 3.8 * count), 3.6), layout="constrained")
-        draw(list(figure.subplots(1, count, squeeze=False).flat))
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
 def predicted(results: Results, path: Path) -> None:
@@ -48,33 +40,36 @@ def predicted(results: Results, path: Path) -> None:
             axes.set_title(way, loc="left", fontsize=11)
             axes.legend(frameon=False, fontsize=8)
 
-    _panels(path, 2, draw)
+    draw_panels(path, 2, draw)
 
 
-def knees(results: Results, path: Path) -> None:
-    """The time of a step against the share of the KV that is lent, for each rate of the link; dotted: as computed."""
-    cases = [case.parameters for case in results[PIPELINE].group("knee")]
-    ratios = list(dict.fromkeys(case["ratio"] for case in cases))
+def interference(results: Results, path: Path) -> None:
+    """The longest wait of a batch that decodes, and the prompt's own time, by the prompt's length."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    panels_of = {"longest_gap_s": "longest wait of the batch, ms", "ttft_s": "the prompt's first token after, ms"}
 
     def draw(panels: list[Any]) -> None:
-        for axes, ratio in zip(panels, ratios, strict=True):
-            mine = [case for case in cases if case["ratio"] == ratio]
-            for case, colour in zip(mine, COLOURS, strict=False):
-                alphas = [float(alpha) for alpha in case["curve"]]
-                label = f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s"
-                axes.plot(alphas, [each * 1e3 for each in case["curve"].values()], "o-", color=colour, label=label)
-                copying = [alpha * case["kv_bytes"] / case["link_bytes_per_s"] for alpha in alphas]
-                expected = [max(case["step_s"], each) * 1e3 for each in copying]
-                axes.plot(alphas, expected, ":", color=colour, linewidth=1)
-                axes.axvline(case["alpha"], color=LIMIT, linewidth=0.5)
-            axes.set(xlabel="share of the KV that is lent", ylabel="ms a step", ylim=(0, None))
-            axes.set_title(f"KV {ratio} x weights", loc="left", fontsize=11)
+        for axes, (what, label) in zip(panels, panels_of.items(), strict=True):
+            for way, colour in zip((*WAYS, SEPARATED), COLOURS, strict=False):
+                cases = [case.parameters for case in results[INTERFERENCE].group(way)]
+                ends = [[each[0 if what == "longest_gap_s" else 2] * 1e3 for each in case["rounds"]] for case in cases]
+                lengths, found = [case["tokens"] for case in cases], [case[what] * 1e3 for case in cases]
+                axes.plot(lengths, found, "o-", color=colour, label=way)
+                axes.fill_between(lengths, list(map(min, ends)), list(map(max, ends)), color=colour, alpha=0.2)
+            if what == "longest_gap_s":
+                alone = [case.parameters["gap_alone_s"] * 1e3 for case in results[INTERFERENCE].cases]
+                axes.axhline(median(alone), color=LIMIT, linewidth=1, label="without a prompt")
+            axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel=label)
+            axes.xaxis.set_major_locator(FixedLocator(LENGTHS))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xticklabels([str(length) for length in LENGTHS])
             axes.legend(frameon=False, fontsize=8)
 
-    _panels(path, len(ratios), draw)
+    draw_panels(path, len(panels_of), draw)
 
 
 PLANNING_CHARTS: Final[dict[str, tuple[str, Chart]]] = {
     "planning-predicted": (PREDICTED, predicted),
-    "planning-pipeline": (PIPELINE, knees),
+    "planning-interference": (INTERFERENCE, interference),
 }

@@ -1,4 +1,4 @@
-"""The targets of the planner, and of the KV pipeline."""
+"""The targets of the planner."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from statistics import median
 from typing import Final
 
 from benchmarks.ledger import Claim, Finding
-from benchmarks.planning.tables import INTERVALS, PIPELINE, PREDICTED, PREDICTED_APART, SIMULATOR, inside_intervals
+from benchmarks.planning.tables import (
+    INTERFERENCE,
+    INTERVALS,
+    PREDICTED,
+    PREDICTED_APART,
+    SIMULATOR,
+    inside_intervals,
+)
+from benchmarks.planning.test_interference import APART as SEPARATED
+from benchmarks.planning.test_interference import WHOLE
 from benchmarks.planning.test_predicted import COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, FORMS, SEARCH
-from benchmarks.results_reader import CaseResult, Result
+from benchmarks.results_reader import Result
 
 _MODULE: Final = "benchmarks.planning"
-_PIPELINE_MODULE: Final = "benchmarks.kv_pipeline"
-
-
-def _group(result: Result, group: str) -> list[CaseResult]:
-    """Raises `KeyError` if it was not measured."""
-    cases = result.group(group)
-    if not cases:
-        raise KeyError(group)
-    return cases
 
 
 def _waits(result: Result) -> Finding:
-    cases = [case.parameters for case in _group(result, FORMS)]
+    cases = [case.parameters for case in result.measured_group(FORMS)]
     inside, of = inside_intervals(cases)
     reached = f"{inside} of {of} figures"
     return Finding(reached, "closed forms", inside == of, BATCHES)
@@ -34,7 +34,7 @@ def _waits(result: Result) -> Finding:
 
 def _crossovers(most: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
-        cases = [case.parameters for case in _group(result, CROSSOVER)]
+        cases = [case.parameters for case in result.measured_group(CROSSOVER)]
         computed, simulated = (
             max(abs(case[name] / case["published"] - 1) for case in cases) for name in ("ours", "simulated")
         )
@@ -45,7 +45,7 @@ def _crossovers(most: float) -> Callable[[Result], Finding]:
 
 
 def _search(result: Result) -> Finding:
-    [case] = _group(result, SEARCH)
+    [case] = result.measured_group(SEARCH)
     seconds, most = case.parameters["seconds_to_search"], case.parameters["target_s"]
     return Finding(f"{median(seconds):.1f} s, {max(seconds):.1f} at worst", "", max(seconds) <= most, len(seconds))
 
@@ -54,7 +54,7 @@ def _predicted(group: str, mean: float, worst: float) -> Callable[[Result], Find
     """Rounds of these are the rates: each is a measurement of its own."""
 
     def find(result: Result) -> Finding:
-        errors = [case.parameters["error"] for case in _group(result, group)]
+        errors = [case.parameters["error"] for case in result.measured_group(group)]
         found = sum(errors) / len(errors), max(errors)
         reached = f"{found[0]:.1f} points in the mean of {len(errors)} rates, {found[1]:.1f} at worst"
         return Finding(reached, "measured attainment", found[0] <= mean and found[1] <= worst, len(errors))
@@ -62,28 +62,27 @@ def _predicted(group: str, mean: float, worst: float) -> Callable[[Result], Find
     return find
 
 
-def _knees(most: float) -> Callable[[Result], Finding]:
+def _by_length(ratios: dict[int, float]) -> str:
+    return ", ".join(f"{tokens} tokens {ratio:.2f} x" for tokens, ratio in ratios.items())
+
+
+def _gaps(most: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
-        told, good = [], True
-        cases = [case.parameters for case in _group(result, "knee")]
-        for ratio in dict.fromkeys(case["ratio"] for case in cases):
-            off = [abs(case["knee"] / case["alpha"] - 1) for case in cases if case["ratio"] == ratio]
-            near = sum(each <= most for each in off)
-            told.append(f"KV {ratio} x weights: {near} of {len(off)} rates, {max(off):.0%} at worst")
-            good = good and near >= 4
-        return Finding("; ".join(told), "alpha* from the link and the step of the same run", good)
+        cases = [case.parameters for case in result.measured_group(SEPARATED)]
+        ratios = {case["tokens"]: case["longest_gap_s"] / case["gap_alone_s"] for case in cases}
+        whole = {case.parameters["tokens"]: case.parameters for case in result.measured_group(WHOLE)}
+        limits = {tokens: whole[tokens]["longest_gap_s"] / whole[tokens]["gap_alone_s"] for tokens in ratios}
+        return Finding(_by_length(ratios), f"one engine: {_by_length(limits)}", max(ratios.values()) <= most)
 
     return find
 
 
-def _step(most: float) -> Callable[[Result], Finding]:
+def _first_tokens(most: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
-        cases = [case.parameters for case in _group(result, "knee")]
-        worst = {case["ratio"]: 0.0 for case in cases}
-        for case in cases:
-            worst[case["ratio"]] = max(worst[case["ratio"]], case["worst_to_max"])
-        told = ", ".join(f"KV {ratio} x weights {each:.2f} x" for ratio, each in worst.items())
-        return Finding(told, "the longer of copying and computing", max(worst.values()) <= most)
+        whole = {case.parameters["tokens"]: case.parameters["ttft_s"] for case in result.measured_group(WHOLE)}
+        cases = [case.parameters for case in result.measured_group(SEPARATED)]
+        ratios = {case["tokens"]: case["ttft_s"] / whole[case["tokens"]] for case in cases}
+        return Finding(_by_length(ratios), "one engine, whole prompts", max(ratios.values()) <= most)
 
     return find
 
@@ -120,17 +119,18 @@ PLANNING_CLAIMS: Final = (
         _predicted(AS_IT_RUNS, 5, 10),
     ),
     Claim(
-        _PIPELINE_MODULE,
-        "KV pipeline: the knee within 10 % of alpha* at 4 rates of the link or more, for three ratios of KV to weights",
-        PIPELINE,
+        _MODULE,
+        "one prefill of 128 to 4096 tokens beside a batch that decodes, apart: the batch's longest gap ≤ 1.5 x its gap "
+        "without",
+        INTERFERENCE,
         "",
-        _knees(0.10),
+        _gaps(1.5),
     ),
     Claim(
-        _PIPELINE_MODULE,
-        "KV pipeline, one layer ahead: a step ≤ 1.05 x the longer of copying and computing",
-        PIPELINE,
+        _MODULE,
+        "the same, apart: the prompt's first token ≤ 1.1 x as late as from one engine that prefills whole prompts",
+        INTERFERENCE,
         "",
-        _step(1.05),
+        _first_tokens(1.1),
     ),
 )

@@ -13,21 +13,15 @@ from benchmarks.planning.test_parallelism import DECODES, PREFILLS
 from benchmarks.planning.test_predicted import APART, COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.planning.test_simulator import BATCHES, CROSSOVER, DISTSERVE, FORMS, ROUNDING, SEARCH, T_ALL, T_SINGLE
-from benchmarks.results_reader import CaseResult, Results
-from kvstore_serving.planning.pipeline import largest_kv, plan_pipeline
+from benchmarks.results_reader import Results, parameters_of
 from kvstore_serving.planning.queueing import highest_load
 
 SIMULATOR: Final = "test_simulator"
 PARALLELISM: Final = "test_parallelism"
 PREDICTED: Final = "test_predicted"
 PREDICTED_APART: Final = "test_predicted_apart"
-PIPELINE: Final = "test_pipeline"
 INTERFERENCE: Final = "test_interference"
 INTERVALS: Final = "intervals that hold together with 95 %"
-
-
-def _parameters(results: Results, benchmark: str, group: str) -> list[dict[str, Any]]:
-    return [case.parameters for case in results[benchmark].group(group)]
 
 
 def _off(wait: dict[str, float]) -> float:
@@ -44,7 +38,7 @@ def inside_intervals(cases: Sequence[dict[str, Any]]) -> tuple[int, int]:
 
 def closed_forms(results: Results) -> str:
     """The waits of a million arrivals beside the closed forms."""
-    cases = _parameters(results, SIMULATOR, FORMS)
+    cases = parameters_of(results, SIMULATOR, FORMS)
     rows = []
     for case in cases:
         waits = case["waits"]
@@ -99,7 +93,7 @@ def p90_loads() -> str:
 def distserve(results: Results) -> str:
     """DistServe's workloads."""
     rows = []
-    for case in _parameters(results, SIMULATOR, DISTSERVE):
+    for case in parameters_of(results, SIMULATOR, DISTSERVE):
         published = case["published"]
         ours = case.get("ours")
         rows.append(
@@ -127,7 +121,7 @@ def _rate(rate: float | None) -> str:
 
 def prefill_degrees(results: Results) -> str:
     """The mean time to the first token by rate, a table for each number of GPUs."""
-    cases = _parameters(results, PARALLELISM, PREFILLS)
+    cases = parameters_of(results, PARALLELISM, PREFILLS)
     tables = []
     for profile, gpus in dict.fromkeys((case["profile"], case["gpus"]) for case in cases):
         mine = [case for case in cases if (case["profile"], case["gpus"]) == (profile, gpus)]
@@ -152,7 +146,7 @@ def decode_degrees(results: Results) -> str:
             f"`{case['profile']}`", f"({case['tp']}, {case['pp']})", f"{case['tpot_s'] * 1e3:.0f}",
             f"{case['tokens_per_s']:.0f}", f"{case['tokens_per_s'] / (case['tp'] * case['pp']):.0f}",
         )
-        for case in _parameters(results, PARALLELISM, DECODES)
+        for case in parameters_of(results, PARALLELISM, DECODES)
     ]  # fmt: skip
     return markdown(("profile", "(tp, pp)", "time per token, ms", "tokens/s", "tokens/s and GPU"), rows)
 
@@ -175,7 +169,7 @@ def predicted(results: Results) -> str:
     """Attainment, predicted and measured."""
     rows, said = [], ""
     for benchmark, way in ((PREDICTED, COLOCATED), (PREDICTED, APART), (PREDICTED_APART, AS_IT_RUNS)):
-        cases = _parameters(results, benchmark, way) if benchmark in results else []
+        cases = parameters_of(results, benchmark, way) if benchmark in results else []
         for case in cases:
             rows.append(
                 (
@@ -202,7 +196,7 @@ def interference(results: Results) -> str:
     """The longest wait of requests that decode, and the prompt's own time, by the prompt's length."""
     rows = []
     for way in (*WAYS, SEPARATED):
-        cases = {case["tokens"]: case for case in _parameters(results, INTERFERENCE, way)}
+        cases = {case["tokens"]: case for case in parameters_of(results, INTERFERENCE, way)}
         if cases:
             alone = f"{min(case['gap_alone_s'] for case in cases.values()) * 1e3:.0f}"
             cells = [
@@ -210,71 +204,6 @@ def interference(results: Results) -> str:
             ]
             rows.append((way, alone, *cells))
     return markdown(("longest gap / the prompt's TTFT, ms", "gap alone", *(f"{n} tokens" for n in LENGTHS)), rows)
-
-
-def knees(results: Results) -> str:
-    """The knee of the KV pipeline."""
-    rows = []
-    for case in _parameters(results, PIPELINE, "knee"):
-        alpha, knee = case["alpha"], case["knee"]
-        rows.append(
-            (
-                case["ratio"], f"{case['kv_bytes'] / 1e6:.0f} MB", f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s",
-                f"{case['step_s'] * 1e3:.1f} ms", f"{alpha:.1%}", f"{knee:.1%}",
-                f"{knee / alpha - 1:+.0%}", f"{case['worst_to_max']:.2f} x",
-            )
-        )  # fmt: skip
-    headings = (
-        "KV to weights", "KV", "link", "step", "alpha*", "knee", "off", "step at worst, of the longer"
-    )  # fmt: skip
-    return markdown(headings, rows)
-
-
-def modes(results: Results) -> str:
-    """What half of the layers cost, by the way they are read."""
-    cases = results[PIPELINE].group("modes")
-    names = list(cases[0].parameters["step_s"])
-
-    def cell(case: CaseResult, name: str) -> str:
-        steps = case.parameters["step_s"]
-        return f"{steps[name] * 1e3:.1f} ms, {steps[name] / steps['nothing lent']:.2f} x"
-
-    rows = [(name, *(cell(case, name) for case in cases)) for name in names]
-    return markdown(("", *(f"KV {case.parameters['ratio']} x weights" for case in cases)), rows)
-
-
-_MEMORY: Final = 1.55e12  # bytes/s: an A100's, as measured for the proposal
-_RESIDENT: Final = 40e9  # of it for KV
-_WEIGHTS_S: Final = 0.017  # to read 26 GB of weights
-_LINKS: Final = {
-    "the proposal's ratio": (_MEMORY / 2.6, _MEMORY / 3.4, _MEMORY / 3.73, _MEMORY / 4.44),
-    "measured both ways, GPUs 4 to 7": (518e9,),
-    "measured both ways": (420e9,),
-    "measured one way": (272e9,),
-    "PCIe 4.0 x16": (25e9,),
-    "without P2P": (20e9,),
-    "100 Gbit/s": (12.5e9,),
-}
-
-
-def proposal() -> str:
-    """What the KV pipeline's proposal says, and what the whole formula does: computed."""
-    rows = []
-    for what, links in _LINKS.items():
-        for link in links:
-            kv_bytes = largest_kv(_RESIDENT, link, _MEMORY, _WEIGHTS_S, 0.0)
-            assert kv_bytes is not None
-            plan = plan_pipeline(kv_bytes, link, _MEMORY, _WEIGHTS_S, 0.0)
-            first = plan.alpha_bandwidth
-            rows.append(
-                (
-                    f"{link / 1e9:.3g} GB/s, {what}", f"{1 / first:.3g}", f"{first:.1%}", f"{1 / (1 - first):.2f} x",
-                    f"{plan.alpha:.1%}", f"{kv_bytes / _RESIDENT:.2f} x", f"{plan.lender_bytes / 1e9:.1f} GB",
-                )
-            )  # fmt: skip
-    first, both = "first term alone", "with T_other = 17 ms"
-    headings = ("link", "B_memory / B_link", f"alpha, {first}", f"capacity, {first}", f"alpha, {both}")
-    return markdown((*headings, f"capacity, {both}", "the lender holds"), rows)
 
 
 PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
@@ -286,8 +215,6 @@ PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "search_time": (SIMULATOR, search_time),
     "predicted": (PREDICTED, predicted),
     "interference": (INTERFERENCE, interference),
-    "knees": (PIPELINE, knees),
-    "pipeline_modes": (PIPELINE, modes),
 }
 # Of nothing that is measured.
-PLANNING_COMPUTED: Final[dict[str, Callable[[], str]]] = {"p90_loads": p90_loads, "proposal": proposal}
+PLANNING_COMPUTED: Final[dict[str, Callable[[], str]]] = {"p90_loads": p90_loads}

@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -90,6 +91,12 @@ class LimitedLink:
         for number, device in enumerate(self._devices):
             _run("tc", "qdisc", "replace", "dev", device, "root", *bucket)
             _run("tc", "-n", self._namespace, "qdisc", "replace", "dev", f"eth{number}", "root", *bucket)
+
+    def crossed(self) -> tuple[int, int]:
+        """-> bytes that have crossed all links, headers included: to the host, and from it."""
+        counters = [Path("/sys/class/net", device, "statistics") for device in self._devices]
+        sent, received = (sum(int((each / name).read_text()) for each in counters) for name in ("tx_bytes", "rx_bytes"))
+        return sent, received
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -71,18 +70,27 @@ def kvstore_server(
         str(shards),
     ]
     command += flags
+    with child(command, "kvstore-server ready ", "kvstore-server") as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def child(command: Sequence[str], ready: str, what: str) -> Iterator[str]:
+    """A process of this checkout while the body runs. -> what follows `ready` in its first line of output.
+
+    Raises `RuntimeError`, with the end of its stderr, if that is not what it prints."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
         late = threading.Timer(_START_S, process.kill)  # ends the wait for the line below
         late.start()
         try:
             assert process.stdout is not None
-            ready = re.match(r"kvstore-server ready ((?:tcp|tls)://\S+)", process.stdout.readline())
+            line = process.stdout.readline()
             late.cancel()
-            if ready is None:
+            if not line.startswith(ready):
                 log.seek(0)
-                raise RuntimeError(f"kvstore-server did not start:\n{log.read()[-4000:].decode(errors='replace')}")
-            yield ready[1]
+                raise RuntimeError(f"{what} did not start:\n{log.read()[-4000:].decode(errors='replace')}")
+            yield line.removeprefix(ready).split()[0]
         finally:
             late.cancel()
             _end(process)

@@ -1,0 +1,111 @@
+"""The targets of the KV pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from benchmarks.kv_pipeline.tables import (
+    PIPELINE,
+    PIPELINE_TOKENS,
+    best_batch,
+    planned_batch,
+    planned_step,
+    rates_by_batch,
+)
+from benchmarks.kv_pipeline.test_pipeline import KNEE
+from benchmarks.kv_pipeline.test_tokens import FETCHED, RESIDENT, TOKENS
+from benchmarks.ledger import Claim, Finding
+from benchmarks.results_reader import Result
+
+_MODULE: Final = "benchmarks.kv_pipeline"
+
+
+def _knees(most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        told, good = [], True
+        cases = [case.parameters for case in result.measured_group(KNEE)]
+        for ratio in dict.fromkeys(case["ratio"] for case in cases):
+            off = [abs(case["knee"] / case["alpha"] - 1) for case in cases if case["ratio"] == ratio]
+            near = sum(each <= most for each in off)
+            told.append(f"KV {ratio} x weights: {near} of {len(off)} rates, {max(off):.0%} at worst")
+            good = good and near >= 4
+        return Finding("; ".join(told), "alpha* from the link and the step of the same run", good)
+
+    return find
+
+
+def _step(most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        cases = [case.parameters for case in result.measured_group(KNEE)]
+        worst = {case["ratio"]: 0.0 for case in cases}
+        for case in cases:
+            worst[case["ratio"]] = max(worst[case["ratio"]], case["worst_to_max"])
+        told = ", ".join(f"KV {ratio} x weights {each:.2f} x" for ratio, each in worst.items())
+        return Finding(told, "the longer of copying and computing", max(worst.values()) <= most)
+
+    return find
+
+
+def _tokens(bound: float, gain: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        told, gains = [], []
+        for case in (each.parameters for each in result.measured_group(TOKENS)):
+            by_batch = rates_by_batch(case, FETCHED)
+            step_s, alone = by_batch[RESIDENT]
+            batch, rate = best_batch(by_batch, bound * step_s)
+            gains.append(rate / alone)
+            told.append(f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s: batch {batch}, {rate / alone:.2f} x")
+        good = sum(each >= gain for each in gains) >= 3
+        return Finding("; ".join(told), f"batch {RESIDENT}, nothing lent", good)
+
+    return find
+
+
+def _as_planned(most: float) -> Callable[[Result], Finding]:
+    def find(result: Result) -> Finding:
+        told, good = [], True
+        for case in (each.parameters for each in result.measured_group(TOKENS)):
+            batch, by_batch = planned_batch(case), rates_by_batch(case, FETCHED)
+            link = f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s"
+            if batch is None or batch not in by_batch:
+                told.append(f"{link}: more than {max(by_batch)}, not measured")
+                continue
+            off = by_batch[batch][0] / planned_step(case, batch) - 1
+            told.append(f"{link}: batch {batch}, step {off:+.0%}")
+            good = good and off <= most
+        return Finding("; ".join(told), "the step of the plan", good)
+
+    return find
+
+
+PIPELINE_CLAIMS: Final = (
+    Claim(
+        _MODULE,
+        "KV pipeline: the knee within 10 % of alpha* at 4 rates of the link or more, for three ratios of KV to weights",
+        PIPELINE,
+        "",
+        _knees(0.10),
+    ),
+    Claim(
+        _MODULE,
+        "KV pipeline, one layer ahead: a step ≤ 1.05 x the longer of copying and computing",
+        PIPELINE,
+        "",
+        _step(1.05),
+    ),
+    Claim(
+        _MODULE,
+        "KV pipeline, fixed resident bytes: TPOT ≤ 1.25 x and tokens/s ≥ 1.05 x at 3 rates of the link or more",
+        PIPELINE_TOKENS,
+        "",
+        _tokens(1.25, 1.05),
+    ),
+    Claim(
+        _MODULE,
+        "KV pipeline, fixed resident bytes: the batch that `plan pipeline` computes has a step ≤ 1.1 x the planned one",
+        PIPELINE_TOKENS,
+        "",
+        _as_planned(0.1),
+    ),
+)

@@ -1,0 +1,123 @@
+"""What the benchmarks of the KV pipeline share: a decoder, its KV, the store that has a copy of it, and turns."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.kv_pipeline.beside import Beside, attending
+from benchmarks.kv_pipeline.blocks import connect
+from benchmarks.kv_pipeline.decoder import Decoder, Shape
+from benchmarks.kv_pipeline.lending import Fetched, Pushed, Resident, fill, lent_layers, make_kv
+from benchmarks.remote_kv_cache.harness import Benchmark
+from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
+from benchmarks.remote_kv_cache.processes import kvstore_server
+from kvstore_client import KVStoreClient
+
+FULL_RATE: Final = 4e9  # bytes/s: more than this machine moves
+
+
+def cannot() -> str:
+    """Why nothing can be measured here; empty if it can."""
+    return unavailable() or ("" if len(os.sched_getaffinity(0)) >= 2 else "two cores are needed")
+
+
+class Rig:
+    """A decoder with a core of its own, its KV, and the store that has a copy of it. What it starts ends with the
+    stack, which must be closed by the thread that made it: that one is the decoder's."""
+
+    def __init__(self, shape: Shape, link: LimitedLink | None, stack: ExitStack) -> None:
+        """link: between decoder and store; None: loopback."""
+        self.shape, self._stack = shape, stack
+        cores = sorted(os.sched_getaffinity(0))
+        self.own_core, self.other_core = cores[0], cores[min(1, len(cores) - 1)]
+        self.decoder, self.resident = Decoder(shape), Resident([make_kv(shape, layer) for layer in range(shape.layers)])
+        self._host = link.address if link else "127.0.0.1"
+        self._prefix = link.command if link else []
+        flags = ("--host", self._host, "--insecure")
+        with self._elsewhere():
+            self.endpoint = stack.enter_context(kvstore_server(shape.kv_bytes, flags=flags, prefix=self._prefix))
+        self.client = self.connect(False)
+        if link:
+            link.set_rate(FULL_RATE)
+        fill(shape, self.resident, self.client)
+        stack.callback(os.sched_setaffinity, 0, set(cores))
+        os.sched_setaffinity(0, {self.own_core})
+        self.expected = self.decoder.run(self.resident.attend)
+
+    def of_batch(self, batch: int) -> Rig:
+        """-> the same for the first `batch` sequences, with the same store."""
+        smaller = copy.copy(self)
+        smaller.decoder, smaller.resident = self.decoder.of_batch(batch), self.resident.of_batch(batch)
+        smaller.shape = smaller.decoder.shape
+        smaller.expected = smaller.decoder.run(smaller.resident.attend)
+        return smaller
+
+    def connect(self, shared: bool) -> KVStoreClient:
+        """A client whose threads are on the other core."""
+        with self._elsewhere():
+            return self._stack.enter_context(connect(self.endpoint, self.shape, shared))
+
+    def beside(self) -> Beside:
+        """A process beside the store that attends its KV."""
+        with self._elsewhere():
+            address = self._stack.enter_context(attending(self.shape, self.endpoint, self._host, self._prefix))
+            beside = Beside(address)
+        self._stack.callback(beside.close)
+        return beside
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Threads and processes that are started meanwhile run on the other core, as those do that they start."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {self.other_core})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def steps(self, lender: Resident | Fetched | Pushed) -> float:
+        """-> seconds of a step: the median after the first one. Raises `AssertionError` for another output."""
+        times: list[float] = []
+        begin = time.perf_counter()
+
+        def stepped() -> None:
+            nonlocal begin
+            now = time.perf_counter()
+            times.append(now - begin)
+            begin = now
+
+        output = self.decoder.run(lender.attend, stepped)
+        if isinstance(lender, Pushed):  # attended a sequence at a time
+            np.testing.assert_allclose(output, self.expected, rtol=2e-3, atol=2e-3)
+        else:
+            np.testing.assert_array_equal(output, self.expected)
+        return median(times[1:])
+
+    def lent(self, lent: int, depth: int, client: KVStoreClient | None = None) -> float:
+        """-> seconds of a step when the KV of so many layers comes from the store."""
+        if not lent:
+            return self.steps(self.resident)
+        layers = lent_layers(self.shape, lent)
+        with Fetched(self.shape, self.resident, layers, client or self.client, depth, self.other_core) as fetched:
+            return self.steps(fetched)
+
+    def pushed(self, lent: int, beside: Beside) -> float:
+        """-> seconds of a step when so many layers are attended beside the store."""
+        return self.steps(Pushed(self.shape, self.resident, lent_layers(self.shape, lent), beside))
+
+
+def in_turn(benchmark: Benchmark, runs: dict[Any, Callable[[], float]]) -> dict[Any, float]:
+    """-> the median of each, which took turns."""
+    found: dict[Any, list[float]] = {name: [] for name in runs}
+    for _ in range(benchmark.rounds):
+        for name, run in runs.items():
+            found[name].append(run())
+    return {name: median(values) for name, values in found.items()}

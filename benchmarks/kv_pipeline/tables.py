@@ -1,0 +1,269 @@
+"""The tables of the KV pipeline in docs/planning.md, each a function of the results: `benchmarks.draw` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from benchmarks.kv_pipeline.test_pipeline import KNEE, MODES
+from benchmarks.kv_pipeline.test_pushed import ARMS, FETCHED, PUSHED
+from benchmarks.kv_pipeline.test_tokens import BOUNDS, RESIDENT, TOKENS
+from benchmarks.markdown import markdown
+from benchmarks.results_reader import CaseResult, Results, parameters_of
+from kvstore_serving.planning.pipeline import largest_kv, plan_pipeline
+
+PIPELINE: Final = "test_pipeline"
+PIPELINE_PUSHED: Final = "test_pushed"
+PIPELINE_TOKENS: Final = "test_tokens"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _chart(what: str, name: str) -> str:
+    """A chart that is there if its table is."""
+    return f"![{what}](charts/planning-{name}.svg)"
+
+
+def knees(results: Results) -> str:
+    """The knee of the KV pipeline."""
+    rows = []
+    for case in parameters_of(results, PIPELINE, KNEE):
+        alpha, knee = case["alpha"], case["knee"]
+        rows.append(
+            (
+                case["ratio"], f"{case['kv_bytes'] / 1e6:.0f} MB", f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s",
+                f"{case['step_s'] * 1e3:.1f} ms", f"{alpha:.1%}", f"{knee:.1%}",
+                f"{knee / alpha - 1:+.0%}", f"{case['worst_to_max']:.2f} x",
+            )
+        )  # fmt: skip
+    headings = (
+        "KV to weights", "KV", "link", "step", "alpha*", "knee", "off", "step at worst, of the longer"
+    )  # fmt: skip
+    return markdown(headings, rows)
+
+
+def modes(results: Results) -> str:
+    """What half of the layers cost, by the way they are read."""
+    cases = results[PIPELINE].group(MODES)
+    names = list(cases[0].parameters["step_s"])
+
+    def cell(case: CaseResult, name: str) -> str:
+        steps = case.parameters["step_s"]
+        return f"{steps[name] * 1e3:.1f} ms, {steps[name] / steps['nothing lent']:.2f} x"
+
+    rows = [(name, *(cell(case, name) for case in cases)) for name in names]
+    return markdown(("", *(f"KV {case.parameters['ratio']} x weights" for case in cases)), rows)
+
+
+_MEMORY: Final = 1.55e12  # bytes/s: an A100's, as measured for the proposal
+_RESIDENT: Final = 40e9  # of it for KV
+_WEIGHTS_S: Final = 0.017  # to read 26 GB of weights
+_LINKS: Final = {
+    "the proposal's ratio": (_MEMORY / 2.6, _MEMORY / 3.4, _MEMORY / 3.73, _MEMORY / 4.44),
+    "measured both ways, GPUs 4 to 7": (518e9,),
+    "measured both ways": (420e9,),
+    "measured one way": (272e9,),
+    "PCIe 4.0 x16": (25e9,),
+    "without P2P": (20e9,),
+    "100 Gbit/s": (12.5e9,),
+}
+
+
+def proposal() -> str:
+    """What the KV pipeline's proposal says, and what the whole formula does: computed."""
+    rows = []
+    for what, links in _LINKS.items():
+        for link in links:
+            kv_bytes = largest_kv(_RESIDENT, link, _MEMORY, _WEIGHTS_S, 0.0)
+            assert kv_bytes is not None
+            plan = plan_pipeline(kv_bytes, link, _MEMORY, _WEIGHTS_S, 0.0)
+            first = plan.alpha_bandwidth
+            rows.append(
+                (
+                    f"{link / 1e9:.3g} GB/s, {what}", f"{1 / first:.3g}", f"{first:.1%}", f"{1 / (1 - first):.2f} x",
+                    f"{plan.alpha:.1%}", f"{kv_bytes / _RESIDENT:.2f} x", f"{plan.lender_bytes / 1e9:.1f} GB",
+                )
+            )  # fmt: skip
+    one, both = "first term alone", "with T_other = 17 ms"
+    headings = ("link", "B_memory / B_link", f"alpha, {one}", f"capacity, {one}", f"alpha, {both}")
+    return markdown((*headings, f"capacity, {both}", "the lender holds"), rows)
+
+
+_LAYER_MS: Final = (10.0, 0.47)  # vllm#15123: copying a layer's KV over PCIe, and computing it
+_CLAIMED: Final = 0.30  # alpha, by the proposal
+
+
+def published(results: Results) -> str:
+    """What others say of lent KV, beside what was measured here."""
+    cases = parameters_of(results, PIPELINE, KNEE)
+    shares = sorted(
+        max(alpha * case["kv_bytes"] / case["link_bytes_per_s"], case["step_s"]) / seconds
+        for case in cases
+        for alpha, seconds in zip(map(float, case["curve"]), case["curve"].values(), strict=True)
+        if alpha
+    )
+    slow = min(cases, key=lambda case: float(case["alpha"]))
+    copied, computed = _LAYER_MS
+    copies = slow["kv_bytes"] / slow["link_bytes_per_s"] / slow["step_s"]
+    near = min(cases, key=lambda case: abs(case["alpha"] - _CLAIMED))
+    rows = (
+        (
+            f"the proposal: alpha ≤ {_CLAIMED:.0%} at 600 GB/s, a capacity of {1 / (1 - _CLAIMED):.2f} x",
+            f"with alpha* {near['alpha']:.1%} the knee is at {near['knee']:.1%}",
+            "alpha depends on the link, and on the rest of the step: see the table above; A100 with NVLink there",
+        ),
+        (
+            f"vllm#15123: {copied:g} ms to copy a layer over PCIe, {computed * 1e3:.0f} µs to compute it",
+            f"copying takes {copies:.1f} x as long as computing: alpha* {slow['alpha']:.1%}, knee {slow['knee']:.1%}",
+            f"{copied / computed:.0f} x there, so alpha* is {computed / copied:.1%}; our slowest link is less slow",
+        ),
+        (
+            "a fork of llama.cpp: 96 to 99 % of the longer of copying and computing",
+            f"{shares[0]:.0%} to {min(1.0, shares[-1]):.0%}, {shares[len(shares) // 2]:.0%} in the median of "
+            f"{len(shares)} shares and links",
+            "a copy engine of a GPU there; here, server, kernel and reader share one core",
+        ),
+    )
+    return markdown(("published", "ours", "what differs"), rows, figures=False)
+
+
+def arm_steps(case: Mapping[str, Any]) -> dict[str, float]:
+    """-> seconds of a step of each way; where the KV was not fetched, those of copying alone: it would be no less."""
+    return {FETCHED: case["alpha"] * case["kv_bytes"] / case["link_bytes_per_s"], **case["step_s"]}
+
+
+def pushed(results: Results) -> str:
+    """Steps with KV that comes, and with attention that goes, by the rate of the link."""
+    cases = parameters_of(results, PIPELINE_PUSHED, ARMS)
+    shares = sorted({case["alpha"] for case in cases})
+    rows = []
+    for first in (case for case in cases if case["alpha"] == shares[0]):
+        cells = []
+        for case in (case for case in cases if _same_link(case, first)):
+            steps = {arm: seconds / case["alone_s"] for arm, seconds in arm_steps(case).items()}
+            least = min(steps.values())
+            for arm in (FETCHED, PUSHED):
+                told = f"{steps[arm]:.2f} x" if arm in case["step_s"] else f"> {steps[arm]:.0f} x"
+                cells.append(f"**{told}**" if steps[arm] == least else told)
+        alpha = first["link_bytes_per_s"] * first["alone_s"] / first["kv_bytes"]
+        rows.append((first["ratio"], _rate(first["link_bytes_per_s"]), f"{min(1.0, alpha):.1%}", *cells))
+    ways = [f"{share:.3g} lent: {way}" for share in shares for way in ("KV comes", "attention goes")]
+    chart = _chart("Time of a step against the rate of the link, by what crosses it", "pushed")
+    return "\n\n".join((markdown(("KV to weights", "link", "alpha*", *ways), rows), _crossings(cases), chart))
+
+
+def _same_link(case: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(case[name] == other[name] for name in ("ratio", "link_bytes_per_s"))
+
+
+def _crossings(cases: list[dict[str, Any]]) -> str:
+    """From which rate on which way is the shorter, and what crosses the link."""
+    rows = []
+    for ratio, alpha in dict.fromkeys((case["ratio"], case["alpha"]) for case in cases):
+        mine = sorted(
+            (case for case in cases if (case["ratio"], case["alpha"]) == (ratio, alpha)),
+            key=lambda case: float(case["link_bytes_per_s"]),
+        )
+        won = [arm_steps(case)[FETCHED] <= arm_steps(case)[PUSHED] for case in mine]
+        lost = max((number for number, each in enumerate(won) if not each), default=-1)
+        since = _rate(mine[lost + 1]["link_bytes_per_s"]) if lost + 1 < len(mine) else "none of these"
+        crossed = mine[-1]["crossed_bytes"]
+        rows.append(
+            (
+                ratio, f"{alpha:.3g}", f"{crossed[FETCHED][1] / 1e6:.1f} MB",
+                " / ".join(f"{each / 1e6:.2f}" for each in crossed[PUSHED]) + " MB",
+                _rate(alpha * mine[-1]["kv_bytes"] / mine[-1]["alone_s"]), since,
+            )
+        )  # fmt: skip
+    headings = (
+        "KV to weights", "lent", "KV that comes in a step", "queries there / answers back in a step",
+        "alpha* is what is lent at", "the KV that comes wins from",
+    )  # fmt: skip
+    return markdown(headings, rows)
+
+
+def rates_by_batch(case: Mapping[str, Any], arm: str) -> dict[int, tuple[float, float]]:
+    """-> by batch: seconds of a step, and tokens a second."""
+    return {int(batch): (seconds, int(batch) / seconds) for batch, seconds in case["step_s"][arm].items()}
+
+
+def planned_batch(case: Mapping[str, Any]) -> int | None:
+    """-> the whole sequences that fit by the plan; None: without bound."""
+    kv_bytes = case["plan_kv_bytes"]
+    return None if kv_bytes is None else int(kv_bytes / case["sequence_bytes"] + 1e-9)
+
+
+def planned_step(case: Mapping[str, Any], batch: int) -> float:
+    """-> seconds of a step of this batch by the plan's figures, while copying is hidden."""
+    return float(case["other_s"] + batch * case["sequence_bytes"] / case["memory_bytes_per_s"])
+
+
+def best_batch(by_batch: Mapping[int, tuple[float, float]], longest_s: float) -> tuple[int, float]:
+    """-> the batch with most tokens a second among those whose step is no longer, and its tokens a second."""
+    inside = {batch: rate for batch, (seconds, rate) in by_batch.items() if seconds <= longest_s}
+    batch = max(inside, key=lambda each: inside[each])
+    return batch, inside[batch]
+
+
+def _best(case: Mapping[str, Any], arm: str, bound: float) -> str:
+    """The batch that brings most tokens a second within the bound, in steps of what fits without a lender."""
+    by_batch = rates_by_batch(case, arm)
+    step_s, alone = by_batch[RESIDENT]
+    batch, rate = best_batch(by_batch, bound * step_s)
+    return f"{batch}: {rate:.0f} tokens/s, {rate / alone:.2f} x"
+
+
+def tokens(results: Results) -> str:
+    """Tokens a second from fixed resident bytes, with bounds on the time between tokens."""
+    cases = parameters_of(results, PIPELINE_TOKENS, TOKENS)
+    rows = []
+    for case in cases:
+        step_s, alone = rates_by_batch(case, FETCHED)[RESIDENT]
+        first = (_rate(case["link_bytes_per_s"]), f"{alone:.0f} tokens/s, {step_s * 1e3:.0f} ms")
+        for way, arm in (("KV comes", FETCHED), ("attention goes", PUSHED)):
+            rows.append((*first, way, *(_best(case, arm, bound) for bound in BOUNDS)))
+            first = ("", "")
+    headings = (
+        "link", f"nothing lent, batch of {RESIDENT}", "way",
+        *(f"TPOT ≤ {bound:g} x: best batch" for bound in BOUNDS),
+    )  # fmt: skip
+    return markdown(headings, rows) + "\n\n" + _chart("Tokens a second and their time, against the batch", "tokens")
+
+
+def tokens_planned(results: Results) -> str:
+    """The batch that the plan says fits, and what was measured with it."""
+    rows = []
+    for case in parameters_of(results, PIPELINE_TOKENS, TOKENS):
+        plan, batch = case["plan"], planned_batch(case)
+        by_batch = rates_by_batch(case, FETCHED)
+        lent = {int(each): layers for each, layers in case["lent_layers"][FETCHED].items()}
+        if plan is None or batch is None:
+            told: tuple[str, ...] = ("without bound", "", "", "")
+        else:
+            step_s = planned_step(case, batch)
+            told = (f"{batch}", f"{plan['alpha']:.1%}", f"{step_s * 1e3:.0f} ms", f"{batch / step_s:.0f}")
+        if batch is None or batch > max(by_batch):
+            measured: tuple[str, ...] = (f"no more than {max(by_batch)} tried", "", "")
+        else:
+            seconds, rate = by_batch[batch]
+            measured = (f"{lent[batch] / case['layers']:.1%}", f"{seconds * 1e3:.0f} ms", f"{rate:.0f}")
+        rows.append((_rate(case["link_bytes_per_s"]), *told, *measured))
+    headings = (
+        "link", "batch, planned", "alpha that may leave", "step, planned", "tokens/s, planned",
+        "alpha lent", "step, measured", "tokens/s, measured",
+    )  # fmt: skip
+    return markdown(headings, rows)
+
+
+PIPELINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
+    "knees": (PIPELINE, knees),
+    "pipeline_modes": (PIPELINE, modes),
+    "pipeline_published": (PIPELINE, published),
+    "pipeline_pushed": (PIPELINE_PUSHED, pushed),
+    "pipeline_tokens": (PIPELINE_TOKENS, tokens),
+    "pipeline_planned": (PIPELINE_TOKENS, tokens_planned),
+}
+# Of nothing that is measured.
+PIPELINE_COMPUTED: Final[dict[str, Callable[[], str]]] = {"proposal": proposal}

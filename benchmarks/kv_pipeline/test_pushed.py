@@ -1,0 +1,107 @@
+"""Attention that goes to the KV, beside KV that comes to the attention, over the same links: which step is shorter?
+
+The decoder, its KV and the links are those of `benchmarks.kv_pipeline.test_pipeline`. One eighth and half of the
+layers have their KV in the store. Either it comes over the link, two layers ahead, or the query goes there and partial
+attention with its log-sum-exp comes back and is merged. Both take turns at each rate of the link. What crosses it is
+counted at the link. Where copying alone would take longer than `LONGEST` steps, it is not measured: that time stands
+for it, and no step is shorter.
+
+Needs two cores, and root for the link (network namespaces).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.kv_pipeline.decoder import Shape
+from benchmarks.kv_pipeline.lending import lent_layers, read_time
+from benchmarks.kv_pipeline.rig import FULL_RATE, Rig, cannot, in_turn
+from benchmarks.kv_pipeline.test_pipeline import RATIOS
+from benchmarks.remote_kv_cache.harness import Benchmark
+from benchmarks.remote_kv_cache.limited_link import LimitedLink
+from benchmarks.remote_kv_cache.report import Case, console
+
+ARMS: Final = "arms"
+FETCHED: Final = "fetched"
+PUSHED: Final = "pushed"
+SHARES: Final = (1 / 8, 1 / 2)  # of the layers
+WANTED: Final = (0.005, 0.02, 0.08, 0.18, 0.45)  # of the KV that the link moves in a step; then as fast as it goes
+LONGEST: Final = 8.0
+DEPTH: Final = 2
+ROUNDS: Final = 5
+
+
+def main() -> int:
+    benchmark = Benchmark(__spec__.name, __doc__ or "", ROUNDS)
+    if reason := cannot():
+        benchmark.say(f"nothing is measured: {reason}")
+        return 1
+    with LimitedLink(FULL_RATE) as link:
+        for name, (batch, context) in list(RATIOS.items())[: 1 if benchmark.quick else None]:
+            with ExitStack() as stack:
+                _measure(benchmark, name, Rig(Shape(batch=batch, context=context), link, stack), link)
+    benchmark.finish(depth=DEPTH)
+    return 0
+
+
+def _measure(benchmark: Benchmark, name: str, rig: Rig, link: LimitedLink) -> None:
+    shape, beside = rig.shape, rig.beside()
+    alone = median(rig.lent(0, 0) for _ in range(benchmark.rounds))
+    rates = [*(wanted * shape.kv_bytes / alone for wanted in WANTED), FULL_RATE]
+    for rate in rates[2:3] if benchmark.quick else rates:
+        link.set_rate(rate)
+        crossed: dict[Any, list[tuple[int, int]]] = {}
+        few = lent_layers(shape, 2)  # enough to know the rate, and not long even over a slow link
+        runs: dict[Any, Callable[[], float]] = {
+            "alone": lambda: rig.lent(0, 0),
+            "few": partial(read_time, shape, rig.client, few, rig.other_core),
+        }
+        for share in SHARES:
+            lent = round(share * shape.layers)
+            if share * shape.kv_bytes / rate <= LONGEST * alone:
+                fetch = partial(rig.lent, lent, DEPTH)
+                runs[share, FETCHED] = _counting(link, crossed.setdefault((share, FETCHED), []), fetch)
+            push = partial(rig.pushed, lent, beside)
+            runs[share, PUSHED] = _counting(link, crossed.setdefault((share, PUSHED), []), push)
+        found = in_turn(benchmark, runs)
+        bytes_per_s = len(few) * shape.layer_bytes / found["few"]
+        for share in SHARES:
+            arms = [arm for arm in (FETCHED, PUSHED) if (share, arm) in runs]
+            per_step = {
+                arm: [median(way) / shape.steps for way in zip(*crossed[share, arm], strict=True)] for arm in arms
+            }
+            steps = {arm: found[share, arm] for arm in arms}
+            told = ", ".join(f"{arm} {seconds / found['alone']:.2f} x" for arm, seconds in steps.items())
+            console().print(f"KV {name} x weights, link {bytes_per_s / 1e6:.1f} MB/s, {share:.1%} lent: {told}")
+            benchmark.cases.append(
+                Case(
+                    name=f"{name}, {rate / 1e6:.0f} MB/s, {share:g}", seconds={}, moved={}, limits={},
+                    parameters={
+                        "group": ARMS, "ratio": name, "alpha": share, "kv_bytes": shape.kv_bytes,
+                        "link_bytes_per_s": bytes_per_s, "alone_s": found["alone"], "step_s": steps,
+                        "crossed_bytes": per_step,
+                    },
+                )
+            )  # fmt: skip
+
+
+def _counting(link: LimitedLink, crossed: list[tuple[int, int]], run: Callable[[], float]) -> Callable[[], float]:
+    """-> the run, which adds what crossed the link meanwhile, each way."""
+
+    def counted() -> float:
+        sent, received = link.crossed()
+        seconds = run()
+        now = link.crossed()
+        crossed.append((now[0] - sent, now[1] - received))
+        return seconds
+
+    return counted
+
+
+if __name__ == "__main__":
+    sys.exit(main())
