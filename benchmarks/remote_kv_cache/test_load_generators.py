@@ -79,30 +79,34 @@ def _ours(url: str, model: EngineModel, trace: Path, seed: int, core: int) -> di
     return {figure: float(report[place[0]][place[1]]) for figure, (place, _) in FIGURES.items()}
 
 
+def bench_serve_arguments(url: str, model: str, tokenizer: Path, trace: Path, requests: int, result: Path) -> list[str]:
+    """-> those of `vllm bench serve`, which replays a trace in Mooncake's format and writes the file `result`."""
+    options = {
+        "backend": "vllm",
+        "base-url": url,
+        "model": model,
+        "tokenizer": str(tokenizer),
+        "dataset-name": "timed_trace",
+        "dataset-path": str(trace),
+        "num-prompts": str(requests),
+        "timed-trace-chunk-hash-size": str(_CHUNK),
+        "timed-trace-sec-multiplier": "0.001",
+        "timed-trace-label-timestamp": "timestamp",
+        "timed-trace-label-input-length": "input_length",
+        "timed-trace-label-output-length": "output_length",
+        "timed-trace-label-hash-ids": "hash_ids",
+        "result-filename": str(result),
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return ["--save-result", "--disable-tqdm", *words]
+
+
 def _theirs(url: str, weights: Path, trace: Path, seed: int, core: int, requests: int) -> dict[str, float]:
     """-> the figures of vLLM's benchmark, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        options = {
-            "backend": "vllm",
-            "base-url": url,
-            "model": "m",
-            "tokenizer": str(weights),
-            "dataset-name": "timed_trace",
-            "dataset-path": str(trace),
-            "num-prompts": str(requests),
-            "seed": str(seed),
-            "timed-trace-chunk-hash-size": str(_CHUNK),
-            "timed-trace-sec-multiplier": "0.001",
-            "timed-trace-label-timestamp": "timestamp",
-            "timed-trace-label-input-length": "input_length",
-            "timed-trace-label-output-length": "output_length",
-            "timed-trace-label-hash-ids": "hash_ids",
-            "result-filename": str(result),
-        }
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--save-result"]
-        command += ["--disable-tqdm", "--ignore-eos"]
-        command += [word for name, value in options.items() for word in (f"--{name}", value)]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--ignore-eos"]
+        command += ["--seed", str(seed), *bench_serve_arguments(url, "m", weights, trace, requests, result)]
         _run(command, core)
         told = json.loads(result.read_text(encoding="utf-8"))
     if told["failed"]:

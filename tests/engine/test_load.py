@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.remote_kv_cache.test_load_generators import bench_serve_arguments
 from tests.engine.engines import nursery
 from tests.engine.served import MODEL, ServedEngine
 from tests.support import forked
@@ -57,24 +58,7 @@ def vllm_benchmark(server: ServedEngine, folder: Path, trace: Path, requests: in
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(4096)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder / "tokenizer")
     result = folder / "vllm.json"
-    options = {
-        "backend": "vllm",
-        "base-url": server.url,
-        "model": MODEL,
-        "tokenizer": str(folder / "tokenizer"),
-        "dataset-name": "timed_trace",
-        "dataset-path": str(trace),
-        "num-prompts": str(requests),
-        "timed-trace-chunk-hash-size": "512",
-        "timed-trace-sec-multiplier": "0.001",
-        "timed-trace-label-timestamp": "timestamp",
-        "timed-trace-label-input-length": "input_length",
-        "timed-trace-label-output-length": "output_length",
-        "timed-trace-label-hash-ids": "hash_ids",
-        "result-filename": str(result),
-    }
-    arguments = ["--save-result", "--disable-tqdm"]
-    arguments += [part for name, value in options.items() for part in (f"--{name}", value)]
+    arguments = bench_serve_arguments(server.url, MODEL, folder / "tokenizer", trace, requests, result)
     log = folder / "vllm.log"
     process = nursery().Process(target=bench_serve, args=(arguments, log))
     process.start()
