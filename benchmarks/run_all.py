@@ -93,6 +93,7 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_demo", 4, engine=True),
     Entry(f"{PLANNING}.test_simulator", 6),
     Entry(f"{PLANNING}.test_parallelism", 1),
+    Entry(f"{PLANNING}.test_headline", 6),
     Entry(f"{PLANNING}.test_predicted", 25, engine=True),
     Entry(f"{PLANNING}.test_predicted_apart", 12, engine=True),
     Entry(f"{PLANNING}.test_interference", 12, engine=True),

@@ -7,6 +7,10 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.markdown import markdown
+from benchmarks.planning.test_headline import APART as PHASES_APART
+from benchmarks.planning.test_headline import CHUNKS as IN_CHUNKS
+from benchmarks.planning.test_headline import HEADLINE
+from benchmarks.planning.test_headline import WHOLE as WHOLE_PROMPTS
 from benchmarks.planning.test_interference import APART as SEPARATED
 from benchmarks.planning.test_interference import LENGTHS, WAYS
 from benchmarks.planning.test_parallelism import DECODES, PREFILLS
@@ -21,6 +25,7 @@ PARALLELISM: Final = "test_parallelism"
 PREDICTED: Final = "test_predicted"
 PREDICTED_APART: Final = "test_predicted_apart"
 INTERFERENCE: Final = "test_interference"
+HEADLINES: Final = "test_headline"
 INTERVALS: Final = "intervals that hold together with 95 %"
 
 
@@ -206,6 +211,29 @@ def interference(results: Results) -> str:
     return markdown(("longest gap / the prompt's TTFT, ms", "gap alone", *(f"{n} tokens" for n in LENGTHS)), rows)
 
 
+# DistServe's headline: so many times the rate, and so many times tighter SLOs, than vLLM of 2023, at most.
+_HEADLINE: Final = (7.4, 12.6)
+
+
+def headline(results: Results) -> str:
+    """Prefill and decode apart beside engines that do both, simulated with published times."""
+    rows = [("published, at most", "", "", "", *(f"{each:g} x" for each in _HEADLINE), "")]
+    for case in results[HEADLINES].group(HEADLINE):
+        rates, scales = case.parameters["rate_rps"], case.parameters["slo_scale"]
+        old, new = (f"{rates[way]:.2f}" if way in rates else "at no rate" for way in (WHOLE_PROMPTS, IN_CHUNKS))
+        cells = [
+            f"{rates[PHASES_APART] / rates[WHOLE_PROMPTS]:.1f} x" if WHOLE_PROMPTS in rates else "",
+            f"{scales[WHOLE_PROMPTS] / scales[PHASES_APART]:.1f} x" if WHOLE_PROMPTS in scales else "",
+            f"{rates[PHASES_APART] / rates[IN_CHUNKS]:.1f} x" if IN_CHUNKS in rates else "",
+        ]
+        rows.append((case.name, f"{rates[PHASES_APART]:.2f}", old, new, *cells))
+    headings = (
+        "requests/s a GPU", "apart", "vLLM of 2023, whole prompts", "DistServe's times, prompts in chunks",
+        "rate, to vLLM of 2023", "tighter SLOs, to vLLM of 2023", "rate, to chunks",
+    )  # fmt: skip
+    return markdown(headings, rows)
+
+
 PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "closed_forms": (SIMULATOR, closed_forms),
     "crossovers": (SIMULATOR, crossovers),
@@ -214,6 +242,7 @@ PLANNING_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "decode_degrees": (PARALLELISM, decode_degrees),
     "search_time": (SIMULATOR, search_time),
     "predicted": (PREDICTED, predicted),
+    "headline": (HEADLINES, headline),
     "interference": (INTERFERENCE, interference),
 }
 # Of nothing that is measured.

@@ -1,0 +1,130 @@
+"""How much more do prefill and decode apart serve than engines that do both? DistServe's headline, simulated.
+
+Its paper says up to 7.4 times the rate, or 12.6 times tighter SLOs, than vLLM of 2023, which prefilled whole prompts
+between steps of decoding. Here both are simulated with published times (A100-80G): the best placement apart with
+DistServe's, and the best placement of engines that do both, with vLLM's of 2023 and whole prompts, and with DistServe's
+times and prompts in chunks, as engines do today. For each workload of the paper:
+
+* *rate*: the goodput a GPU of each.
+* *SLO scale*: both SLOs are multiplied by the smallest factor that each still holds, at the same rate a GPU: that at
+  which the engine with whole prompts just holds them at `SCALE`.
+
+Transfers take no time and SLOs count apart, as DistServe counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from benchmarks.remote_kv_cache.harness import Benchmark
+from benchmarks.remote_kv_cache.report import Case, console
+from kvstore_serving.load.report import Slo
+from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.goodput import Crew, Goal, attained, crew
+from kvstore_serving.planning.placement import Placement
+from kvstore_serving.planning.profile import read_profile
+from kvstore_serving.planning.search import NothingFits, Question, best, best_colocated, rate_phases
+from kvstore_serving.planning.workload import Lengths, Synthetic
+
+HEADLINE: Final = "headline"
+APART: Final = "apart"
+WHOLE: Final = "whole prompts"
+CHUNKS: Final = "prompts in chunks"
+FREE: Final = 1e15  # bytes/s: transfers take no time
+CHUNK: Final = 512  # tokens
+SCALE: Final = 2.0
+STEPS: Final = 8  # of a bisection: the factor is known to about 2 %
+# name, profile, nodes, GPUs of each, mean prompt and answer, TTFT, TPOT.
+WORKLOADS: Final[Sequence[tuple[str, str, int, int, int, int, float, float]]] = (
+    ("13B, ShareGPT", "opt-13b-a100-80g", 1, 4, 755, 200, 0.25, 0.1),
+    ("66B, ShareGPT", "opt-66b-a100-80g", 2, 8, 755, 200, 0.4, 0.1),
+    ("66B, HumanEval", "opt-66b-a100-80g", 2, 8, 171, 98, 0.125, 0.2),
+    ("66B, LongBench", "opt-66b-a100-80g", 2, 8, 1738, 91, 15.0, 0.15),
+)
+
+
+def main() -> None:
+    benchmark = Benchmark(__spec__.name, __doc__ or "", 1, timed=False)
+    with crew(lambda done, of: None) as workers:
+        for workload in WORKLOADS[:1] if benchmark.quick else WORKLOADS:
+            _compare(benchmark, workers, *workload)
+    benchmark.finish(chunk_tokens=CHUNK, scale=SCALE)
+
+
+def _compare(
+    benchmark: Benchmark,
+    workers: Crew,
+    name: str,
+    profile: str,
+    nodes: int,
+    gpus: int,
+    inputs: int,
+    outputs: int,
+    ttft_s: float,
+    tpot_s: float,
+) -> None:
+    asked = Question(
+        [Pool(read_profile(profile), nodes, gpus)],
+        Links("direct", inside_bytes_per_s=FREE, node_bytes_per_s=FREE),
+        Synthetic(Lengths(inputs, 1.0), Lengths(outputs, 1.0)),
+        Goal(Slo(ttft_s, tpot_s), 90, apart=True),
+        None,
+        chunk_tokens=CHUNK,
+        seeds=(0,),
+    )
+    old = replace(asked, pools=[Pool(read_profile(f"{profile}-vllm"), nodes, gpus)], chunk_tokens=0)
+    ways = {APART: asked, WHOLE: old, CHUNKS: asked}
+    looser = Goal(Slo(SCALE * ttft_s, SCALE * tpot_s), 90, apart=True)
+    found: dict[str, Placement] = {}
+    rates: dict[str, float] = {}
+    for way, question in ways.items():
+        try:
+            phases = rate_phases(question, workers)
+            answer = best(question, phases, workers) if way == APART else best_colocated(question, phases, workers)
+        except NothingFits as error:
+            console().print(f"{name}, {way}: {error}")
+            continue
+        if answer is not None:
+            found[way] = answer.placement
+            rates[way] = answer.goodput.value / answer.placement.gpus
+    scales: dict[str, float] = {}
+    common = None
+    if WHOLE in found:
+        at = replace(old, goal=looser)
+        [served] = workers.goodputs([(at.fleet(found[WHOLE]), at.recipe, looser, 0, 1.0)])
+        common = served / found[WHOLE].gpus
+        if common:  # else it holds twice the SLOs at no rate
+            for way, placement in found.items():
+                scales[way] = _tightest(ways[way], placement, common * placement.gpus)
+    degrees = {way: _spell(placement) for way, placement in found.items()}
+    console().print(f"{name}: requests/s a GPU {rates}, SLO scale at {common} {scales}, {degrees}")
+    parameters: dict[str, Any] = {
+        "group": HEADLINE, "rate_rps": rates, "slo_scale": scales, "scale_rps": common, "degrees": degrees,
+    }  # fmt: skip
+    benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
+
+
+def _tightest(question: Question, placement: Placement, rate_rps: float) -> float:
+    """-> the smallest factor of both SLOs that a placement holds at a rate."""
+    low, high = 0.0, 2 * SCALE
+    slo, fleet = question.goal.slo, question.fleet(placement)
+    for _ in range(STEPS):
+        factor = (low + high) / 2
+        goal = replace(question.goal, slo=Slo(factor * slo.ttft_s, factor * slo.tpot_s))
+        if attained(fleet, question.recipe, goal, rate_rps, question.seeds[0]):
+            high = factor
+        else:
+            low = factor
+    return high
+
+
+def _spell(placement: Placement) -> dict[str, list[int]]:
+    return {
+        phase: [engines.shape.tp, engines.shape.pp, engines.instances] for phase, engines in placement.named.items()
+    }
+
+
+if __name__ == "__main__":
+    main()
