@@ -130,5 +130,5 @@ def with_transfers(profile: Profile, store: list[str]) -> Profile:
         try:
             reads, writes = measure_transfers(store, profile.kv_bytes_per_token)
         except ValueError as error:
-            fail("usage", f"--store {error}")
+            fail("usage", f"--store {','.join(store)}: {error}")
     return msgspec.structs.replace(profile, store=StoreTimes(fit_transfer(reads), fit_transfer(writes)))

@@ -64,7 +64,7 @@ def _tokens(bound: float, gain: float) -> Callable[[Result], Finding]:
 
 def _as_planned(most: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
-        told, good = [], True
+        told, good, measured = [], True, 0
         for case in (each.parameters for each in result.measured_group(TOKENS)):
             batch, by_batch = planned_batch(case), rates_by_batch(case, FETCHED)
             link = f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s"
@@ -72,8 +72,11 @@ def _as_planned(most: float) -> Callable[[Result], Finding]:
                 told.append(f"{link}: more than {max(by_batch)}, not measured")
                 continue
             off = by_batch[batch][0] / planned_step(case, batch) - 1
+            measured += 1
             told.append(f"{link}: batch {batch}, step {off:+.0%}")
             good = good and off <= most
+        if not measured:
+            raise KeyError("no planned batch was measured")
         return Finding("; ".join(told), "the step of the plan", good)
 
     return find

@@ -244,8 +244,8 @@ def tokens_planned(results: Results) -> str:
         else:
             step_s = planned_step(case, batch)
             told = (f"{batch}", f"{plan['alpha']:.1%}", f"{step_s * 1e3:.0f} ms", f"{batch / step_s:.0f}")
-        if batch is None or batch > max(by_batch):
-            measured: tuple[str, ...] = (f"no more than {max(by_batch)} tried", "", "")
+        if batch is None or batch not in by_batch:
+            measured: tuple[str, ...] = (f"not tried, of {min(by_batch)} to {max(by_batch)}", "", "")
         else:
             seconds, rate = by_batch[batch]
             measured = (f"{lent[batch] / case['layers']:.1%}", f"{seconds * 1e3:.0f} ms", f"{rate:.0f}")

@@ -246,7 +246,7 @@ def faults(results: Results, path: Path) -> None:
         "from the request to the end of the answer, without the fault's own time, s",
         names,
         {case.name: [case.seconds(fault) if fault in case.operations else None for fault in names] for case in cases},
-        "what D may wait for P, for its blocks, and 0.5 s",
+        "the longest that D waits in hand-overs",
         MOST_WAITED_S,
     )
 

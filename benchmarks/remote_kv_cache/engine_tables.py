@@ -194,8 +194,11 @@ def layer_parts(results: Results, name: str) -> str:
     for parts in modes:
         whole = CHUNKED_WHOLE if parts.endswith(IN_CHUNKS) else WHOLE_BLOCKS
         if parts != whole:
-            gains = [case.seconds(whole).median - case.seconds(parts).median for case in result.cases]
-            sooner.append((parts, whole, _sooner(rates, gains)))
+            rounds = [
+                list(zip(case.data["seconds"][parts], case.data["seconds"][whole], strict=True))
+                for case in result.cases
+            ]
+            sooner.append((parts, whole, _sooner(rates, rounds)))
     tables = (
         markdown(("there after ms, over a link of", *names), ready),
         markdown(("beyond the longer of prefill and link, ms", *modes), beyond),
@@ -205,17 +208,14 @@ def layer_parts(results: Results, name: str) -> str:
     return "\n\n".join(tables)
 
 
-def _sooner(rates: Sequence[float], gains: Sequence[float]) -> str:
-    """Over which links it is sooner, given what it gains at each rate: up to where the line between two rates (on a
-    scale of logarithms) crosses 0."""
-    if min(gains) > 0:
+def _sooner(rates: Sequence[float], rounds: Sequence[Sequence[tuple[float, float]]]) -> str:
+    """Over which links parts are sooner, given both times of each round: up to the rate at which fewer than six rounds
+    of seven say so."""
+    told = [sum(parts < whole for parts, whole in of_rate) >= 6 / 7 * len(of_rate) for of_rate in rounds]
+    if all(told):
         return "every rate"
-    if gains[0] <= 0:
-        return "none"
-    at = next(number for number, gain in enumerate(gains) if gain <= 0)
-    before, after = gains[at - 1], gains[at]
-    crossing = rates[at - 1] * (rates[at] / rates[at - 1]) ** (before / (before - after))
-    return f"up to {crossing / 1e6:.0f} MB/s"
+    first = told.index(False)
+    return f"up to {rates[first - 1] / 1e6:.0f} MB/s" if first else "none"
 
 
 def apart(results: Results) -> str:

@@ -3,7 +3,8 @@
 Plays what `make faults` plays (tests/engine): in each hand-over an engine, the store, the proxy or a link is killed,
 frozen, cut off or slowed down, or a request is aborted. The tests check that tokens are right, that waits are bounded
 and that nothing is left; a round that is not so ends the run, and nothing is written. The time is that of the answer,
-less the fault's own. It includes the prompt that is computed again.
+less the fault's own; of a request that is sent again, that of the second one. It includes the prompt that is computed
+again.
 
 Needs vLLM; without it nothing is measured.
 """
@@ -31,7 +32,7 @@ FAULTS: Final = 500
 TESTS: Final = ("tests/engine/test_hand_over_faults.py", "tests/engine/test_proxy_faults.py")
 # Of the blocks of a prompt that is handed over, and of an answer through the proxy.
 PHASES: Final = ("before", "computing", "arriving", "there", "before a token", "in the stream", "afterwards")
-MOST_WAITED_S: Final = 2 + 4 + 0.5  # for a promise, for its blocks, and the wait's own end
+MOST_WAITED_S: Final = 2 + 4 + 0.5  # by D in hand-overs: for a promise, for its blocks, and the wait's own end
 _QUICK_FAULTS: Final = 24
 
 
@@ -80,7 +81,12 @@ def show(cases: Sequence[Case]) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--faults", type=int, metavar="N", help=f"default: {FAULTS}; --quick: {_QUICK_FAULTS}")
+    parser.add_argument(
+        "--faults",
+        type=int,
+        metavar="N",
+        help=f"hand-overs, and a tenth as many requests through the proxy (default: {FAULTS})",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="play these rounds again (default: new ones)")
 
 

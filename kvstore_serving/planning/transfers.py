@@ -20,7 +20,7 @@ from kvstore_serving.planning.fitting import TransferSample
 BLOCK_TOKENS: Final = 16
 CALLS: Final = (1, 4, 16, 64, 256)  # blocks of a call
 CALL_BYTES: Final = 64 << 20  # of a call, at most
-LEAST_CALLS: Final = 3  # of the sizes must be possible: else blocks have fewer tokens
+LEAST_CALLS: Final = 3  # sizes that fit `CALL_BYTES`: where fewer do, blocks have fewer tokens
 ROUNDS: Final = 7
 TTL_S: Final = 60  # if they cannot be removed
 
@@ -53,17 +53,18 @@ def measure_transfers(
                     middle = time.perf_counter()
                     found = client.get_into(keys, out[:count])
                     end = time.perf_counter()
-                    if not found.all():  # the store has no room for so many
+                    if not (warm or found.all()):  # the store has no room for so many
                         del reads[count], writes[count]
-                    elif warm:
+                    elif warm and found.all():  # else others took the room: that call tells nothing
                         writes[count].append(middle - begin)
                         reads[count].append(end - middle)
                 client.purge()
         finally:
             client.purge()
+    reads, writes = ({count: seconds for count, seconds in each.items() if seconds} for each in (reads, writes))
     if len(reads) < 2:
         raise ValueError(
-            f"it kept fewer than {CALLS[1]} blocks of {size} bytes: expected a store with more free memory"
+            f"the store kept fewer than {CALLS[1]} blocks of {size} bytes: expected a store with more free memory"
         )
     return _medians(reads, size), _medians(writes, size)
 

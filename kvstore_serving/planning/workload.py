@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_serving.load.prompts import HASHED_TOKENS
-from kvstore_serving.load.trace import read_trace
+from kvstore_serving.load.trace import TraceLine, read_trace
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -177,10 +177,9 @@ def _whole(recipe: Replayed) -> Workload:
     """Raises `TraceError`, and `ValueError` for a trace of less than two requests at two times."""
     path = Path(recipe.path)
     lines = list(read_trace(path, recipe.limit))
-    if len(lines) < 2 or lines[-1].timestamp <= lines[0].timestamp:
-        raise ValueError(f"{path}: {len(lines)} requests: expected two or more, at different times, for a rate")
+    rate = _rate(path, lines)
     stamps = np.array([line.timestamp for line in lines])
-    at = (stamps - stamps[0]) * ((len(lines) - 1) / (stamps[-1] - stamps[0]))
+    at = (stamps - stamps[0]) / 1000 * rate
     inputs = np.array([line.input_length for line in lines])
     outputs = np.array([line.output_length for line in lines])
     prompts = ((line.hash_ids, line.input_length) for line in lines)
@@ -189,9 +188,14 @@ def _whole(recipe: Replayed) -> Workload:
 
 
 def rate_of(path: Path, limit: int | None = None) -> float:
-    """-> the requests a second of a trace at its own speed."""
-    stamps = [line.timestamp for line in read_trace(path, limit)]
-    return (len(stamps) - 1) * 1000 / (stamps[-1] - stamps[0])
+    """-> the requests a second of a trace at its own speed. Raises `TraceError`, and `ValueError` if it has none."""
+    return _rate(path, list(read_trace(path, limit)))
+
+
+def _rate(path: Path, lines: Sequence[TraceLine]) -> float:
+    if len(lines) < 2 or lines[-1].timestamp <= lines[0].timestamp:
+        raise ValueError(f"{path}: {len(lines)} requests: expected two or more, at different times, for a rate")
+    return (len(lines) - 1) * 1000 / (lines[-1].timestamp - lines[0].timestamp)
 
 
 def found_tokens(prompts: Iterable[tuple[Sequence[int], int]], recipe: Recipe) -> tuple[Counts, int]:

@@ -27,6 +27,7 @@ from kvstore_serving.proxy.usage import read_usage
 from kvstore_serving.proxy.user import EVENTS, error_body
 
 _REPLACEMENT = "\ufffd"
+_ERRORS = (b'{"error"', b'{"object":"error"', b'{"object": "error"')  # how such events begin
 
 
 class StreamedAnswer:
@@ -225,7 +226,7 @@ class StreamedAnswer:
                 stream.parse(data)
                 if not user.status:
                     await user.start(200, EVENTS)
-            elif data.startswith(b'{"error"'):
+            elif data.startswith(_ERRORS):
                 stream.refuse(data)
             self._raw_sent = begun = True
             await self._write(b"data: %b\n\n" % data, token=True)

@@ -132,7 +132,7 @@ class Stream:
         except sse.EventError:
             said = None
         code = said.get("code") if isinstance(said, dict) else None
-        if isinstance(code, int) and 400 <= code < 500:
+        if isinstance(code, int) and 400 <= code < 500 and code not in _RETRIED:
             raise EngineRefused(Answer(code, {"content-type": "application/json"}, data))
         raise EngineFailed(self.engine, f"an error in its stream: {data[:200].decode(errors='replace')}")
 

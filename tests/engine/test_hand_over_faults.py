@@ -152,6 +152,7 @@ def no_part_left(server: Server, parts: dict[str, int]) -> None:
 
 
 @IN_PARTS
+@pytest.mark.timeout(400)
 def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
     start_server: StartServer, start_engine: StartEngine, expected: Expected, clock: Clock, parts: dict[str, int]
 ) -> None:
@@ -168,11 +169,12 @@ def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
             wait_until(lambda: saves_a_block(prefiller, server), 30, "the prefill engine has the store")
             question = prompt(160 + came, blocks * BLOCK + 7)
             books, before = Ledger(decoder), created_blocks(server)
-            decoder.order_play(Ask(question, 12, side=DECODE))
             prefiller.begin(Ask(question, 1, side=PREFILL))
+            prefiller.compute(BLOCK)  # it has promised the others
+            decoder.order_play(Ask(question, 12, side=DECODE))
             assert prefiller.compute(came * BLOCK) == came * BLOCK
             wait_until(lambda now=before + came * of: created_blocks(server) == now, what="the store has these blocks")
-            link.hold(3 * BLOCK_BYTES // 8, back=False)
+            link.hold(1, back=False)
             prefiller.compute((came + 1) * BLOCK)
             wait_until(lambda: link.held, what="the next block is on its way")
             if came == blocks - 1:
@@ -188,7 +190,7 @@ def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
             if came < blocks - 1:
                 prefiller.play()
                 assert prefiller.metrics()["defects"] == 0
-    assert not sum(each.writing for each in namespaces(server))
+    wait_until(lambda: not sum(each.writing for each in namespaces(server)), what="nothing is being written")
     clock.advance(PART_TTL_S + 1)
     no_part_left(server, parts)
 
@@ -237,7 +239,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         nothing_left(pair.server)
         assert not sum(each.writing for each in namespaces(pair.server)), told
         met[kind, phase] += 1
-        record(seed, "in parts" if parts else "in whole blocks", kind, phase, waited_s)
+        record(seed, "in parts" if parts else "in whole blocks", kind, phase, max(0.0, waited_s))
         print(f"{number + 1} {kind} while {phase}: {waited_s:.2f} s")
     for side, engine in pair.engines.items():
         assert engine.metrics()["defects"] == 0, side

@@ -147,7 +147,7 @@ def test_engines_exchange_their_roles_while_streams_run(fleet: Fleet, tmp_path: 
     def begin(group: int) -> list[Stream]:
         asks = [(path, how) for path in (COMPLETIONS, CHAT) for how in (GREEDY, SEEDED)]
         bodies = [
-            (path, ask(path, 200 + 4 * group + number, max_tokens=200, ignore_eos=True, **how))
+            (path, ask(path, 200 + 4 * group + number, max_tokens=400, ignore_eos=True, **how))
             for number, (path, how) in enumerate(asks)
         ]
         return [(path, body, Reading(proxy.url, path, body)) for path, body in bodies]

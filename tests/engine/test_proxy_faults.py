@@ -78,11 +78,12 @@ class Round:
     def phase(self) -> str:
         return "afterwards" if self.done else "in the stream" if self.tokens else "before a token"
 
-    def fail(self, kind: str) -> str:
-        """Let it happen, and end it after a while if it can end. -> the phase in which it began."""
+    def fail(self, kind: str) -> tuple[str, float]:
+        """Let it happen after a moment, and end it after a while if it can end. -> the phase in which it began, and its
+        seconds."""
         who, _, what = kind.partition(" ")
         time.sleep(self._choose.uniform(0, 1) ** 2)
-        phase = self.phase
+        phase, began = self.phase, time.monotonic()
         wait_s = self._choose.uniform(0.05, LONGEST_FAULT_S)
         engine = {"prefill": self.fleet.p, "decode": self.fleet.d}.get(who)
         if kind == "user left":
@@ -108,7 +109,7 @@ class Round:
         else:
             with frozen(self.proxy.process.pid if engine is None else engine.pid):
                 time.sleep(wait_s)
-        return phase
+        return phase, time.monotonic() - began
 
 
 @contextlib.contextmanager
@@ -161,8 +162,7 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
         with ThreadPoolExecutor(1) as user:
             began = time.monotonic()
             reading = user.submit(this.read)
-            phase = this.fail(kind)
-            fault_s = time.monotonic() - began
+            phase, fault_s = this.fail(kind)
             reading.result(ANSWER_S + 10)
             waited_s = time.monotonic() - began - fault_s
         assert waited_s <= ANSWER_S, told
@@ -185,7 +185,7 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
         fleet.mend()
         wait_until(lambda proxy=proxy: all_well(proxy), 30, f"{told}: both engines take requests")
         met[kind, phase] += 1
-        record(seed, "through the proxy", kind, phase, waited_s)
+        record(seed, "through the proxy", kind, phase, max(0.0, waited_s))
         print(f"{number + 1} {kind} {phase}: {waited_s:.2f} s, {len(this.tokens)} tokens")
     assert proxy.stop() == 0
     assert "Traceback" not in proxy.log.read_text()

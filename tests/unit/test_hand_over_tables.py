@@ -29,16 +29,17 @@ def test_a_share_is_told_with_its_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gains", "said"),
+    ("sooner_rounds", "said"),
     [
-        ((3.0, 1.0, 0.1), "every rate"),
-        ((-0.1, 1.0, 1.0), "none"),
-        ((3.0, 1.0, -1.0), "up to 32 MB/s"),
-        ((3.0, 0.0, 1.0), "up to 10 MB/s"),
+        ((7, 6, 7), "every rate"),
+        ((5, 7, 7), "none"),
+        ((7, 6, 5), "up to 10 MB/s"),
+        ((7, 5, 7), "up to 1 MB/s"),
     ],
 )
-def test_parts_are_sooner_up_to_where_the_times_cross(gains: tuple[float, ...], said: str) -> None:
-    assert _sooner([1e6, 10e6, 100e6], gains) == said
+def test_parts_are_sooner_up_to_where_the_rounds_do_not_agree(sooner_rounds: tuple[int, ...], said: str) -> None:
+    rounds = [[(1.0, 2.0)] * count + [(2.0, 1.0)] * (7 - count) for count in sooner_rounds]
+    assert _sooner([1e6, 10e6, 100e6], rounds) == said
 
 
 def test_the_first_token_is_shown_by_whichever_engine_has_it_first() -> None:
