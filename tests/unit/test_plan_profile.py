@@ -31,7 +31,7 @@ def test_fits_give_back_what_made_the_samples() -> None:
     found = fit_prefill([Sample(b, n, prefill.of(b * n, b * n**2)) for b, n in loads])
     assert [(each.requests, each.tokens) for each in found.residuals] == loads
     assert (found.fixed_s, found.per_token_s, found.per_token_squared_s) == pytest.approx((0.02, 1e-4, 3e-9))
-    assert found.error == found.worst_error == pytest.approx(0, abs=1e-9)
+    assert (found.error, found.worst_error) == pytest.approx((0, 0), abs=1e-9)
     step = fit_decode([Sample(b, n, decode.of(b, b * n)) for b, n in loads])
     assert (step.fixed_s, step.per_context_token_s, step.per_request_s) == pytest.approx((0.01, 2e-7, 5e-4))
 
