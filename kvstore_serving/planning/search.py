@@ -5,7 +5,8 @@ SLOs that one request must hold together, and with transfers that take time:
 
 * Blocks go *through the store*, over the nodes' network, so each phase is placed for itself (algorithm 1). Every shape
   that fits the memory is simulated alone, and gives the rate that one engine serves. The cheapest sums of engines that
-  serve the rate are then simulated together, and get more engines where they do not hold.
+  serve the rate are then simulated together, and get more engines where they do not hold. Without a rate, sums are
+  simulated until the next one promises less, by what its engines serve alone, than the best serves.
 * Blocks go *directly*, from GPU to GPU, and the network between nodes is slow: stages of both phases are on one node
   (algorithm 2). Both have as many stages, and a unit is what fits the nodes of one stage each; units are repeated.
 
@@ -15,9 +16,10 @@ Colocated engines are searched beside them, for comparison.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
@@ -27,9 +29,14 @@ from kvstore_serving.planning.placement import Engines, Placement, Shape, shares
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.workload import Recipe
 
-FINALISTS: Final = 6  # sums of engines that are simulated together
+FINALISTS: Final = 6  # sums of engines that are simulated together at a time
+MOST_FINALISTS: Final = 24
 GROWTH: Final = 4  # times that a finalist may get one more engine
+# A link that is busier makes transfers of random sizes at random times wait longer than they take.
+BUSIEST_LINK: Final = 0.5
 NEVER_S: Final = math.inf
+
+_Order: TypeAlias = "Callable[[Placement], tuple[float, ...]]"
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,7 @@ def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answ
             limit = f"TTFT of {slo.ttft_s:g} s" if phase == "prefill" else f"TPOT of {slo.tpot_s:g} s"
             raise NothingFits(f"no {phase} engine holds a {limit}, even with one request at a time")
     candidates = _direct(question, phases) if question.links.via == "direct" else _apart(question, phases)
-    return _decide(question, candidates, crew)
+    return _decide(question, candidates, crew, _order(question, phases))
 
 
 def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer | None:
@@ -149,7 +156,8 @@ def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Cre
             candidates.append(Placement(colocated=Engines(rated.shape, instances, rated.pool)))
     if not candidates:
         return None
-    return _decide(question, _finalists(question, phases, [[each] for each in candidates]), crew)
+    order = _order(question, phases)
+    return _decide(question, sorted(candidates, key=order), crew, order)
 
 
 # ---- candidates --------------------------------------------------------------------------------------------------
@@ -158,15 +166,15 @@ def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Cre
 def _apart(question: Question, phases: dict[str, list[Rated]]) -> list[Placement]:
     """Algorithm 1: engines of each phase for themselves."""
     pairs = [(prefill, decode) for prefill in phases["prefill"] for decode in phases["decode"]]
-    return _finalists(question, phases, [list(_counts(question, *pair)) for pair in pairs])
+    return _ranked(question, phases, [list(_counts(question, *pair)) for pair in pairs])
 
 
-def _finalists(
+def _ranked(
     question: Question, phases: dict[str, list[Rated]], groups: Sequence[Sequence[Placement]]
 ) -> list[Placement]:
-    """-> the best of each group, and of those the best: numbers of engines of one pair of shapes differ little."""
+    """-> the best of each group, the best first: numbers of engines of one pair of shapes differ little."""
     order = _order(question, phases)
-    return sorted((min(group, key=order) for group in groups if group), key=order)[:FINALISTS]
+    return sorted((min(group, key=order) for group in groups if group), key=order)
 
 
 def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
@@ -196,7 +204,7 @@ def _direct(question: Question, phases: dict[str, list[Rated]]) -> list[Placemen
     ]
     if not any(groups):
         raise NothingFits("no pair of engines with as many stages fits the GPUs of a node: take --via store")
-    return _finalists(question, phases, groups)
+    return _ranked(question, phases, groups)
 
 
 def _units(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
@@ -221,7 +229,7 @@ def _most(question: Question, rated: Rated) -> int:
     return pool.nodes * (pool.gpus_per_node // shape.tp) // shape.pp
 
 
-def _order(question: Question, phases: dict[str, list[Rated]]) -> Callable[[Placement], tuple[float, ...]]:
+def _order(question: Question, phases: dict[str, list[Rated]]) -> _Order:
     """-> the order of candidates: those that seem to serve the rate, by their price; then by what they serve. Without a
     rate, by what they serve for their price."""
     rates = {(phase, each.pool, each.shape): each.rate_rps for phase, rated in phases.items() for each in rated}
@@ -242,32 +250,42 @@ def _order(question: Question, phases: dict[str, list[Rated]]) -> Callable[[Plac
 
 
 def _carried(question: Question, placement: Placement) -> float:
-    """-> the rate that the nodes' links carry: a phase that is simulated alone does not hand anything over."""
+    """-> the rate that the nodes' links carry well: a phase that is simulated alone does not hand anything over."""
     fleet, means = question.fleet(placement), question.recipe.means
     if question.links.via == "direct" or placement.prefill is None or fleet.nodes is None:
         return math.inf
-    carried = math.inf
-    for tokens, instances in zip((means.new, means.inputs), fleet.nodes, strict=True):
-        loads: dict[int, float] = {}  # for each node, of how many engines it moves the blocks
+    # Tokens of a request that the engines of a phase get and send: what prefill engines find in the store and what they
+    # compute, and all of the prompt, which decode engines get.
+    moved = ((means.inputs - means.new, means.new), (means.inputs, 0.0))
+    into: Counter[int] = Counter()  # bytes of a request, by node
+    out: Counter[int] = Counter()
+    kv = question.pools[placement.phases[0].pool].profile.kv_bytes_per_token
+    for (gets, sends), instances in zip(moved, fleet.nodes, strict=True):
         for stages in instances:
             for node, share in shares_of(stages).items():
-                loads[node] = loads.get(node, 0.0) + share
-        kv = question.pools[placement.phases[0].pool].profile.kv_bytes_per_token
-        busiest = max(loads.values()) / len(instances)
-        carried = min(carried, question.links.node_bytes_per_s / (busiest * tokens * kv)) if tokens else carried
-    return carried
+                into[node] += gets * kv * share / len(instances)
+                out[node] += sends * kv * share / len(instances)
+    return BUSIEST_LINK * question.links.node_bytes_per_s / max(*into.values(), *out.values())
 
 
-def _decide(question: Question, candidates: Sequence[Placement], crew: Crew) -> Answer:
-    """Simulate whole placements, and take the best: the cheapest one whose goodput, over all seeds, is the rate."""
+def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, order: _Order) -> Answer:
+    """Simulate whole placements, the first ones first, and take the best: the cheapest one whose goodput, over all
+    seeds, is the rate."""
     if not candidates:
         raise NothingFits("no placement with both phases fits these nodes")
     rate = question.rate_rps
     if rate is not None:  # engines that share a load serve more than as many that have each a part of it
         seed = question.seeds[0]
-        tasks = [(question.fleet(each), question.recipe, question.goal, rate, seed) for each in candidates]
-        candidates = list(dict.fromkeys(crew.shrunk(tasks)))
-    served = _served(question, candidates, crew)
+        finalists = candidates[:FINALISTS]
+        tasks = [(question.fleet(each), question.recipe, question.goal, rate, seed) for each in finalists]
+        served = _served(question, list(dict.fromkeys(crew.shrunk(tasks))), crew)
+    else:
+        served = {}
+        for first in range(0, min(len(candidates), MOST_FINALISTS), FINALISTS):
+            best_yet = max((value / question.price(each) for each, value in served.items()), default=0.0)
+            if -order(candidates[first])[1] <= best_yet:
+                break
+            served |= _served(question, candidates[first : first + FINALISTS], crew)
     refused: dict[Placement, Goodput] = {}
     for _ in range(GROWTH):
         enough = [each for each, value in served.items() if rate is not None and value >= rate and each not in refused]

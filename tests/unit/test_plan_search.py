@@ -19,7 +19,7 @@ from kvstore_serving.planning.jobs import Link, transfer
 from kvstore_serving.planning.placement import Engines, Placement, Shape, nodes_of
 from kvstore_serving.planning.plan import make_plan
 from kvstore_serving.planning.profile import DecodeTimes, Degree, PrefillTimes, Profile
-from kvstore_serving.planning.search import NothingFits, Question, best, best_colocated, rate_phases
+from kvstore_serving.planning.search import NothingFits, Question, best, best_colocated, measured, rate_phases
 from kvstore_serving.planning.simulator import Fleet
 from kvstore_serving.planning.watching import Load, Watched, drift, propose
 from kvstore_serving.planning.workload import Lengths, Replayed, Synthetic, rate_of
@@ -155,6 +155,35 @@ def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew
         fewer = msgspec.structs.replace(engines, instances=engines.instances - 1)
         placement = msgspec.structs.replace(answer.placement, **{phase: fewer})
         assert goodput(asked.fleet(placement), asked.recipe, asked.goal, 0, 5.0) < 5.0, "one less would not do"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"links": Links(node_bytes_per_s=2e6)},
+        {"links": Links(node_bytes_per_s=2e6), "recipe": Synthetic(Lengths(500), Lengths(20), hit_rate=0.5)},
+    ],
+    ids=["fast links", "slow links", "slow links and hits"],
+)
+def test_no_other_placement_serves_much_more_for_its_price(crew: Crew, changes: dict[str, object]) -> None:
+    """Against all there are, each simulated whole."""
+    asked = question(None, nodes=2, gpus=2, **changes)
+    shapes = (Shape(1, 1), Shape(2, 1), Shape(1, 2))
+    counts = range(1, 4)
+    every = [
+        Placement(Engines(prefill, prefills), Engines(decode, decodes))
+        for prefill in shapes
+        for decode in shapes
+        for prefills in counts
+        for decodes in counts
+    ]
+    fitting = [each for each in every if asked.fleet(each).nodes is not None]
+    assert len(fitting) > 10
+    values = [measured(asked, each, crew).value / each.gpus for each in fitting]
+    answer = best(asked, rate_phases(asked, crew), crew)
+    # The highest of many simulated goodputs is so much too high, by chance.
+    assert answer.goodput.value / answer.placement.gpus >= 0.8 * max(values)
 
 
 def test_more_than_all_gpus_can_serve_is_said(crew: Crew) -> None:
