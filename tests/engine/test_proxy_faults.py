@@ -31,7 +31,7 @@ from tests.support.proxies import ProxyProcess, Reading
 from tests.support.slow_link import SlowLink
 
 FULL: Final = "KVSTORE_FAULTS" in os.environ
-ROUNDS: Final = int(os.environ.get("KVSTORE_FAULTS", "90")) // 10
+ROUNDS: Final = int(os.environ.get("KVSTORE_FAULTS", "60")) // 10
 FROZEN: Final = ("proxy frozen", "prefill frozen", "decode frozen", "store frozen")
 CUT_OFF: Final = ("prefill cut off", "decode cut off")  # from the proxy
 KILLED: Final = ("prefill killed", "decode killed")
