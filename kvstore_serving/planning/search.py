@@ -16,7 +16,7 @@ Colocated engines are searched beside them, for comparison.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -257,8 +257,8 @@ def _carried(question: Question, placement: Placement) -> float:
     # Tokens of a request that the engines of a phase get and send: what prefill engines find in the store and what they
     # compute, and all of the prompt, which decode engines get.
     moved = ((means.inputs - means.new, means.new), (means.inputs, 0.0))
-    into: Counter[int] = Counter()  # bytes of a request, by node
-    out: Counter[int] = Counter()
+    into: defaultdict[int, float] = defaultdict(float)  # bytes of a request, by node
+    out: defaultdict[int, float] = defaultdict(float)
     kv = question.pools[placement.phases[0].pool].profile.kv_bytes_per_token
     for (gets, sends), instances in zip(moved, fleet.nodes, strict=True):
         for stages in instances:
