@@ -157,29 +157,20 @@ def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew
         assert goodput(asked.fleet(placement), asked.recipe, asked.goal, 0, 5.0) < 5.0, "one less would not do"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"links": Links(node_bytes_per_s=2e6)},
-        {"links": Links(node_bytes_per_s=2e6), "recipe": Synthetic(Lengths(500), Lengths(20), hit_rate=0.5)},
-    ],
-    ids=["fast links", "slow links", "slow links and hits"],
-)
-def test_no_other_placement_serves_much_more_for_its_price(crew: Crew, changes: dict[str, object]) -> None:
-    """Against all there are, each simulated whole."""
-    asked = question(None, nodes=2, gpus=2, **changes)
-    shapes = (Shape(1, 1), Shape(2, 1), Shape(1, 2))
-    counts = range(1, 4)
+def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
+    """Against all there are, each simulated whole; links are slow, and the store has half of each prompt."""
+    recipe = Synthetic(Lengths(500), Lengths(20), hit_rate=0.5)
+    asked = question(None, nodes=2, gpus=2, links=Links(node_bytes_per_s=2e6), recipe=recipe, seeds=(0,))
+    shapes = (Shape(1, 1), Shape(2, 1))
     every = [
         Placement(Engines(prefill, prefills), Engines(decode, decodes))
         for prefill in shapes
         for decode in shapes
-        for prefills in counts
-        for decodes in counts
+        for prefills in (1, 2)
+        for decodes in (1, 2, 3)
     ]
     fitting = [each for each in every if asked.fleet(each).nodes is not None]
-    assert len(fitting) > 10
+    assert len(fitting) >= 7
     values = [measured(asked, each, crew).value / each.gpus for each in fitting]
     answer = best(asked, rate_phases(asked, crew), crew)
     # The highest of many simulated goodputs is so much too high, by chance.
