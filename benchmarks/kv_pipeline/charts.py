@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.bars import COLOURS, LIMIT, draw_panels
+from benchmarks.kv_pipeline.rig import ARMS, FETCHED
 from benchmarks.kv_pipeline.tables import PIPELINE, PIPELINE_PUSHED, PIPELINE_TOKENS, arm_steps, rates_by_batch
 from benchmarks.kv_pipeline.test_pipeline import KNEE
-from benchmarks.kv_pipeline.test_pushed import ARMS
+from benchmarks.kv_pipeline.test_pushed import BY_ARM
 from benchmarks.kv_pipeline.test_tokens import BOUNDS, RESIDENT, TOKENS
 from benchmarks.results_reader import Results
 
 Chart = Callable[[Results, Path], None]
-_WAYS: Final = {"fetched": "KV comes", "pushed": "attention goes"}
 
 
 def knees(results: Results, path: Path) -> None:
@@ -42,7 +42,7 @@ def knees(results: Results, path: Path) -> None:
 
 def pushed(results: Results, path: Path) -> None:
     """The time of a step against the rate of the link, with KV that comes and with attention that goes."""
-    cases = [case.parameters for case in results[PIPELINE_PUSHED].group(ARMS)]
+    cases = [case.parameters for case in results[PIPELINE_PUSHED].group(BY_ARM)]
     ratios = list(dict.fromkeys(case["ratio"] for case in cases))
     shares = sorted({case["alpha"] for case in cases})
 
@@ -51,7 +51,7 @@ def pushed(results: Results, path: Path) -> None:
             for share, style in zip(shares, ("o--", "o-"), strict=False):
                 mine = [case for case in cases if (case["ratio"], case["alpha"]) == (ratio, share)]
                 rates = [case["link_bytes_per_s"] / 1e6 for case in mine]
-                for (arm, way), colour in zip(_WAYS.items(), COLOURS, strict=False):
+                for (arm, way), colour in zip(ARMS.items(), COLOURS, strict=False):
                     steps = [arm_steps(case)[arm] / case["alone_s"] for case in mine]
                     axes.plot(rates, steps, style, color=colour, label=f"{way}, {share:.3g} lent")
             axes.axhline(1, color=LIMIT, linewidth=1)
@@ -69,13 +69,13 @@ def tokens(results: Results, path: Path) -> None:
     def draw(panels: list[Any]) -> None:
         for axes, number in zip(panels, (1, 0), strict=True):
             for case, colour in zip(cases, COLOURS, strict=False):
-                for (arm, way), style in zip(_WAYS.items(), ("o-", ":"), strict=True):
+                for (arm, way), style in zip(ARMS.items(), ("o-", ":"), strict=True):
                     found = {batch: pair[number] for batch, pair in rates_by_batch(case, arm).items()}
                     label = f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s, {way}"
                     scale = 1.0 if number else 1e3
                     axes.plot(list(found), [each * scale for each in found.values()], style, color=colour, label=label)
             axes.set(xlabel="batch", ylabel="tokens/s" if number else "TPOT, ms", ylim=(0, None))
-        least = min(rates_by_batch(case, "fetched")[RESIDENT][0] for case in cases)
+        least = min(rates_by_batch(case, FETCHED)[RESIDENT][0] for case in cases)
         for bound in BOUNDS:
             panels[1].axhline(bound * least * 1e3, color=LIMIT, linewidth=0.5)
         panels[0].legend(frameon=False, fontsize=7, ncols=2)

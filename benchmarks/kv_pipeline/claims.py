@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from benchmarks.kv_pipeline.rig import FETCHED
 from benchmarks.kv_pipeline.tables import (
     PIPELINE,
     PIPELINE_TOKENS,
@@ -14,7 +15,7 @@ from benchmarks.kv_pipeline.tables import (
     rates_by_batch,
 )
 from benchmarks.kv_pipeline.test_pipeline import KNEE
-from benchmarks.kv_pipeline.test_tokens import FETCHED, RESIDENT, TOKENS
+from benchmarks.kv_pipeline.test_tokens import RESIDENT, TOKENS
 from benchmarks.ledger import Claim, Finding
 from benchmarks.results_reader import Result
 

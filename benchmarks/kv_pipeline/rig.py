@@ -22,6 +22,11 @@ from benchmarks.remote_kv_cache.processes import kvstore_server
 from kvstore_client import KVStoreClient
 
 FULL_RATE: Final = 4e9  # bytes/s: more than this machine moves
+RATIOS: Final = {"0.25": (4, 288), "0.5": (8, 288), "1": (8, 576)}  # batch and context for KV to weights
+# What crosses the link, as results name it.
+FETCHED: Final = "fetched"
+PUSHED: Final = "pushed"
+ARMS: Final = {FETCHED: "KV comes", PUSHED: "attention goes"}
 
 
 def cannot() -> str:
@@ -112,6 +117,15 @@ class Rig:
     def pushed(self, lent: int, beside: Beside) -> float:
         """-> seconds of a step when so many layers are attended beside the store."""
         return self.steps(Pushed(self.shape, self.resident, lent_layers(self.shape, lent), beside))
+
+
+def of_ratios(benchmark: Benchmark) -> Iterator[tuple[str, Rig, LimitedLink]]:
+    """-> a rig for each ratio of KV to weights, behind one link; of the first one only if the run is quick. Each ends
+    when the next one is asked for."""
+    with LimitedLink(FULL_RATE) as link:
+        for name, (batch, context) in list(RATIOS.items())[: 1 if benchmark.quick else None]:
+            with ExitStack() as stack:
+                yield name, Rig(Shape(batch=batch, context=context), link, stack), link
 
 
 def in_turn(benchmark: Benchmark, runs: dict[Any, Callable[[], float]]) -> dict[Any, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from benchmarks.kv_pipeline.rig import ARMS, FETCHED, PUSHED
 from benchmarks.kv_pipeline.test_pipeline import KNEE, MODES
-from benchmarks.kv_pipeline.test_pushed import ARMS, FETCHED, PUSHED
+from benchmarks.kv_pipeline.test_pushed import BY_ARM
 from benchmarks.kv_pipeline.test_tokens import BOUNDS, RESIDENT, TOKENS
 from benchmarks.markdown import markdown
 from benchmarks.results_reader import CaseResult, Results, parameters_of
@@ -130,13 +131,13 @@ def published(results: Results) -> str:
 
 
 def arm_steps(case: Mapping[str, Any]) -> dict[str, float]:
-    """-> seconds of a step of each way; where the KV was not fetched, those of copying alone: it would be no less."""
+    """-> seconds of a step of each arm; where the KV was not fetched, those of copying alone: it would be no less."""
     return {FETCHED: case["alpha"] * case["kv_bytes"] / case["link_bytes_per_s"], **case["step_s"]}
 
 
 def pushed(results: Results) -> str:
     """Steps with KV that comes, and with attention that goes, by the rate of the link."""
-    cases = parameters_of(results, PIPELINE_PUSHED, ARMS)
+    cases = parameters_of(results, PIPELINE_PUSHED, BY_ARM)
     shares = sorted({case["alpha"] for case in cases})
     rows = []
     for first in (case for case in cases if case["alpha"] == shares[0]):
@@ -144,12 +145,12 @@ def pushed(results: Results) -> str:
         for case in (case for case in cases if _same_link(case, first)):
             steps = {arm: seconds / case["alone_s"] for arm, seconds in arm_steps(case).items()}
             least = min(steps.values())
-            for arm in (FETCHED, PUSHED):
+            for arm in ARMS:
                 told = f"{steps[arm]:.2f} x" if arm in case["step_s"] else f"> {steps[arm]:.0f} x"
                 cells.append(f"**{told}**" if steps[arm] == least else told)
         alpha = first["link_bytes_per_s"] * first["alone_s"] / first["kv_bytes"]
         rows.append((first["ratio"], _rate(first["link_bytes_per_s"]), f"{min(1.0, alpha):.1%}", *cells))
-    ways = [f"{share:.3g} lent: {way}" for share in shares for way in ("KV comes", "attention goes")]
+    ways = [f"{share:.3g} lent: {way}" for share in shares for way in ARMS.values()]
     chart = _chart("Time of a step against the rate of the link, by what crosses it", "pushed")
     return "\n\n".join((markdown(("KV to weights", "link", "alpha*", *ways), rows), _crossings(cases), chart))
 
@@ -222,7 +223,7 @@ def tokens(results: Results) -> str:
     for case in cases:
         step_s, alone = rates_by_batch(case, FETCHED)[RESIDENT]
         first = (_rate(case["link_bytes_per_s"]), f"{alone:.0f} tokens/s, {step_s * 1e3:.0f} ms")
-        for way, arm in (("KV comes", FETCHED), ("attention goes", PUSHED)):
+        for arm, way in ARMS.items():
             rows.append((*first, way, *(_best(case, arm, bound) for bound in BOUNDS)))
             first = ("", "")
     headings = (

@@ -18,16 +18,14 @@ Needs two cores, and root for the link (network namespaces).
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.kv_pipeline.decoder import Shape
 from benchmarks.kv_pipeline.lending import lent_layers, read_time
-from benchmarks.kv_pipeline.rig import FULL_RATE, Rig, cannot, in_turn
+from benchmarks.kv_pipeline.rig import FULL_RATE, Rig, cannot, in_turn, of_ratios
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.limited_link import LimitedLink
 from benchmarks.remote_kv_cache.report import Case, console
@@ -35,7 +33,6 @@ from kvstore_serving.planning.pipeline import plan_pipeline
 
 KNEE: Final = "knee"
 MODES: Final = "modes"
-RATIOS: Final = {"0.25": (4, 288), "0.5": (8, 288), "1": (8, 576)}  # batch and context for KV to weights
 WANTED: Final = (0.08, 0.12, 0.18, 0.25, 0.45)  # alpha* that the rates of the link are chosen for
 ROUNDS: Final = 7
 
@@ -45,13 +42,10 @@ def main() -> int:
     if reason := cannot():
         benchmark.say(f"nothing is measured: {reason}")
         return 1
-    with LimitedLink(FULL_RATE) as link:
-        for name, (batch, context) in list(RATIOS.items())[: 1 if benchmark.quick else None]:
-            with ExitStack() as stack:
-                rig = Rig(Shape(batch=batch, context=context), link, stack)
-                _knees(benchmark, name, rig, link)
-                link.set_rate(FULL_RATE)
-                _modes(benchmark, name, rig)
+    for name, rig, link in of_ratios(benchmark):
+        _knees(benchmark, name, rig, link)
+        link.set_rate(FULL_RATE)
+        _modes(benchmark, name, rig)
     benchmark.finish()
     return 0
 

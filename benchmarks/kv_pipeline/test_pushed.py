@@ -13,22 +13,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.kv_pipeline.decoder import Shape
 from benchmarks.kv_pipeline.lending import lent_layers, read_time
-from benchmarks.kv_pipeline.rig import FULL_RATE, Rig, cannot, in_turn
-from benchmarks.kv_pipeline.test_pipeline import RATIOS
+from benchmarks.kv_pipeline.rig import ARMS, FETCHED, FULL_RATE, PUSHED, Rig, cannot, in_turn, of_ratios
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.limited_link import LimitedLink
 from benchmarks.remote_kv_cache.report import Case, console
 
-ARMS: Final = "arms"
-FETCHED: Final = "fetched"
-PUSHED: Final = "pushed"
+BY_ARM: Final = "arms"
 SHARES: Final = (1 / 8, 1 / 2)  # of the layers
 WANTED: Final = (0.005, 0.02, 0.08, 0.18, 0.45)  # of the KV that the link moves in a step; then as fast as it goes
 LONGEST: Final = 8.0
@@ -41,10 +36,8 @@ def main() -> int:
     if reason := cannot():
         benchmark.say(f"nothing is measured: {reason}")
         return 1
-    with LimitedLink(FULL_RATE) as link:
-        for name, (batch, context) in list(RATIOS.items())[: 1 if benchmark.quick else None]:
-            with ExitStack() as stack:
-                _measure(benchmark, name, Rig(Shape(batch=batch, context=context), link, stack), link)
+    for name, rig, link in of_ratios(benchmark):
+        _measure(benchmark, name, rig, link)
     benchmark.finish(depth=DEPTH)
     return 0
 
@@ -71,7 +64,7 @@ def _measure(benchmark: Benchmark, name: str, rig: Rig, link: LimitedLink) -> No
         found = in_turn(benchmark, runs)
         bytes_per_s = len(few) * shape.layer_bytes / found["few"]
         for share in SHARES:
-            arms = [arm for arm in (FETCHED, PUSHED) if (share, arm) in runs]
+            arms = [arm for arm in ARMS if (share, arm) in runs]
             per_step = {
                 arm: [median(way) / shape.steps for way in zip(*crossed[share, arm], strict=True)] for arm in arms
             }
@@ -82,7 +75,7 @@ def _measure(benchmark: Benchmark, name: str, rig: Rig, link: LimitedLink) -> No
                 Case(
                     name=f"{name}, {rate / 1e6:.0f} MB/s, {share:g}", seconds={}, moved={}, limits={},
                     parameters={
-                        "group": ARMS, "ratio": name, "alpha": share, "kv_bytes": shape.kv_bytes,
+                        "group": BY_ARM, "ratio": name, "alpha": share, "kv_bytes": shape.kv_bytes,
                         "link_bytes_per_s": bytes_per_s, "alone_s": found["alone"], "step_s": steps,
                         "crossed_bytes": per_step,
                     },

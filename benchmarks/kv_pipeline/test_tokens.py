@@ -25,15 +25,13 @@ import numpy as np
 
 from benchmarks.kv_pipeline.decoder import Shape
 from benchmarks.kv_pipeline.lending import lent_layers, read_time
-from benchmarks.kv_pipeline.rig import FULL_RATE, Rig, cannot, in_turn
+from benchmarks.kv_pipeline.rig import FETCHED, FULL_RATE, PUSHED, Rig, cannot, in_turn
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.limited_link import LimitedLink
 from benchmarks.remote_kv_cache.report import Case, console
 from kvstore_serving.planning.pipeline import BUFFERS, largest_kv, plan_pipeline
 
 TOKENS: Final = "tokens"
-FETCHED: Final = "fetched"
-PUSHED: Final = "pushed"
 RESIDENT: Final = 8  # sequences whose KV fits the decoder's memory
 BATCHES: Final = tuple(range(RESIDENT, 2 * RESIDENT + 1))
 # Many layers, so that the buffers of two are little; KV for 8 sequences is half as large as the weights.
