@@ -90,7 +90,7 @@ def age(result: Result) -> str:
     """The commit of a result, and whether it is stale."""
     if not result.commit:
         return "not known"
-    changed = changed_since(result.commit)
+    changed = changed_since(result.commit, str(result.data.get("command", "")))
     return f"`{result.commit}`" + (", **stale**" if changed else "" if changed is False else ", age not known")
 
 

@@ -217,14 +217,13 @@ def _read(file: Path) -> Plan:
 
 
 def _traced(trace: Path, read: Plan | None) -> Recipe:
-    """A trace in place of the plan's load; a store keeps of it what that of the plan would keep of its trace."""
-    import msgspec
-
+    """A trace in place of the plan's load. The store keeps of it as much as the plan assumed, else all."""
     from kvstore_serving.planning.workload import Replayed
 
-    if read is not None and isinstance(read.basis.load, Replayed):
-        return msgspec.structs.replace(read.basis.load, path=str(trace))
-    return Replayed(str(trace))
+    if read is None:
+        return Replayed(str(trace))
+    kept = read.store.kept_bytes / read.basis.pools[0].profile.kv_bytes_per_token
+    return Replayed(str(trace), kept_tokens=round(kept))
 
 
 def _rates(given: Sequence[float] | None, read: Plan | None) -> list[float]:
@@ -248,7 +247,7 @@ def _planned(against: Against, rate: float, seed: int) -> list[Planned]:
     try:
         planned = planned_load(against.recipe, rate, against.requests, against.warmup, seed)
     except ValueError as error:  # a `TraceError` is one
-        fail("usage", f"--trace {error}")
+        fail("usage", f"the load's trace {error}; --trace FILE gives another one")
     if len(planned) <= against.warmup:
         fail("usage", f"{len(planned)} requests, of which --warmup {against.warmup} leaves none to count")
     return planned

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from benchmarks.bars import COLOURS, LIMIT, draw_panels
 from benchmarks.kv_pipeline.rig import ARMS, FETCHED
-from benchmarks.kv_pipeline.tables import PIPELINE, PIPELINE_PUSHED, PIPELINE_TOKENS, arm_steps, rates_by_batch
+from benchmarks.kv_pipeline.tables import PIPELINE, PIPELINE_PUSHED, PIPELINE_TOKENS, rates_by_batch
 from benchmarks.kv_pipeline.test_pipeline import KNEE
 from benchmarks.kv_pipeline.test_pushed import BY_ARM
 from benchmarks.kv_pipeline.test_tokens import BOUNDS, RESIDENT, TOKENS
@@ -49,10 +49,11 @@ def pushed(results: Results, path: Path) -> None:
     def draw(panels: list[Any]) -> None:
         for axes, ratio in zip(panels, ratios, strict=True):
             for share, style in zip(shares, ("o--", "o-"), strict=False):
-                mine = [case for case in cases if (case["ratio"], case["alpha"]) == (ratio, share)]
-                rates = [case["link_bytes_per_s"] / 1e6 for case in mine]
+                of_share = [case for case in cases if (case["ratio"], case["alpha"]) == (ratio, share)]
                 for (arm, way), colour in zip(ARMS.items(), COLOURS, strict=False):
-                    steps = [arm_steps(case)[arm] / case["alone_s"] for case in mine]
+                    mine = [case for case in of_share if arm in case["step_s"]]
+                    rates = [case["link_bytes_per_s"] / 1e6 for case in mine]
+                    steps = [case["step_s"][arm] / case["alone_s"] for case in mine]
                     axes.plot(rates, steps, style, color=colour, label=f"{way}, {share:.3g} lent")
             axes.axhline(1, color=LIMIT, linewidth=1)
             axes.set(xscale="log", yscale="log", xlabel="link, MB/s", ylabel="step, of that with nothing lent")
@@ -75,9 +76,10 @@ def tokens(results: Results, path: Path) -> None:
                     scale = 1.0 if number else 1e3
                     axes.plot(list(found), [each * scale for each in found.values()], style, color=colour, label=label)
             axes.set(xlabel="batch", ylabel="tokens/s" if number else "TPOT, ms", ylim=(0, None))
-        least = min(rates_by_batch(case, FETCHED)[RESIDENT][0] for case in cases)
-        for bound in BOUNDS:
-            panels[1].axhline(bound * least * 1e3, color=LIMIT, linewidth=0.5)
+        for case, colour in zip(cases, COLOURS, strict=False):
+            for bound in BOUNDS:
+                limit_ms = bound * rates_by_batch(case, FETCHED)[RESIDENT][0] * 1e3
+                panels[1].axhline(limit_ms, color=colour, linewidth=0.5, linestyle="--")
         panels[0].legend(frameon=False, fontsize=7, ncols=2)
 
     draw_panels(path, 2, draw)

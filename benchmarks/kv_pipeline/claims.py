@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from benchmarks.kv_pipeline.rig import FETCHED
+from benchmarks.kv_pipeline.rig import FETCHED, RATIOS
 from benchmarks.kv_pipeline.tables import (
     PIPELINE,
     PIPELINE_TOKENS,
@@ -31,6 +31,8 @@ def _knees(most: float) -> Callable[[Result], Finding]:
             near = sum(each <= most for each in off)
             told.append(f"KV {ratio} x weights: {near} of {len(off)} rates, {max(off):.0%} at worst")
             good = good and near >= 4
+        if {case["ratio"] for case in cases} != set(RATIOS):
+            raise KeyError("a ratio was not measured")
         return Finding("; ".join(told), "alpha* from the link and the step of the same run", good)
 
     return find
@@ -65,19 +67,15 @@ def _tokens(bound: float, gain: float) -> Callable[[Result], Finding]:
 
 def _as_planned(most: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
-        told, good, measured = [], True, 0
+        told, good = [], True
         for case in (each.parameters for each in result.measured_group(TOKENS)):
             batch, by_batch = planned_batch(case), rates_by_batch(case, FETCHED)
             link = f"{case['link_bytes_per_s'] / 1e9:.2f} GB/s"
             if batch is None or batch not in by_batch:
-                told.append(f"{link}: more than {max(by_batch)}, not measured")
-                continue
+                raise KeyError(f"{link}: the planned batch was not measured")
             off = by_batch[batch][0] / planned_step(case, batch) - 1
-            measured += 1
             told.append(f"{link}: batch {batch}, step {off:+.0%}")
             good = good and off <= most
-        if not measured:
-            raise KeyError("no planned batch was measured")
         return Finding("; ".join(told), "the step of the plan", good)
 
     return find

@@ -6,8 +6,8 @@ The KV comes over the link one layer ahead; or attention goes to the KV, which n
 the time between two tokens of each sequence (TPOT), so for each bound on it there is a batch that brings most tokens a
 second. For each rate of the link this is compared with the batch, the share and the step that `kvstore plan pipeline
 --resident-bytes` computes, from the bandwidth of the link, measured by reading and doing nothing else, and from the
-steps of all batches without a lender: a line over their KV, whose slope is the time of reading and computing one more
-byte. Outputs must be equal whatever is lent.
+steps of all batches without a lender, in the same turns: a line over their KV, whose slope is the time of reading and
+computing one more byte. Outputs must be equal whatever is lent.
 
 Needs two cores, and root for the link (network namespaces).
 """
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from statistics import median
 from typing import Any, Final
 
 import msgspec
@@ -66,30 +67,33 @@ def _measure(benchmark: Benchmark, rig: Rig, link: LimitedLink) -> None:
     batches = (BATCHES[0], BATCHES[-1]) if benchmark.quick else BATCHES
     rigs = {batch: rig.of_batch(batch) for batch in batches}
     resident_bytes = rigs[RESIDENT].shape.kv_bytes
-    alone = in_turn(benchmark, {batch: partial(each.lent, 0, 0) for batch, each in rigs.items()})
-    slope, other_s = np.polyfit([each.shape.kv_bytes for each in rigs.values()], list(alone.values()), 1)
-    memory = float(1 / slope)
+    step_s = median(rigs[RESIDENT].lent(0, 0) for _ in range(benchmark.rounds))
     beside = rig.beside()
-    rates = [*(wanted * resident_bytes / alone[RESIDENT] for wanted in WANTED), FULL_RATE]
+    rates = [*(wanted * resident_bytes / step_s for wanted in WANTED), FULL_RATE]
     for rate in rates[:1] if benchmark.quick else rates:
         link.set_rate(rate)
-        # As many bytes as a batch of 8 has, so that the rate is known without long waits.
+        # Enough to know the rate, without long waits.
         few = lent_layers(SHAPE, SHAPE.layers // 4)
         runs: dict[Any, Callable[[], float]] = {"link": partial(read_time, SHAPE, rig.client, few, rig.other_core)}
+        runs |= {("alone", batch): partial(each.lent, 0, 0) for batch, each in rigs.items()}
         lent: dict[str, dict[int, int]] = {FETCHED: {}, PUSHED: {}}
         for batch, each in rigs.items():
             for arm, buffers in ((FETCHED, BUFFERS), (PUSHED, 0)):
                 layers = lent_of(batch, resident_bytes, buffers)
-                if layers is not None:
+                if layers:
                     lent[arm][batch] = layers
                     run = partial(each.lent, layers, DEPTH) if arm == FETCHED else partial(each.pushed, layers, beside)
                     runs[arm, batch] = run
         found = in_turn(benchmark, runs)
         bytes_per_s = len(few) * SHAPE.layer_bytes / found["link"]
+        # Of the same turns: the machine is not equally fast at all times.
+        alone = {batch: found["alone", batch] for batch in rigs}
+        slope, other_s = np.polyfit([each.shape.kv_bytes for each in rigs.values()], list(alone.values()), 1)
+        memory = float(1 / slope)
         hardware = (bytes_per_s, memory, float(other_s), 0.0, SHAPE.layers)
         kv_bytes = largest_kv(resident_bytes, *hardware)
         plan = plan_pipeline(kv_bytes, *hardware) if kv_bytes is not None else None
-        steps = {arm: {batch: found[arm, batch] for batch in lent[arm]} for arm in lent}
+        steps = {arm: {RESIDENT: alone[RESIDENT], **{n: found[arm, n] for n in lent[arm]}} for arm in lent}
         for arm, by_batch in steps.items():
             told = ", ".join(f"{batch}: {batch / seconds:.1f}" for batch, seconds in by_batch.items())
             console().print(f"link {bytes_per_s / 1e9:.2f} GB/s, {arm}, tokens/s by batch: {told}")

@@ -223,7 +223,9 @@ def headline(results: Results) -> str:
         old, new = (f"{rates[way]:.2f}" if way in rates else "at no rate" for way in (WHOLE_PROMPTS, IN_CHUNKS))
         cells = [
             f"{rates[PHASES_APART] / rates[WHOLE_PROMPTS]:.1f} x" if WHOLE_PROMPTS in rates else "",
-            f"{scales[WHOLE_PROMPTS] / scales[PHASES_APART]:.1f} x" if WHOLE_PROMPTS in scales else "",
+            f"{scales[WHOLE_PROMPTS] / scales[PHASES_APART]:.1f} x"
+            if {WHOLE_PROMPTS, PHASES_APART} <= scales.keys()
+            else "",
             f"{rates[PHASES_APART] / rates[IN_CHUNKS]:.1f} x" if IN_CHUNKS in rates else "",
         ]
         rows.append((case.name, f"{rates[PHASES_APART]:.2f}", old, new, *cells))

@@ -14,10 +14,11 @@ Transfers take no time and SLOs count apart, as DistServe counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import replace
 from typing import Any, Final
 
+from benchmarks.planning.test_simulator import DOCUMENTED, FREE, OPT13, OPT66, WORKLOADS
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.report import Case, console
 from kvstore_serving.load.report import Slo
@@ -32,24 +33,19 @@ HEADLINE: Final = "headline"
 APART: Final = "apart"
 WHOLE: Final = "whole prompts"
 CHUNKS: Final = "prompts in chunks"
-FREE: Final = 1e15  # bytes/s: transfers take no time
 CHUNK: Final = 512  # tokens
 SCALE: Final = 2.0
-STEPS: Final = 8  # of a bisection: the factor is known to about 2 %
-# name, profile, nodes, GPUs of each, mean prompt and answer, TTFT, TPOT.
-WORKLOADS: Final[Sequence[tuple[str, str, int, int, int, int, float, float]]] = (
-    ("13B, ShareGPT", "opt-13b-a100-80g", 1, 4, 755, 200, 0.25, 0.1),
-    ("66B, ShareGPT", "opt-66b-a100-80g", 2, 8, 755, 200, 0.4, 0.1),
-    ("66B, HumanEval", "opt-66b-a100-80g", 2, 8, 171, 98, 0.125, 0.2),
-    ("66B, LongBench", "opt-66b-a100-80g", 2, 8, 1738, 91, 15.0, 0.15),
-)
+LEAST: Final = 1 / 32
+STEPS: Final = 8  # of a bisection of its logarithm: the factor is known to 2 %
+PLACES: Final = {OPT13: (1, 4), OPT66: (2, 8)}  # nodes, and GPUs of each, by profile
 
 
 def main() -> None:
     benchmark = Benchmark(__spec__.name, __doc__ or "", 1, timed=False)
     with crew(lambda done, of: None) as workers:
-        for workload in WORKLOADS[:1] if benchmark.quick else WORKLOADS:
-            _compare(benchmark, workers, *workload)
+        some = [each for each in WORKLOADS if each[1] in PLACES and each[0] != DOCUMENTED]
+        for name, profile, _, inputs, outputs, ttft, tpot, *_ in some[:1] if benchmark.quick else some:
+            _compare(benchmark, workers, name, profile, *PLACES[profile], inputs, outputs, ttft, tpot)
     benchmark.finish(chunk_tokens=CHUNK, scale=SCALE)
 
 
@@ -97,7 +93,8 @@ def _compare(
         common = served / found[WHOLE].gpus
         if common:  # else it holds twice the SLOs at no rate
             for way, placement in found.items():
-                scales[way] = _tightest(ways[way], placement, common * placement.gpus)
+                scale = _tightest(ways[way], placement, common * placement.gpus)
+                scales |= {way: scale} if scale is not None else {}
     degrees = {way: _spell(placement) for way, placement in found.items()}
     console().print(f"{name}: requests/s a GPU {rates}, SLO scale at {common} {scales}, {degrees}")
     parameters: dict[str, Any] = {
@@ -106,17 +103,21 @@ def _compare(
     benchmark.cases.append(Case(name=name, seconds={}, moved={}, limits={}, parameters=parameters))
 
 
-def _tightest(question: Question, placement: Placement, rate_rps: float) -> float:
-    """-> the smallest factor of both SLOs that a placement holds at a rate."""
-    low, high = 0.0, 2 * SCALE
+def _tightest(question: Question, placement: Placement, rate_rps: float) -> float | None:
+    """-> the smallest factor of both SLOs that a placement holds at a rate, `LEAST` or more; None: not twice the looser
+    ones either."""
+    low, high = LEAST, 2 * SCALE
     slo, fleet = question.goal.slo, question.fleet(placement)
-    for _ in range(STEPS):
-        factor = (low + high) / 2
+
+    def holds(factor: float) -> bool:
         goal = replace(question.goal, slo=Slo(factor * slo.ttft_s, factor * slo.tpot_s))
-        if attained(fleet, question.recipe, goal, rate_rps, question.seeds[0]):
-            high = factor
-        else:
-            low = factor
+        return attained(fleet, question.recipe, goal, rate_rps, question.seeds[0])
+
+    if not holds(high):
+        return None
+    for _ in range(STEPS):
+        factor = math.sqrt(low * high)
+        low, high = (low, factor) if holds(factor) else (factor, high)
     return high
 
 

@@ -192,12 +192,13 @@ _TOKENS_175: Final = {
 }
 _WEIGHTS_175: Final = 174.6 / 65.7  # parameters of 175B and 66B: what computing and reading weights takes
 _CACHE_175: Final = 96 * 12288 / (64 * 9216)  # layers times hidden size: what attention and reading the KV cache take
+DOCUMENTED: Final = "13B, ShareGPT, its documented example"
 # name, profile, nodes, mean prompt and answer, TTFT, TPOT, published placement (prefill tp, pp; decode tp, pp), and
 # published goodput of a GPU in requests/s.
 WORKLOADS: Final[
     Sequence[tuple[str, str, int, int, int, float, float, tuple[int, int, int, int] | None, float | None]]
 ] = (
-    ("13B, ShareGPT, its documented example", OPT13, 1, 755, 200, 0.2, 0.1, (2, 1, 1, 1), 1.56),
+    (DOCUMENTED, OPT13, 1, 755, 200, 0.2, 0.1, (2, 1, 1, 1), 1.56),
     ("13B, ShareGPT", OPT13, 4, 755, 200, 0.25, 0.1, (2, 1, 1, 1), None),
     ("66B, ShareGPT", OPT66, 4, 755, 200, 0.4, 0.1, (4, 1, 2, 2), None),
     ("66B, HumanEval", OPT66, 4, 171, 98, 0.125, 0.2, None, None),

@@ -142,7 +142,7 @@ class Benchmark:
             "benchmark": self.name.rpartition(".")[2],
             "command": self._command(),
             "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
-            "commit": commit(),
+            "commit": commit(self.name),
             "seconds": round(time.monotonic() - self._began, 1),
             "quick": self.quick,
             "rounds": self.rounds,

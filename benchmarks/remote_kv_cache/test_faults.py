@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -27,22 +28,22 @@ from rich.table import Table
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import ROOT, environment
 from benchmarks.remote_kv_cache.report import Case, console, time_text
+from kvstore_client.vllm.connector.hand_over import UNPROMISED_S
 
 FAULTS: Final = 500
 TESTS: Final = ("tests/engine/test_hand_over_faults.py", "tests/engine/test_proxy_faults.py")
 # Of the blocks of a prompt that is handed over, and of an answer through the proxy.
 PHASES: Final = ("before", "computing", "arriving", "there", "before a token", "in the stream", "afterwards")
-MOST_WAITED_S: Final = 2 + 4 + 0.5  # by D in hand-overs: for a promise, for its blocks, and the wait's own end
+MOST_WAITED_S: Final = UNPROMISED_S + 4.0 + 0.5  # by D in hand-overs: for a promise, for blocks, and the wait's own end
 _QUICK_FAULTS: Final = 24
 
 
-def play(faults: int, seed: int | None) -> list[dict[str, Any]]:
+def play(faults: int, seed: int) -> list[dict[str, Any]]:
     """-> what each round wrote: its `way`, its `fault`, the `phase` that was met, and `waited_s`. Raises `RuntimeError`
     if a round was not as it must be."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rounds.jsonl"
-        asked = {"KVSTORE_FAULTS": str(faults), "KVSTORE_FAULTS_FILE": str(file)}
-        asked |= {"KVSTORE_FAULTS_SEED": str(seed)} if seed is not None else {}
+        asked = {"KVSTORE_FAULTS": str(faults), "KVSTORE_FAULTS_FILE": str(file), "KVSTORE_FAULTS_SEED": str(seed)}
         command = [sys.executable, "-m", "pytest", "-s", "-q", *TESTS]
         if subprocess.run(command, cwd=ROOT, env=environment() | asked, check=False).returncode:
             raise RuntimeError("a round was not as it must be, or could not be played; what was seen is above")
@@ -66,7 +67,7 @@ def cases_of(rounds: Sequence[dict[str, Any]]) -> list[Case]:
                 moved=dict.fromkeys(seconds, 0),
                 limits={},
                 references=(),
-                parameters={"met": met, "seed": of_way[0]["seed"]},
+                parameters={"met": met},
             )
         )
     return cases
@@ -96,14 +97,15 @@ def main() -> int:
         benchmark.say(f"faults: {missing}, so it is not measured")
         return 0
     options = benchmark.options
+    seed = options.seed if options.seed is not None else random.randrange(1 << 32)
     try:
-        rounds = play(options.faults or (_QUICK_FAULTS if benchmark.quick else FAULTS), options.seed)
+        rounds = play(options.faults or (_QUICK_FAULTS if benchmark.quick else FAULTS), seed)
     except RuntimeError as error:
         benchmark.say(f"faults: {error}")
         return 1
     benchmark.cases += cases_of(rounds)
     show(benchmark.cases)
-    benchmark.finish(faults=len(rounds))
+    benchmark.finish(faults=len(rounds), seed=seed)
     return 0
 
 

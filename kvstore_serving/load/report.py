@@ -4,8 +4,8 @@ A request attains its SLOs only if TTFT and TPOT both hold for it: two percentil
 different requests may miss them. A failed request attains nothing. Latencies are of requests that completed.
 
 Intervals are of 95 %. Attainment: Wilson's, which is right for few requests and near 0 and 1, but takes requests as
-independent. In a queue they are not, so goodput's is the wider one of Wilson's and of a bootstrap of blocks of
-consecutive requests, each about the square root of their number long.
+independent. In a queue they are not, so goodput's goes from the lower end to the upper one of Wilson's and of a
+bootstrap of blocks of consecutive requests, each about the square root of their number long.
 """
 
 from __future__ import annotations

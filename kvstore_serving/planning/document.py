@@ -142,7 +142,7 @@ class Plan(msgspec.Struct, frozen=True):
     goodput_rps_per_price: Goodput
     rate_rps: float | None
     enough: bool
-    binding: str
+    binding: Binding
     store: StoreNeeds
     colocated: Colocated
     sensitivity: list[Sensitivity]

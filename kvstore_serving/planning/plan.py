@@ -25,7 +25,7 @@ from kvstore_serving.planning.document import (
     StoreNeeds,
 )
 from kvstore_serving.planning.goodput import Crew, Goal
-from kvstore_serving.planning.placement import seats_of
+from kvstore_serving.planning.placement import Placement, seats_of
 from kvstore_serving.planning.queueing import Queue, Unstable, inter_op
 from kvstore_serving.planning.search import (
     Answer,
@@ -38,7 +38,7 @@ from kvstore_serving.planning.search import (
     rate_phases,
 )
 from kvstore_serving.planning.simulator import Fleet, Run
-from kvstore_serving.planning.workload import Floats, Lengths, Recipe, Synthetic, without_hits
+from kvstore_serving.planning.workload import Floats, Lengths, Recipe, Replayed, Synthetic, without_hits
 
 STORE_BUSY: Final = 0.6  # share of time that a store's links send: requests come in bursts
 NEARLY: Final = 0.95  # of the goodput beside any store is enough
@@ -60,6 +60,7 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
     other = _other(question, phases, crew)
     curves = _curves(question, [each for each in (answer, other) if each is not None], crew)
     rate = answer.goodput.value
+    base = _goodputs(question, [(question, answer.placement)], rate, crew)[0] if sensitivity else 0.0
     [at_goodput] = crew.runs([_run(question, answer, rate)])
     placed, price = _placed(question, answer), question.price(answer.placement)
     return Plan(
@@ -74,8 +75,8 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
         binding=_binding(question, answer, crew),
         store=store_needs(question, answer, at_goodput),
         colocated=_colocated(question, other, curves[1] if other is not None else []),
-        sensitivity=_sensitivity(question, answer, crew) if sensitivity else [],
-        capacities=_capacities(question, answer, crew) if sensitivity else [],
+        sensitivity=_sensitivity(question, answer, base, crew) if sensitivity else [],
+        capacities=_capacities(question, answer, base, crew) if sensitivity else [],
         alone=_alone(question, phases),
         closed_form=closed_form(question, answer),
         curve=curves[0],
@@ -170,6 +171,8 @@ def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
     under_way = rate * through * kv * (parts.get("hand_over", 0.0) + parts.get("decode_memory", 0.0))
     if question.kept_bytes is not None:
         kept = float(question.kept_bytes)
+    elif isinstance(question.recipe, Replayed) and question.recipe.hits and question.recipe.kept_tokens is not None:
+        kept = float(question.recipe.kept_tokens * kv)
     elif means.kept_tokens is not None:
         kept = float(means.kept_tokens * kv)
     else:
@@ -255,8 +258,16 @@ def _curves(question: Question, answers: Sequence[Answer], crew: Crew) -> list[l
     return [points[first : first + len(CURVE)] for first in range(0, len(points), len(CURVE))]
 
 
-def _sensitivity(question: Question, answer: Answer, crew: Crew) -> list[Sensitivity]:
-    """One thing changed at a time."""
+def _goodputs(
+    question: Question, changed: Sequence[tuple[Question, Placement]], guess: float, crew: Crew
+) -> list[float]:
+    """-> with the first seed."""
+    seed = question.seeds[0]
+    return crew.goodputs([(each.fleet(placed), each.recipe, each.goal, seed, guess) for each, placed in changed])
+
+
+def _sensitivity(question: Question, answer: Answer, base: float, crew: Crew) -> list[Sensitivity]:
+    """One thing changed at a time. base: the goodput of the first seed with nothing changed."""
     slo, links = question.goal.slo, question.links
     changed: dict[str, Question] = {
         "TTFT SLO half": replace(question, goal=Goal(Slo(slo.ttft_s / 2, slo.tpot_s), question.goal.percentile)),
@@ -270,53 +281,54 @@ def _sensitivity(question: Question, answer: Answer, crew: Crew) -> list[Sensiti
             question, links=msgspec.structs.replace(links, store_bytes_per_s=links.store_bytes_per_s / 2)
         ),
     }
-    recipe, other = question.recipe, msgspec.structs.replace
+    recipe, changing = question.recipe, msgspec.structs.replace
     if isinstance(recipe, Synthetic):
         longer: Callable[[Lengths], Lengths] = lambda lengths: Lengths(lengths.mean * 1.25, lengths.cv)  # noqa: E731
-        changed["prompts a quarter longer"] = replace(question, recipe=other(recipe, inputs=longer(recipe.inputs)))
-        changed["answers a quarter longer"] = replace(question, recipe=other(recipe, outputs=longer(recipe.outputs)))
+        changed["prompts a quarter longer"] = replace(question, recipe=changing(recipe, inputs=longer(recipe.inputs)))
+        changed["answers a quarter longer"] = replace(question, recipe=changing(recipe, outputs=longer(recipe.outputs)))
     if recipe.means.hits:
         changed["nothing in the store"] = replace(question, recipe=without_hits(recipe))
-    placements = [answer.placement] * (1 + len(changed))
+    placements = [answer.placement] * len(changed)
     for phase, engines in answer.placement.named.items():
         if engines.instances > 1:
             changed[f"one {phase} engine less, as after a failure"] = question
             placements.append(answer.placement.with_instances(phase, engines.instances - 1))
-    seed, guess = question.seeds[0], answer.goodput.value
-    base, *values = crew.goodputs(
-        [
-            (each.fleet(placement), each.recipe, each.goal, seed, guess)
-            for each, placement in zip([question, *changed.values()], placements, strict=True)
-        ]
-    )
+    values = _goodputs(question, list(zip(changed.values(), placements, strict=True)), answer.goodput.value, crew)
     return [
         Sensitivity(change, value, value / base if base else 0.0) for change, value in zip(changed, values, strict=True)
     ]
 
 
-def _capacities(question: Question, answer: Answer, crew: Crew) -> list[AtCapacity]:
-    """What the store keeps changed, and with it what prompts find there."""
-    kv, seed = question.pools[0].profile.kv_bytes_per_token, question.seeds[0]
+def _capacities(question: Question, answer: Answer, base: float, crew: Crew) -> list[AtCapacity]:
+    """What the store keeps changed, and with it what prompts find there. base: as with `_sensitivity`."""
+    kv = question.pools[0].profile.kv_bytes_per_token
     recipes, assumed = _by_capacity(question, kv)
-    fleet, guess = question.fleet(answer.placement), answer.goodput.value
-    served = crew.goodputs([(fleet, each, question.goal, seed, guess) for each in recipes.values()])
-    base = dict(zip(recipes, served, strict=True)).get(assumed, 0.0)
+    others = [tokens for tokens in recipes if tokens != assumed]
+    changed = [(replace(question, recipe=recipes[tokens]), answer.placement) for tokens in others]
+    served = dict(zip(others, _goodputs(question, changed, answer.goodput.value, crew), strict=True))
+    served[assumed] = base
     return [
-        AtCapacity(tokens * kv, recipe.means.hit_rate, value, value / base if base else 0.0, tokens == assumed)
-        for (tokens, recipe), value in zip(recipes.items(), served, strict=True)
+        AtCapacity(
+            tokens * kv,
+            recipe.means.hit_rate,
+            served[tokens],
+            served[tokens] / base if base else 0.0,
+            tokens == assumed,
+        )
+        for tokens, recipe in recipes.items()
     ]
 
 
 def _by_capacity(question: Question, kv: int) -> tuple[dict[float, Recipe], float]:
     """-> by the tokens that the store keeps, rising, the load with what prompts then find; and what is assumed. Empty
     if it is not known what other sizes would find."""
-    recipe, other, curve = question.recipe, msgspec.structs.replace, question.hit_curve
+    recipe, changing, curve = question.recipe, msgspec.structs.replace, question.hit_curve
     if isinstance(recipe, Synthetic):
         if curve is None or question.kept_bytes is None:
             return {}, 0.0
         assumed = question.kept_bytes / kv
-        return {tokens: other(recipe, hit_rate=curve.at(tokens)) for tokens in curve.around(assumed)}, assumed
+        return {tokens: changing(recipe, hit_rate=curve.at(tokens)) for tokens in curve.around(assumed)}, assumed
     if not recipe.hits or recipe.kept_tokens is None:
         return {}, 0.0
     kept = recipe.kept_tokens
-    return {kept * share: other(recipe, kept_tokens=round(kept * share)) for share in AROUND}, float(kept)
+    return {kept * share: changing(recipe, kept_tokens=round(kept * share)) for share in AROUND}, float(kept)

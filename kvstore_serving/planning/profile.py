@@ -105,10 +105,6 @@ class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worst_error: float | None = None
     residuals: list[TransferResidual] = []
 
-    def of(self, nbytes: float) -> float:
-        """The seconds of so many bytes."""
-        return self.latency_s + self.per_byte_s * nbytes
-
 
 class StoreTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long one client beside the engine takes to `read` from the store and to `write` there."""

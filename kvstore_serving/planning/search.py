@@ -6,7 +6,8 @@ SLOs that one request must hold together, and with transfers that take time:
 * Blocks go *through the store*, over the nodes' network, so each phase is placed for itself (algorithm 1). Every shape
   that fits the memory is simulated alone, and gives the rate that one engine serves. The cheapest sums of engines that
   serve the rate are then simulated together, and get more engines where they do not hold. Without a rate, sums are
-  simulated until the next one promises less, by what its engines serve alone, than the best serves.
+  simulated, six at a time and 24 at most, until the next one promises less, by what its engines serve alone, than the
+  best serves.
 * Blocks go *directly*, from GPU to GPU, and the network between nodes is slow: stages of both phases are on one node
   (algorithm 2). Both have as many stages, and a unit is what fits the nodes of one stage each; units are repeated.
 
@@ -142,8 +143,9 @@ def best(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answ
             slo = question.goal.slo
             limit = f"TTFT of {slo.ttft_s:g} s" if phase == "prefill" else f"TPOT of {slo.tpot_s:g} s"
             raise NothingFits(f"no {phase} engine holds a {limit}, even with one request at a time")
-    candidates = _direct(question, phases) if question.links.via == "direct" else _apart(question, phases)
-    return _decide(question, candidates, crew, _order(question, phases))
+    order = _order(question, phases)
+    candidates = (_direct if question.links.via == "direct" else _apart)(question, phases, order)
+    return _decide(question, candidates, crew, order)
 
 
 def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Crew) -> Answer | None:
@@ -163,17 +165,14 @@ def best_colocated(question: Question, phases: dict[str, list[Rated]], crew: Cre
 # ---- candidates --------------------------------------------------------------------------------------------------
 
 
-def _apart(question: Question, phases: dict[str, list[Rated]]) -> list[Placement]:
+def _apart(question: Question, phases: dict[str, list[Rated]], order: _Order) -> list[Placement]:
     """Algorithm 1: engines of each phase for themselves."""
     pairs = [(prefill, decode) for prefill in phases["prefill"] for decode in phases["decode"]]
-    return _ranked(question, phases, [list(_counts(question, *pair)) for pair in pairs])
+    return _ranked(order, [list(_counts(question, *pair)) for pair in pairs])
 
 
-def _ranked(
-    question: Question, phases: dict[str, list[Rated]], groups: Sequence[Sequence[Placement]]
-) -> list[Placement]:
+def _ranked(order: _Order, groups: Sequence[Sequence[Placement]]) -> list[Placement]:
     """-> the best of each group, the best first: numbers of engines of one pair of shapes differ little."""
-    order = _order(question, phases)
     return sorted((min(group, key=order) for group in groups if group), key=order)
 
 
@@ -194,7 +193,7 @@ def _counts(question: Question, prefill: Rated, decode: Rated) -> Iterator[Place
                 break
 
 
-def _direct(question: Question, phases: dict[str, list[Rated]]) -> list[Placement]:
+def _direct(question: Question, phases: dict[str, list[Rated]], order: _Order) -> list[Placement]:
     """Algorithm 2: stages of both phases on one node, in units that are repeated."""
     groups = [
         list(_units(question, prefill, decode))
@@ -204,7 +203,7 @@ def _direct(question: Question, phases: dict[str, list[Rated]]) -> list[Placemen
     ]
     if not any(groups):
         raise NothingFits("no pair of engines with as many stages fits the GPUs of a node: take --via store")
-    return _ranked(question, phases, groups)
+    return _ranked(order, groups)
 
 
 def _units(question: Question, prefill: Rated, decode: Rated) -> Iterator[Placement]:
@@ -256,7 +255,7 @@ def _carried(question: Question, placement: Placement) -> float:
         return math.inf
     # Tokens of a request that the engines of a phase get and send: what prefill engines find in the store and what they
     # compute, and all of the prompt, which decode engines get.
-    moved = ((means.inputs - means.new, means.new), (means.inputs, 0.0))
+    moved = ((means.hits, means.new), (means.inputs, 0.0))
     into: defaultdict[int, float] = defaultdict(float)  # bytes of a request, by node
     out: defaultdict[int, float] = defaultdict(float)
     kv = question.pools[placement.phases[0].pool].profile.kv_bytes_per_token

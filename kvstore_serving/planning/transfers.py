@@ -45,7 +45,7 @@ def measure_transfers(
     writes: dict[int, list[float]] = {count: [] for count in counts}
     with KVStoreClient(list(endpoints), namespace, timeout_s=timeout_s) as client:
         try:
-            for warm in range(ROUNDS + 1):  # in turn, so that a busy moment of the machine falls on all sizes
+            for number in range(ROUNDS + 1):  # in turn, so that a busy moment of the machine falls on all sizes
                 for count in list(reads):
                     keys = [secrets.token_bytes(16) for _ in range(count)]
                     begin = time.perf_counter()
@@ -53,9 +53,9 @@ def measure_transfers(
                     middle = time.perf_counter()
                     found = client.get_into(keys, out[:count])
                     end = time.perf_counter()
-                    if not (warm or found.all()):  # the store has no room for so many
+                    if not (number or found.all()):  # the store has no room for so many
                         del reads[count], writes[count]
-                    elif warm and found.all():  # else others took the room: that call tells nothing
+                    elif number and found.all():  # else others took the room: that call tells nothing
                         writes[count].append(middle - begin)
                         reads[count].append(end - middle)
                 client.purge()

@@ -4,8 +4,9 @@ The requests are those of a plan's load: of the same lengths, with gaps of the s
 share as much as the plan takes them to share. What prompts share is whole pieces of 512 tokens, as in traces; the
 simulator finds in its store what the requests that are sent can find, not what the plan assumed.
 
-Intervals are of 95 %, and the wider one of two, because requests of one queue are not independent: see
-`kvstore_serving.load.report`. That of the prediction says how much another sample of as many requests would differ.
+Intervals are of 95 %, and go from the lower end to the upper one of two, because requests of one queue are not
+independent: see `kvstore_serving.load.report`. That of the prediction says how much another sample of as many requests
+would differ.
 """
 
 from __future__ import annotations

@@ -205,8 +205,10 @@ def found_tokens(prompts: Iterable[tuple[Sequence[int], int]], recipe: Recipe) -
     kept: OrderedDict[int, None] = OrderedDict()
     held = 0
     found: list[int] = []
-    if isinstance(recipe, Replayed) and (not recipe.hits or recipe.kept_tokens is not None):
-        most = recipe.kept_tokens // HASHED_TOKENS if recipe.hits and recipe.kept_tokens is not None else 0
+    if isinstance(recipe, Replayed):
+        if not recipe.hits:
+            return np.zeros(sum(1 for _ in prompts), dtype=np.int64), 0
+        most = None if recipe.kept_tokens is None else recipe.kept_tokens // HASHED_TOKENS
     for hash_ids, tokens in prompts:
         leading = 0
         while leading < len(hash_ids) and hash_ids[leading] in kept:

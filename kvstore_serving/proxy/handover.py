@@ -27,7 +27,6 @@ from kvstore_serving.proxy.usage import read_usage
 from kvstore_serving.proxy.user import EVENTS, error_body
 
 _REPLACEMENT = "\ufffd"
-_ERRORS = (b'{"error"', b'{"object":"error"', b'{"object": "error"')  # how such events begin
 
 
 class StreamedAnswer:
@@ -222,12 +221,10 @@ class StreamedAnswer:
         """
         user, begun = self._request.user, False
         while (data := await stream.next()) is not None:
-            if not begun:
+            if not begun or b'"error"' in data:
                 stream.parse(data)
-                if not user.status:
-                    await user.start(200, EVENTS)
-            elif data.startswith(_ERRORS):
-                stream.refuse(data)
+            if not user.status:
+                await user.start(200, EVENTS)
             self._raw_sent = begun = True
             await self._write(b"data: %b\n\n" % data, token=True)
         if not user.status:

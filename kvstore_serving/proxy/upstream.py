@@ -132,9 +132,11 @@ class Stream:
         except sse.EventError:
             said = None
         code = said.get("code") if isinstance(said, dict) else None
-        if isinstance(code, int) and 400 <= code < 500 and code not in _RETRIED:
-            raise EngineRefused(Answer(code, {"content-type": "application/json"}, data))
-        raise EngineFailed(self.engine, f"an error in its stream: {data[:200].decode(errors='replace')}")
+        why = f"an error in its stream: {data[:200].decode(errors='replace')}"
+        if not isinstance(code, int) or not 400 <= code < 600:
+            raise EngineFailed(self.engine, why)
+        answer = Answer(code, {"content-type": "application/json"}, data)
+        raise EngineFailed(self.engine, why, answer) if code in _RETRIED else EngineRefused(answer)
 
     def _expire(self) -> None:
         self._expired = True

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 
-def record(seed: int, way: str, fault: str, phase: str, waited_s: float) -> None:
+def record(way: str, fault: str, phase: str, waited_s: float) -> None:
     """Write down a round that was as it must be, in the file that KVSTORE_FAULTS_FILE names, if it does."""
     if file := os.environ.get("KVSTORE_FAULTS_FILE"):
-        line = {"seed": seed, "way": way, "fault": fault, "phase": phase, "waited_s": waited_s}
+        line = {"way": way, "fault": fault, "phase": phase, "waited_s": waited_s}
         with Path(file).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")

@@ -101,7 +101,8 @@ class Pair:
             with self.server.stopped() if who == "store" else self.engines[who].stopped():
                 time.sleep(wait_s)
         elif what == "cut off":
-            self.links[who].hold(choose.choice((0, 3 * BLOCK_BYTES)))
+            link = self.links[who]
+            choose.choice((link.cut, link.hold, lambda: link.hold(3 * BLOCK_BYTES)))()  # told, and not told
             time.sleep(wait_s)
             self.links[who].release()
         elif what == "slowed":
@@ -191,6 +192,7 @@ def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
                 prefiller.play()
                 assert prefiller.metrics()["defects"] == 0
     wait_until(lambda: not sum(each.writing for each in namespaces(server)), what="nothing is being written")
+    assert not sum(each.evicted for each in namespaces(server)), "all that was set is there to be looked at"
     clock.advance(PART_TTL_S + 1)
     no_part_left(server, parts)
 
@@ -239,7 +241,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         nothing_left(pair.server)
         assert not sum(each.writing for each in namespaces(pair.server)), told
         met[kind, phase] += 1
-        record(seed, "in parts" if parts else "in whole blocks", kind, phase, max(0.0, waited_s))
+        record("in parts" if parts else "in whole blocks", kind, phase, max(0.0, waited_s))
         print(f"{number + 1} {kind} while {phase}: {waited_s:.2f} s")
     for side, engine in pair.engines.items():
         assert engine.metrics()["defects"] == 0, side

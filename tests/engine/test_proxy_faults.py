@@ -185,7 +185,7 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
         fleet.mend()
         wait_until(lambda proxy=proxy: all_well(proxy), 30, f"{told}: both engines take requests")
         met[kind, phase] += 1
-        record(seed, "through the proxy", kind, phase, max(0.0, waited_s))
+        record("through the proxy", kind, phase, max(0.0, waited_s))
         print(f"{number + 1} {kind} {phase}: {waited_s:.2f} s, {len(this.tokens)} tokens")
     assert proxy.stop() == 0
     assert "Traceback" not in proxy.log.read_text()

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of clusters and of logins."""
+"""Fixtures of the tests of clusters, of logins and of planning."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, cluster_name
+from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.etcd import Etcd
 from tests.support.faults import InBackground
 from tests.support.logins import Guarded
@@ -48,3 +49,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     guarded = Guarded(tmp_path_factory.mktemp("auth"))
     yield guarded
     guarded.stop()
+
+
+@pytest.fixture
+def paced_endpoint() -> Iterator[Endpoint]:
+    """Prefills in 50 ms, and a token every 20 ms, however many it serves."""
+    with Endpoint(lambda number: Behaviour(first_s=0.05, gap_s=0.02)) as endpoint:
+        yield endpoint

@@ -24,6 +24,7 @@ from tests.support.harness import (
     StartServer,
     blocks_of,
     environment,
+    interruptible,
     make_keys,
     make_namespace,
     namespace_info,
@@ -363,17 +364,12 @@ def test_bench_refuses_to_evict_blocks_of_a_cache_in_use(start_server: StartServ
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_bench_that_is_interrupted_removes_its_blocks(server: Server, number: int) -> None:
-    # A child of a process that ignores SIGINT would ignore it, too.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(
-            command("bench", "--endpoint", server.endpoint, "--block-bytes", "65536", "--rounds", "100000"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment(),
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = interruptible(
+        command("bench", "--endpoint", server.endpoint, "--block-bytes", "65536", "--rounds", "100000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
     try:
         wait_until(lambda: bench_blocks(server), 30, "the benchmark has set blocks")
         process.send_signal(number)

@@ -22,7 +22,7 @@ from kvstore_client import KVStoreClient, Namespace
 from tests.support import forked
 from tests.support.cluster import Cluster
 from tests.support.etcd import Etcd
-from tests.support.harness import blocks_of, environment, make_keys, make_namespace, wait_until
+from tests.support.harness import blocks_of, environment, interruptible, make_keys, make_namespace, wait_until
 
 BLOCK = 4096
 COUNT = 200
@@ -240,17 +240,14 @@ class Watching:
 @contextmanager
 def watching(*arguments: str, terminal: bool = False) -> Iterator[Watching]:
     ours, theirs = pty.openpty() if terminal else os.pipe()
-    # A child of a process that ignores SIGINT would ignore it, too.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = subprocess.Popen(
+        process = interruptible(
             command(*arguments),
             stdout=theirs,
             stderr=subprocess.PIPE,
             env=environment(COLUMNS="80", LINES="40", TERM="xterm"),
         )
     finally:
-        signal.signal(signal.SIGINT, before)
         os.close(theirs)
     try:
         yield Watching(process, ours, lines=not terminal)

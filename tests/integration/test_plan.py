@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from kvstore_serving.proxy.pools_file import read_pools
 from tests.support import forked
 from tests.support.endpoint import Behaviour, Endpoint
-from tests.support.harness import environment
+from tests.support.harness import environment, interruptible
 
 SEARCH = ["--slo-ttft", "0.3", "--slo-tpot", "0.1", "--percentile", "90"]
 ENGINE = ["--profile", "opt-13b-a100-80g", "--nodes", "1", "--gpus-per-node", "2"]
@@ -359,7 +360,7 @@ def test_watch_proposes_the_split_that_serves_the_load(proxy: str) -> None:
 def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: str) -> None:
     command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "2"]
     command += ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--drift", "0.9"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
+    with interruptible(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
         try:
             assert watch.stdout is not None
             looks = map(json.loads, watch.stdout)
@@ -374,8 +375,10 @@ def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: 
             longer = next(look for look in looks if look["drift"])
             assert [each.partition(" -> ")[2].partition(" ")[2] for each in longer["drift"]] == ["tokens a prompt"]
             assert longer["best"]["prefill"] + longer["best"]["decode"] == 3
+            watch.send_signal(signal.SIGINT)
+            assert watch.wait(30) == 0, "Ctrl-C is how it ends"
         finally:
-            watch.terminate()
+            watch.kill()
 
 
 def test_watch_says_what_it_cannot_watch(endpoint: Endpoint) -> None:

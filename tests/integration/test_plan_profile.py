@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,11 @@ from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import Server
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    with Endpoint(lambda number: Behaviour(first_s=0.05, gap_s=0.02)) as endpoint:
-        yield endpoint
-
-
-def test_profile_measures_fits_and_writes(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_profile_measures_fits_and_writes(paced_endpoint: Endpoint, tmp_path: Path) -> None:
     output = tmp_path / "engine.json"
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--kv-tokens", "5000", "--output", str(output)]
     sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
-    found = document("profile", "--url", endpoint.url, *what, *sweep, "--decode-tokens", "8")
+    found = document("profile", "--url", paced_endpoint.url, *what, *sweep, "--decode-tokens", "8")
     [degree] = found["degrees"]
     assert degree["prefill"]["fixed_s"] == pytest.approx(0.05, abs=0.03)
     [decode] = degree["decode"]
@@ -61,9 +54,9 @@ def test_profile_measures_what_an_engine_takes_from_another(tmp_path: Path) -> N
     assert "expected no --distserve" in wrong["error"]["message"]
 
 
-def test_profile_needs_to_know_the_memory(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_profile_needs_to_know_the_memory(paced_endpoint: Endpoint, tmp_path: Path) -> None:
     what = ["--model", "m", "--kv-bytes-per-token", "1000", "--output", str(tmp_path / "x.json")]
-    error = document("profile", "--url", endpoint.url, *what, status=1)["error"]
+    error = document("profile", "--url", paced_endpoint.url, *what, status=1)["error"]
     assert "give --kv-tokens N" in error["message"]
 
 
@@ -83,12 +76,12 @@ def test_profile_reads_distserves_files(tmp_path: Path) -> None:
 
 
 def test_profile_fits_transfers_of_several_sizes_and_search_uses_them(
-    endpoint: Endpoint, shared_server: Server, tmp_path: Path
+    paced_endpoint: Endpoint, shared_server: Server, tmp_path: Path
 ) -> None:
     output = tmp_path / "engine.json"
     what = ["--model", "m", "--kv-bytes-per-token", "4096", "--kv-tokens", "5000", "--output", str(output)]
     sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
-    options = ["--url", endpoint.url, *what, *sweep, "--decode-tokens", "8", "--store", shared_server.endpoint]
+    options = ["--url", paced_endpoint.url, *what, *sweep, "--decode-tokens", "8", "--store", shared_server.endpoint]
     store = document("profile", *options)["store"]
     for way in ("read", "write"):
         assert [each["nbytes"] for each in store[way]["residuals"]] == [n << 16 for n in (1, 4, 16, 64, 256)]

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.test_plan import document, plan
-from tests.support.endpoint import Behaviour, Endpoint
+from tests.support.endpoint import Endpoint
 
 RATES = [word for rate in (10, 20, 30, 40, 50) for word in ("--rate", str(rate))]
 SLO = ["--slo-ttft", "1", "--slo-tpot", "0.5"]
 LOAD = ["--input-tokens", "16", "--output-tokens", "5", "--requests", "8", "--warmup", "2"]
-
-
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    with Endpoint(lambda number: Behaviour(first_s=0.05, gap_s=0.02)) as endpoint:
-        yield endpoint
 
 
 @pytest.fixture
@@ -37,8 +30,8 @@ def profile(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_verify_compares_what_was_predicted_with_what_happens(endpoint: Endpoint, profile: str) -> None:
-    at = ["--profile", profile, "--url", endpoint.url, "--model", "m"]
+def test_verify_compares_what_was_predicted_with_what_happens(paced_endpoint: Endpoint, profile: str) -> None:
+    at = ["--profile", profile, "--url", paced_endpoint.url, "--model", "m"]
     found = document("verify", *at, *RATES, *LOAD, *SLO)
     assert [each["rate_rps"] for each in found["compared"]] == [10.0, 20.0, 30.0, 40.0, 50.0]
     for each in found["compared"]:
@@ -54,7 +47,9 @@ def test_verify_compares_what_was_predicted_with_what_happens(endpoint: Endpoint
     assert document("verify", *at, *RATES, *LOAD, *SLO, status=1)["error"]["kind"] == "unreachable"
 
 
-def test_verify_takes_engines_load_slos_and_rates_from_a_plan(endpoint: Endpoint, profile: str, tmp_path: Path) -> None:
+def test_verify_takes_engines_load_slos_and_rates_from_a_plan(
+    paced_endpoint: Endpoint, profile: str, tmp_path: Path
+) -> None:
     what = ["--input-tokens", "600", "--output-tokens", "4", "--input-cv", "0.5", "--hit-rate", "0.5"]
     nodes = ["--nodes", "1", "--gpus-per-node", "2"]
     searched = plan("search", "--profile", profile, *nodes, *what, *SLO, "--seeds", "1", "--no-sensitivity", "--json")
@@ -62,13 +57,13 @@ def test_verify_takes_engines_load_slos_and_rates_from_a_plan(endpoint: Endpoint
     file.write_text(searched.stdout)
     planned = json.loads(searched.stdout)
     Path(profile).unlink()  # the plan has what it was made from
-    at = ["--plan", str(file), "--url", endpoint.url, "--model", "m"]
+    at = ["--plan", str(file), "--url", paced_endpoint.url, "--model", "m"]
     found = document("verify", *at, "--requests", "10", "--warmup", "3")
     assert [each["rate_rps"] for each in found["compared"]] == [each["rate_rps"] for each in planned["curve"]]
     assert found["slo"] == planned["slo"] and found["workload"] == planned["workload"]
-    asked = [len(each.body["prompt"]) for each in endpoint.asked]
+    asked = [len(each.body["prompt"]) for each in paced_endpoint.asked]
     assert len(asked) == 13 * len(planned["curve"]) and len(set(asked)) > 5, "lengths vary, as the plan's do"
-    assert {each.body["max_tokens"] for each in endpoint.asked} == {4}
+    assert {each.body["max_tokens"] for each in paced_endpoint.asked} == {4}
     assert any(each["predicted_hit_rate"] > 0.2 for each in found["compared"]), "the simulator finds what prompts share"
     said = plan("verify", *at, *RATES, "--requests", "8", "--warmup", "2").stdout
     assert "95 %" in said and "68% … 100%" in said and "mean error" in said
@@ -76,21 +71,21 @@ def test_verify_takes_engines_load_slos_and_rates_from_a_plan(endpoint: Endpoint
     assert "leave out --slo-ttft, --slo-tpot, --input-tokens" in wrong
 
 
-def test_verify_sends_a_trace_at_each_rate(endpoint: Endpoint, profile: str, tmp_path: Path) -> None:
+def test_verify_sends_a_trace_at_each_rate(paced_endpoint: Endpoint, profile: str, tmp_path: Path) -> None:
     lines = [
         {"timestamp": 1000 * number, "input_length": 1024, "output_length": 3, "hash_ids": [7, 100 + number]}
         for number in range(20)
     ]
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    at = ["--profile", profile, "--url", endpoint.url, "--model", "m", *SLO]
+    at = ["--profile", profile, "--url", paced_endpoint.url, "--model", "m", *SLO]
     found = document("verify", *at, "--trace", str(file), *RATES, "--warmup", "2")
     assert found["workload"] == "trace trace.jsonl"
-    assert len(endpoint.asked) == 20 * 5
-    heads = [tuple(each.body["prompt"][:512]) for each in endpoint.asked]
+    assert len(paced_endpoint.asked) == 20 * 5
+    heads = [tuple(each.body["prompt"][:512]) for each in paced_endpoint.asked]
     assert len(set(heads)) == 5, "prompts share what the trace says, and each rate has others"
     assert {each["predicted_hit_rate"] for each in found["compared"]} == {0.5}
-    times = [each.at_s for each in endpoint.asked]
+    times = [each.at_s for each in paced_endpoint.asked]
     assert times[19] - times[0] > 19 / 10 * 0.6, "ten a second, though the trace has one"
     alone = document("verify", *at, "--trace", str(file), *RATES, "--warmup", "2", "--no-hits")
     assert {each["predicted_hit_rate"] for each in alone["compared"]} == {0.0}, "an engine without a store and a cache"

@@ -36,6 +36,17 @@ from tests.support.ports import free_ports
 
 ROOT = forked.ROOT
 environment = forked.environment
+
+
+def interruptible(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process that Ctrl-C ends: a child of a process that ignores SIGINT would ignore it, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 SANITIZED = "ASAN_OPTIONS" in os.environ  # AddressSanitizer keeps what was freed for a while
 OVERHEAD_BYTES = 256 << 20  # memory that a shard may take beyond its limit, whatever clients do
 START_S = 30.0

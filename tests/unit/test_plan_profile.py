@@ -159,11 +159,12 @@ def test_a_transfer_is_a_latency_and_a_rate() -> None:
     sizes = (1 << 14, 1 << 17, 1 << 20, 1 << 26)
     found = fit_transfer([TransferSample(size, 0.0005 + size / 2e9) for size in sizes])
     assert found.latency_s == pytest.approx(0.0005) and found.per_byte_s == pytest.approx(1 / 2e9)
-    assert found.of(4e9) == pytest.approx(2.0005) and found.worst_error == pytest.approx(0, abs=1e-9)
+    assert found.worst_error == pytest.approx(0, abs=1e-9)
     assert [each.nbytes for each in found.residuals] == list(sizes)
     # A small transfer that is wrong by half counts as much as a large one: least squares on seconds would ignore it.
     noisy = [TransferSample(size, (0.0005 + size / 2e9) * factor) for size in sizes for factor in (0.9, 1.1)]
-    assert fit_transfer(noisy).of(sizes[0]) == pytest.approx(0.0005, rel=0.1)
+    weighed = fit_transfer(noisy)
+    assert weighed.latency_s + weighed.per_byte_s * sizes[0] == pytest.approx(0.0005, rel=0.1)
 
 
 def test_a_transfer_has_a_rate_though_large_ones_seem_to_take_no_longer() -> None:
