@@ -283,8 +283,8 @@ def rfc(results: Results) -> str:
     of_rates = [each.parameters for each in result.group(FIGURES[0])]
     one, apart = (_goodput(of_rates, way, SUSTAINED) for way in (ONE, APART))
     return (
-        f"{table}\n\nRequests a second of which {GOOD_SHARE:.0%} hold {SUSTAINED} x an idle engine's times: {one} with one "
-        f"engine, {apart} with prefill and decode apart."
+        f"{table}\n\nRequests a second of which {GOOD_SHARE:.0%} hold {SUSTAINED} x an idle engine's times: {one} with "
+        f"one engine, {apart} with prefill and decode apart."
     )
 
 

@@ -157,8 +157,8 @@ def no_part_left(server: Server, parts: dict[str, int]) -> None:
 def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
     start_server: StartServer, start_engine: StartEngine, expected: Expected, clock: Clock, parts: dict[str, int]
 ) -> None:
-    """RFC 10818's partial receives: after the first block, after some, and before the last one, while the next one is on
-    its way. At first the prefill engine loses the store, in the end it dies."""
+    """RFC 10818's partial receives: after the first block, some, and all but one, while the next one is on its way. At
+    first the prefill engine loses the store, in the end it dies."""
     server = start_server(memory="256MiB", **clock.environment)
     blocks, of = 12, parts.get("layer_parts", 1)
     with SlowLink(server.port) as link:
