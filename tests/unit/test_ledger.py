@@ -89,7 +89,8 @@ def test_what_a_benchmark_measures_is_in_the_tree() -> None:
     for entry in run_all.BENCHMARKS:
         for source in rig.sources_of(f"python -m {entry.module}"):
             assert (ROOT / source).exists(), source
-    assert "kvstore_serving/planning" in rig.sources_of("python -m benchmarks.planning.test_simulator")
+    assert rig.sources_of("python -m benchmarks.planning.test_simulator") == rig.PLANNER
+    assert set(rig.sources_of("python -m benchmarks.planning.test_predicted")) == {*rig.SOURCES, *rig.PLANNER}
     assert rig.sources_of("python -m benchmarks.remote_kv_cache.test_lookup") == rig.SOURCES
 
 
