@@ -35,7 +35,7 @@ from tests.engine.engines import (
 )
 from tests.engine.fault_record import record
 from tests.engine.test_hand_over import CHUNKS, DECODE, IN_PARTS, PREFILL, nothing_left
-from tests.engine.trace_waits import Waited, waited
+from tests.engine.trace_waits import LATE_S, Waited, waited
 from tests.support.clock import Clock
 from tests.support.harness import HOTTEST, RawClient, Server, StartServer, pack, wait_until
 from tests.support.slow_link import SlowLink
@@ -261,8 +261,8 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
             engine.settle()
         frozen_s = fault_s if kind == "decode frozen" else 0.0
         for each in pair.waited(since):
-            assert each.queue_s - frozen_s <= UNPROMISED_S + 0.5, f"{told}: {each}"
-            assert each.load_s - frozen_s <= WAIT_S + 0.5, f"{told}: {each}"
+            assert each.queue_s - frozen_s <= UNPROMISED_S + LATE_S, f"{told}: {each}"
+            assert each.load_s - frozen_s <= WAIT_S + LATE_S, f"{told}: {each}"
         nothing_left(pair.server)
         assert not sum(each.writing for each in namespaces(pair.server)), told
         met[kind, phase] += 1

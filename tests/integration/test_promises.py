@@ -367,7 +367,7 @@ def test_a_promise_that_is_renewed_after_the_store_was_restarted_holds_again(
         promise.renew(0.5)
         began = time.monotonic()
         assert reading.present() == [True, True, False, False], "nobody has renewed it any more"
-        assert time.monotonic() - began <= 0.5 + 0.5
+        assert time.monotonic() - began <= 0.5 + 1.5
         assert (namespace_info(producer).promised, namespace_info(producer).awaited) == (0, 0)
         promise.withdraw()
         assert not producer._promiser._held and not other._promiser._held
@@ -552,7 +552,7 @@ def test_who_expects_promises_is_told_in_time_by_a_store_that_stands_still(
     time.sleep(0.3)
     with server.stopped():
         wait_until(lambda: [flights.poll(each) for each in expected] == [0] * 4, 5, "all are told")
-        assert 0.5 <= time.monotonic() - began <= 0.5 + 0.5
+        assert 0.5 <= time.monotonic() - began <= 0.5 + 1.5
     for each in expected:
         flights.end(each)
     flights.close()
