@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
@@ -137,6 +139,28 @@ def fill(shape: Shape, resident: Resident, client: KVStoreClient) -> None:
     """Put the KV of all layers into the store."""
     for layer, kv in enumerate(resident.kv):
         client.set(keys_of(shape, layer), kv.view(np.uint8).reshape(shape.batch, shape.block_bytes), deferred=False)
+
+
+@contextmanager
+def copying(shape: Shape, client: KVStoreClient, layers: Sequence[int], core: int) -> Iterator[None]:
+    """While the body runs, a thread on this core reads these layers over and over, and nobody uses them."""
+    over = threading.Event()
+
+    def read() -> None:
+        os.sched_setaffinity(threading.get_native_id(), {core})
+        buffer = np.zeros((shape.batch, shape.block_bytes), dtype=np.uint8)
+        for layer in itertools.cycle(layers):
+            if over.is_set():
+                return
+            client.get_into(keys_of(shape, layer), buffer)
+
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(read)
+        try:
+            yield
+        finally:
+            over.set()
+        reading.result()
 
 
 def read_time(shape: Shape, client: KVStoreClient, layers: Sequence[int], core: int) -> float:

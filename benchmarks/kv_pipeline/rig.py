@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.kv_pipeline.beside import Beside, attending
 from benchmarks.kv_pipeline.blocks import connect
 from benchmarks.kv_pipeline.decoder import Decoder, Shape
-from benchmarks.kv_pipeline.lending import Fetched, Pushed, Resident, fill, lent_layers, make_kv
+from benchmarks.kv_pipeline.lending import Fetched, Pushed, Resident, copying, fill, lent_layers, make_kv
 from benchmarks.remote_kv_cache.harness import Benchmark
 from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
 from benchmarks.remote_kv_cache.processes import kvstore_server
@@ -113,6 +113,12 @@ class Rig:
         layers = lent_layers(self.shape, lent)
         with Fetched(self.shape, self.resident, layers, client or self.client, depth, self.other_core) as fetched:
             return self.steps(fetched)
+
+    def beside_copies(self) -> float:
+        """-> seconds of a step with nothing lent while all layers are read over and over, and not used: what copying
+        takes from computing."""
+        with copying(self.shape, self.client, range(self.shape.layers), self.other_core):
+            return self.lent(0, 0)
 
     def pushed(self, lent: int, beside: Beside) -> float:
         """-> seconds of a step when so many layers are attended beside the store."""

@@ -190,10 +190,12 @@ def rates_by_batch(case: Mapping[str, Any], arm: str) -> dict[int, tuple[float, 
     return {int(batch): (seconds, int(batch) / seconds) for batch, seconds in case["step_s"][arm].items()}
 
 
-def planned_batch(case: Mapping[str, Any]) -> int | None:
-    """-> the whole sequences that fit by the plan; None: without bound."""
-    kv_bytes = case["plan_kv_bytes"]
-    return None if kv_bytes is None else int(kv_bytes / case["sequence_bytes"] + 1e-9)
+def planned_batch(case: Mapping[str, Any]) -> tuple[int | None, int]:
+    """-> the whole sequences that fit by the plan, None: without bound; and the largest batch of those that was
+    tried."""
+    kv_bytes, tried = case["plan_kv_bytes"], rates_by_batch(case, FETCHED)
+    fits = None if kv_bytes is None else int(kv_bytes / case["sequence_bytes"] + 1e-9)
+    return fits, max(batch for batch in tried if fits is None or batch <= fits)
 
 
 def planned_step(case: Mapping[str, Any], batch: int) -> float:
@@ -243,23 +245,21 @@ def tokens_planned(results: Results) -> str:
     """The batch that the plan says fits, and what was measured with it."""
     rows = []
     for case in parameters_of(results, PIPELINE_TOKENS, TOKENS):
-        plan, batch = case["plan"], planned_batch(case)
-        by_batch = rates_by_batch(case, FETCHED)
-        lent = {int(each): layers for each, layers in case["lent_layers"][FETCHED].items()}
-        if plan is None or batch is None:
-            told: tuple[str, ...] = ("without bound", "", "", "")
-        else:
-            step_s = planned_step(case, batch)
-            told = (f"{batch}", f"{planned_share(case, batch):.1%}", f"{step_s * 1e3:.0f} ms", f"{batch / step_s:.0f}")
-        if batch is None or batch not in by_batch:
-            measured: tuple[str, ...] = (f"not tried, of {min(by_batch)} to {max(by_batch)}", "", "")
-        else:
-            seconds, rate = by_batch[batch]
-            measured = (f"{lent.get(batch, 0) / case['layers']:.1%}", f"{seconds * 1e3:.0f} ms", f"{rate:.0f}")
-        rows.append((_rate(case["link_bytes_per_s"]), *told, *measured))
+        fits, batch = planned_batch(case)
+        seconds, rate = rates_by_batch(case, FETCHED)[batch]
+        lent = case["lent_layers"][FETCHED].get(str(batch), 0)
+        step_s = planned_step(case, batch)
+        rows.append(
+            (
+                _rate(case["link_bytes_per_s"]), "any" if fits is None else f"{fits}", f"{batch}",
+                f"{planned_share(case, batch):.1%}", f"{step_s * 1e3:.0f} ms", f"{batch / step_s:.0f}",
+                f"{lent / case['layers']:.1%}", f"{seconds * 1e3:.0f} ms", f"{rate:.0f}",
+                f"{case['beside_copies']:.2f} x",
+            )
+        )  # fmt: skip
     headings = (
-        "link", "batch, planned", "alpha, planned", "step, planned", "tokens/s, planned",
-        "alpha lent", "step, measured", "tokens/s, measured",
+        "link", "fits by the plan", "batch", "alpha, planned", "step, planned", "tokens/s, planned",
+        "alpha lent", "step, measured", "tokens/s, measured", "step beside copies alone",
     )  # fmt: skip
     return markdown(headings, rows)
 

@@ -7,7 +7,8 @@ the time between two tokens of each sequence (TPOT), so for each bound on it the
 second. For each rate of the link this is compared with the batch, the share and the step that `kvstore plan pipeline
 --resident-bytes` computes, from the bandwidth of the link, measured by reading and doing nothing else, and from the
 steps of all batches without a lender, in the same turns: a line over their KV, whose slope is the time of reading and
-computing one more byte. Outputs must be equal whatever is lent.
+computing one more byte. Outputs must be equal whatever is lent. The plan takes copying to cost computing nothing; what
+it costs here is the time of a step with nothing lent while the link is kept busy and nobody uses what comes.
 
 Needs two cores, and root for the link (network namespaces).
 """
@@ -76,6 +77,7 @@ def _measure(benchmark: Benchmark, rig: Rig, link: LimitedLink) -> None:
         few = lent_layers(SHAPE, SHAPE.layers // 4)
         runs: dict[Any, Callable[[], float]] = {"link": partial(read_time, SHAPE, rig.client, few, rig.other_core)}
         runs |= {("alone", batch): partial(each.lent, 0, 0) for batch, each in rigs.items()}
+        runs["beside copies"] = rigs[BATCHES[-1]].beside_copies
         lent: dict[str, dict[int, int]] = {FETCHED: {}, PUSHED: {}}
         for batch, each in rigs.items():
             for arm, buffers in ((FETCHED, BUFFERS), (PUSHED, 0)):
@@ -105,7 +107,8 @@ def _measure(benchmark: Benchmark, rig: Rig, link: LimitedLink) -> None:
                     "memory_bytes_per_s": memory, "other_s": float(other_s), "layers": SHAPE.layers,
                     "sequence_bytes": SHAPE.layers * SHAPE.block_bytes,
                     "plan": msgspec.to_builtins(plan), "plan_kv_bytes": kv_bytes,
-                    "alone_s": alone, "lent_layers": lent, "step_s": steps,
+                    "alone_s": alone, "beside_copies": found["beside copies"] / alone[BATCHES[-1]],
+                    "lent_layers": lent, "step_s": steps,
                 },
             )
         )  # fmt: skip

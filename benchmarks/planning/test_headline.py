@@ -104,9 +104,9 @@ def _compare(
 
 
 def _tightest(question: Question, placement: Placement, rate_rps: float) -> float | None:
-    """-> the smallest factor of both SLOs that a placement holds at a rate, `LEAST` or more; None: not twice the looser
-    ones either."""
-    low, high = LEAST, 2 * SCALE
+    """-> the smallest factor of both SLOs that a placement holds at a rate, `LEAST` or more; None: it does not hold the
+    looser ones."""
+    low, high = LEAST, SCALE
     slo, fleet = question.goal.slo, question.fleet(placement)
 
     def holds(factor: float) -> bool:
