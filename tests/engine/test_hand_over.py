@@ -158,13 +158,13 @@ def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
     engines = [start_engine(server.endpoint, options={"single_flight_s": 30, **parts}, **how) for _ in range(2)]
     for engine in engines:
         engine.generate(prompt(99, 40))
-    question = prompt(40, 4096)
+    question = prompt(40, 2300)
     [right] = expected(question)
     for engine in engines:
         engine.order_play(*[Ask(question, 8) for _ in range(8)])
     answers = [answer for engine in engines for answer in engine.result()]
     assert [answer.token_ids for answer in answers] == [right] * 16
-    assert sorted(answer.cached_tokens for answer in answers) == [0] + [full_blocks(4096)] * 15
+    assert sorted(answer.cached_tokens for answer in answers) == [0] + [full_blocks(2300)] * 15
     for engine in engines:
         engine.settle()
     nothing_left(server)
@@ -294,10 +294,10 @@ def test_engines_that_take_blocks_back_hand_over_all_the_same(
     engines = [start_engine(server.endpoint, options={"cpu_bytes": "8MiB", **parts}, **small) for _ in range(2)]
     for engine in engines:
         engine.generate(prompt(99, 40))
-    questions = [prompt(seed, 300) for seed in (70, 71, 72)]
-    beside = [[prompt(80 + 2 * side + number, 560) for number in range(2)] for side in range(2)]
+    questions = [prompt(seed, 150) for seed in (70, 71, 72)]
+    beside = [[prompt(80 + 2 * side + number, 660) for number in range(2)] for side in range(2)]
     for engine, side, others in zip(engines, (PREFILL, DECODE), beside, strict=True):
-        asks = [Ask(other, 260) for other in others]
+        asks = [Ask(other, 150) for other in others]
         asks += [
             Ask(question, 1 if side == PREFILL else 40, at=4 * number, side=side)
             for number, question in enumerate(questions)
@@ -306,7 +306,7 @@ def test_engines_that_take_blocks_back_hand_over_all_the_same(
     for engine, side, others in zip(engines, (PREFILL, DECODE), beside, strict=True):
         answers = engine.result()
         assert sum(answer.preemptions for answer in answers), f"nothing was taken back at {side}: nothing is shown"
-        assert [answer.token_ids for answer in answers[:2]] == expected(*others, max_tokens=260)
+        assert [answer.token_ids for answer in answers[:2]] == expected(*others, max_tokens=150)
         tokens = 1 if side == PREFILL else 40
         assert [answer.token_ids for answer in answers[2:]] == expected(*questions, max_tokens=tokens)
     for engine in engines:
