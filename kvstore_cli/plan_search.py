@@ -109,6 +109,10 @@ def search(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity/--no-sensitivity", help="Look at what changes the goodput.")
     ] = True,
+    outage: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="And say what an engine of each phase costs that is away for so long."),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=10, help="Runs of the interval of the goodput.")] = 5,
     processes: Annotated[int | None, typer.Option(min=1, help="Default: one for each core.")] = None,
     chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart into FILE.svg or FILE.png.")] = None,
@@ -131,12 +135,15 @@ def search(
     from kvstore_cli.plan_tables import print_plan
     from kvstore_serving.load.report import Slo
     from kvstore_serving.planning.goodput import Goal, crew
+    from kvstore_serving.planning.outage import OutageTooLong
     from kvstore_serving.planning.plan import make_plan
     from kvstore_serving.planning.search import NothingFits, Question
 
     check_positive("--slo-ttft", slo_ttft, "seconds")
     check_positive("--slo-tpot", slo_tpot, "seconds")
     check_percentile(percentile)
+    if outage is not None:
+        check_positive("--outage", outage, "seconds")
     for option, value in (("--input-cv", input_cv), ("--output-cv", output_cv), ("--arrival-cv", arrival_cv)):
         check_finite(option, value, MOST_CV)
     check_finite("--hit-rate", hit_rate, 1.0)
@@ -185,9 +192,11 @@ def search(
     )
     with progress_bar("simulating", not as_json, "runs") as progress, crew(progress, processes) as workers:
         try:
-            plan = make_plan(question, workers, sensitivity=sensitivity)
+            plan = make_plan(question, workers, sensitivity=sensitivity, outage_s=outage)
         except NothingFits as error:
             fail("failed", str(error))
+        except OutageTooLong as error:
+            fail("usage", f"--outage: {error}")
     _write(plan, question, chart, pools, prefill_url, decode_url)
     show(plan, as_json, lambda: print_plan(plan))
 

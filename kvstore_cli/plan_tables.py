@@ -104,6 +104,14 @@ def print_plan(plan: Plan) -> None:
             size = format_size(at.kept_bytes) + (", as assumed" if at.assumed else "")
             kept.add_row(size, f"{at.hit_rate:.0%}", f"{at.goodput_rps:.3g}", f"{at.ratio:.0%}")
         console.print(kept)
+    if plan.outages:
+        print()
+        columns = ("engines", "away s", "requests that miss SLOs", "until, s")
+        lost = plain_table(f"One engine fails, at {plan.outages[0].rate_rps:.3g} req/s", "phase", *columns)
+        for cost in plan.outages:
+            until = f"more than {cost.run_s:.0f}" if cost.recovered_s is None else f"{cost.recovered_s:.0f}"
+            lost.add_row(cost.phase, str(cost.engines), f"{cost.outage_s:g}", str(cost.missed), until)
+        console.print(lost)
 
 
 def _print_placement(console: Console, plan: Plan) -> None:

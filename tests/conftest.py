@@ -69,11 +69,21 @@ def clock(tmp_path: Path) -> Clock:
     return Clock(tmp_path / "clock")
 
 
+@pytest.fixture(scope="module")
+def tcp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for a module's tests of what asks a store for no blocks: it has no Unix socket."""
+    yield from _started(tmp_path_factory, "off")
+
+
 @pytest.fixture(scope="module", params=["off", "kv.sock"], ids=["tcp", "shared-memory"])
 def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for a module, without and with a Unix socket, where clients read its memory. Tests use `server`."""
-    folder = tmp_path_factory.mktemp("server")
-    where = "off" if request.param == "off" else str(folder / request.param)
+    yield from _started(tmp_path_factory, request.param)
+
+
+def _started(folders: pytest.TempPathFactory, socket: str) -> Iterator[Server]:
+    folder = folders.mktemp("server")
+    where = "off" if socket == "off" else str(folder / socket)
     server = Server(folder / "server.log", "--memory", "256MiB", "--segment", "8MiB", "--unix-socket", where)
     yield server
     server.kill()

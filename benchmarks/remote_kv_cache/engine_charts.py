@@ -16,6 +16,9 @@ from benchmarks.remote_kv_cache.test_faults import MOST_WAITED_S
 from benchmarks.remote_kv_cache.test_hand_over import ALONE, BETWEEN_TOKENS
 from benchmarks.remote_kv_cache.test_layer_parts import COMPUTE as COMPUTE_IT
 from benchmarks.remote_kv_cache.test_long_prefill import COMPUTE, MODES, REMOTE, ROWS
+from benchmarks.remote_kv_cache.test_proxy_links import APART as BY_PROXY
+from benchmarks.remote_kv_cache.test_proxy_links import FIRST as FIRST_OF_STREAM
+from benchmarks.remote_kv_cache.test_proxy_links import ITSELF, SECOND
 from benchmarks.remote_kv_cache.test_request_time import D_QUEUE, PARTS, PERCENTILES
 from benchmarks.remote_kv_cache.test_request_time import FIRST as FIRST_OF_D
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
@@ -168,6 +171,20 @@ def layer_parts(results: Results, path: Path) -> None:
     )
 
 
+def proxy_links(results: Results, path: Path) -> None:
+    """When a user of the proxy has the first and the second token, by the rate of the links."""
+    result = results["test_proxy_links"]
+    first, second = (result.group(figure) for figure in (FIRST_OF_STREAM, SECOND))
+    rates = [case.parameters["bytes_per_s"] / 1e6 for case in first]
+    lines = {
+        f"{figure}, {way}": (rates, [case.seconds(way) for case in cases])
+        for figure, cases in ((SECOND, second), (FIRST_OF_STREAM, first))
+        for way in (BY_PROXY, ITSELF)
+    }
+    title = f"A prompt of {first[0].parameters['prompt_tokens']} tokens, handed over across two links"
+    draw_lines(path, title, "rate of each link, MB/s", "there after, s", lines, log=True)
+
+
 def request_time(results: Results, path: Path) -> None:
     """The parts of a request's time, by rate; and how long the way took for which share of requests."""
     from matplotlib.figure import Figure
@@ -260,6 +277,7 @@ ENGINE_CHARTS: Final[dict[str, tuple[str, Callable[[Results, Path], None]]]] = {
     "hand_over": ("test_hand_over", hand_over),
     "faults": ("test_faults", faults),
     "layer_parts": ("test_layer_parts", layer_parts),
+    "proxy_links": ("test_proxy_links", proxy_links),
     "request_time": ("test_request_time", request_time),
     "apart": ("test_apart", apart),
     "conversation": ("test_conversation", conversation),

@@ -19,6 +19,8 @@ from benchmarks.remote_kv_cache.test_hand_over import FIRST_TOKEN as TO_FIRST
 from benchmarks.remote_kv_cache.test_layer_parts import CHUNKED_WHOLE, IN_CHUNKS, WHOLE_BLOCKS
 from benchmarks.remote_kv_cache.test_load_generators import OURS, THEIRS
 from benchmarks.remote_kv_cache.test_long_prefill import MODES, ROWS
+from benchmarks.remote_kv_cache.test_proxy_links import FIGURES as OF_STREAM
+from benchmarks.remote_kv_cache.test_proxy_links import WAYS as OF_LINKS
 from benchmarks.remote_kv_cache.test_request_time import FIRST, PARTS, WAY
 from benchmarks.remote_kv_cache.test_transfer_in import FILL, READ
 from benchmarks.remote_kv_cache.test_transfer_out import AGAIN, ANSWERED, BATCH_SIZES, PREFILL, STORED
@@ -352,6 +354,28 @@ def load_generators(results: Results) -> str:
     return f"{markdown(('ms', OURS, THEIRS, f'x {THEIRS}'), rows)}\n\n{said}"
 
 
+def proxy_links(results: Results) -> str:
+    """What a user of the proxy waits for, by the rate of the links, beside one engine."""
+    result = results["test_proxy_links"]
+    rows = []
+    for of_rate in zip(*(result.group(figure) for figure in OF_STREAM), strict=True):
+        given = of_rate[0].parameters
+        rows.append(
+            (
+                f"{given['bytes_per_s'] / 1e6:.0f} MB/s",
+                f"{given['transfer_s'] * 1e3:.0f}",
+                *(f"{case.seconds(way).median * 1e3:.0f}" for case in of_rate for way in OF_LINKS),
+            )
+        )
+    headings = (
+        "links of",
+        "the prompt's KV takes, ms",
+        *(f"{figure}: {way}" for figure in OF_STREAM for way in OF_LINKS),
+    )
+    said = f"Prompts of {given['prompt_tokens']} tokens, answers of {given['answer_tokens']}; medians."
+    return f"{markdown(headings, rows)}\n\n{said} {_checked(result)}"
+
+
 _HOOK_COLUMNS: Final = {
     "p50": "p50",
     "p99": "p99",
@@ -409,6 +433,7 @@ ENGINE_TABLES: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
     "request_time_mid": ("test_request_time_mid", partial(request_time, name="test_request_time_mid")),
     "layer_parts": ("test_layer_parts", partial(layer_parts, name="test_layer_parts")),
     "layer_parts_delayed": ("test_layer_parts_delayed", partial(layer_parts, name="test_layer_parts_delayed")),
+    "proxy_links": ("test_proxy_links", proxy_links),
     "apart": ("test_apart", apart),
     "rfc": ("test_apart", rfc),
     "conversation": ("test_conversation", conversation),

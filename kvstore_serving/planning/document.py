@@ -14,6 +14,7 @@ from kvstore import __version__
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning.fleet import Links, Pool
 from kvstore_serving.planning.goodput import Goodput
+from kvstore_serving.planning.outage import OutageCost
 from kvstore_serving.planning.placement import Engines, Placement, Seat, Shape
 from kvstore_serving.planning.queueing import Queue
 from kvstore_serving.planning.simulator import Fleet
@@ -132,7 +133,7 @@ class Plan(msgspec.Struct, frozen=True):
     placement serves `rate_rps`. `closed_form`: what theory says
     of a prefill engine at the goodput, see `closed_form`. `time_s`: where the time of a request goes at the goodput, in
     seconds. `busy`: shares of time. `capacities`: the goodput at sizes of the store around the one that is assumed, if
-    it is known what they find."""
+    it is known what they find. `outages`: what an engine of each phase that fails costs, if that was asked for."""
 
     placement: Apart
     gpus: int
@@ -147,6 +148,7 @@ class Plan(msgspec.Struct, frozen=True):
     colocated: Colocated
     sensitivity: list[Sensitivity]
     capacities: list[AtCapacity]
+    outages: list[OutageCost]
     alone: list[Alone]
     closed_form: Queue | None
     curve: list[Point]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -150,17 +150,19 @@ class Crew:
 
     def goodputs(self, tasks: Sequence[tuple[Fleet, Recipe, Goal, int, float]]) -> list[float]:
         """-> the goodput of each (fleet, recipe, goal, seed, guess)."""
-        return self._all([self._executor.submit(goodput, *task) for task in tasks])
+        return self.each(goodput, tasks)
 
     def shrunk(self, tasks: Sequence[tuple[Fleet, Recipe, Goal, float, int]]) -> list[Placement]:
         """-> the smaller placement of each (fleet, recipe, goal, rate, seed)."""
-        return self._all([self._executor.submit(shrunk, *task) for task in tasks])
+        return self.each(shrunk, tasks)
 
     def runs(self, tasks: Sequence[tuple[Fleet, Recipe, Goal, float, int]]) -> list[Run]:
         """-> the whole run of each (fleet, recipe, goal, rate, seed)."""
-        return self._all([self._executor.submit(play, *task, True) for task in tasks])
+        return self.each(play, [(*task, True) for task in tasks])
 
-    def _all(self, futures: Sequence[Future[_Result]]) -> list[_Result]:
+    def each(self, function: Callable[..., _Result], tasks: Iterable[tuple[object, ...]]) -> list[_Result]:
+        """-> what a function of a module says to each task, in their order."""
+        futures = [self._executor.submit(function, *task) for task in tasks]
         self._begun += len(futures)
         for future in futures:
             future.add_done_callback(self._count)

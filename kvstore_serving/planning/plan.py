@@ -25,6 +25,7 @@ from kvstore_serving.planning.document import (
     StoreNeeds,
 )
 from kvstore_serving.planning.goodput import Crew, Goal
+from kvstore_serving.planning.outage import OutageCost, cost_of
 from kvstore_serving.planning.placement import Placement, seats_of
 from kvstore_serving.planning.queueing import Queue, Unstable, inter_op
 from kvstore_serving.planning.search import (
@@ -49,8 +50,9 @@ AROUND: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of what the store keeps of a trace
 CURVE: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of the goodput: rates of attainment in the chart
 
 
-def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Plan:
-    """Search, and look at what was found. Raises `NothingFits`."""
+def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True, outage_s: float | None = None) -> Plan:
+    """Search, and look at what was found. outage_s: and what an engine costs that is away for so long. Raises
+    `NothingFits` and `OutageTooLong`."""
     # First, what the engines could do beside any store; then the store that this takes.
     unlimited = question if question.fixed_store else _with_store(question, UNLIMITED)
     phases = rate_phases(unlimited, crew)
@@ -77,6 +79,7 @@ def make_plan(question: Question, crew: Crew, *, sensitivity: bool = True) -> Pl
         colocated=_colocated(question, other, curves[1] if other is not None else []),
         sensitivity=_sensitivity(question, answer, base, crew) if sensitivity else [],
         capacities=_capacities(question, answer, base, crew) if sensitivity else [],
+        outages=[] if outage_s is None else _outages(question, answer, outage_s, crew),
         alone=_alone(question, phases),
         closed_form=closed_form(question, answer),
         curve=curves[0],
@@ -162,7 +165,7 @@ def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
     """-> what the store must deliver: at the rate that was asked for, or else at the goodput. `nodes`: what `links`
     says, if that is more than is needed."""
     links, profile = question.links, question.pools[answer.placement.phases[0].pool].profile
-    rate = question.rate_rps if question.rate_rps is not None and answer.enough else answer.goodput.value
+    rate = _served_rps(question, answer)
     means, kv = question.recipe.means, profile.kv_bytes_per_token
     through = means.inputs if links.via == "store" else 0.0
     read = rate * (means.hits + through) * kv
@@ -184,6 +187,11 @@ def store_needs(question: Question, answer: Answer, run: Run) -> StoreNeeds:
         links.store_nodes if read or write else 0,
     )
     return StoreNeeds(rate, read, write, capacity, kept, nodes)
+
+
+def _served_rps(question: Question, answer: Answer) -> float:
+    """-> the rate that was asked for, or else the goodput."""
+    return question.rate_rps if question.rate_rps is not None and answer.enough else answer.goodput.value
 
 
 def closed_form(question: Question, answer: Answer) -> Queue | None:
@@ -317,6 +325,12 @@ def _capacities(question: Question, answer: Answer, base: float, crew: Crew) -> 
         )
         for tokens, recipe in recipes.items()
     ]
+
+
+def _outages(question: Question, answer: Answer, outage_s: float, crew: Crew) -> list[OutageCost]:
+    fleet, rate = question.fleet(answer.placement), _served_rps(question, answer)
+    fixed = (fleet, question.recipe, question.goal, rate, question.seeds[0])
+    return crew.each(cost_of, [(*fixed, phase, outage_s) for phase in answer.placement.named])
 
 
 def _by_capacity(question: Question, kv: int) -> tuple[dict[float, Recipe], float]:

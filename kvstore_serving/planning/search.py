@@ -7,7 +7,8 @@ SLOs that one request must hold together, and with transfers that take time:
   that fits the memory is simulated alone, and gives the rate that one engine serves. The cheapest sums of engines that
   serve the rate are then simulated together, and get more engines where they do not hold. Without a rate, sums are
   simulated, six at a time and 24 at most, until the next one promises less, by what its engines serve alone, than the
-  best serves.
+  best serves; then the best one gets an engine more or less as long as that serves more for its price. All seeds
+  decide between the three best.
 * Blocks go *directly*, from GPU to GPU, and the network between nodes is slow: stages of both phases are on one node
   (algorithm 2). Both have as many stages, and a unit is what fits the nodes of one stage each; units are repeated.
 
@@ -32,7 +33,8 @@ from kvstore_serving.planning.workload import Recipe
 
 FINALISTS: Final = 6  # sums of engines that are simulated together at a time
 MOST_FINALISTS: Final = 24
-GROWTH: Final = 4  # times that a finalist may get one more engine
+LEADERS: Final = 3  # placements of which all seeds decide
+GROWTH: Final = 4  # times that finalists may get one more engine, or the best one an engine more or less
 # A link that is busier makes transfers of random sizes at random times wait longer than they take.
 BUSIEST_LINK: Final = 0.5
 NEVER_S: Final = math.inf
@@ -43,9 +45,9 @@ _Order: TypeAlias = "Callable[[Placement], tuple[float, ...]]"
 @dataclass(frozen=True)
 class Question:
     """What the search is asked. `rate_rps` None: as much as can be served for the price. `seeds`: of the interval of
-    the result; the search itself uses the first. `fixed_store`: the store has the nodes that `links` says; else it is
-    to have as many as it needs. `kept_bytes`: what the store keeps for later prompts; None: what the workload says, or
-    what is written in `keep_s`."""
+    the result, and of the choice between the best; the rest of the search uses the first. `fixed_store`: the store has
+    the nodes that `links` says; else it is to have as many as it needs. `kept_bytes`: what the store keeps for later
+    prompts; None: what the workload says, or what is written in `keep_s`."""
 
     pools: Sequence[Pool]
     links: Links
@@ -285,6 +287,13 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, ord
             if -order(candidates[first])[1] <= best_yet:
                 break
             served |= _served(question, candidates[first : first + FINALISTS], crew)
+        # What each phase serves alone says which shapes are good together, and less well how many of each.
+        for _ in range(GROWTH):
+            leader = max(served, key=lambda each: served[each] / question.price(each))
+            fresh = [each for each in _changed(question, leader, (1, -1)) if each not in served]
+            if not fresh:
+                break
+            served |= _served(question, fresh, crew)
     refused: dict[Placement, Goodput] = {}
     for _ in range(GROWTH):
         enough = [each for each, value in served.items() if rate is not None and value >= rate and each not in refused]
@@ -295,14 +304,21 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, ord
         if rate is None:
             break
         # What each phase serves alone is an estimate: one more engine may be missing.
-        grown = dict.fromkeys(each for placement in served for each in _grown(question, placement))
+        grown = dict.fromkeys(each for placement in served for each in _changed(question, placement, (1,)))
         fresh = sorted((each for each in grown if each not in served), key=question.price)
         if not fresh:
             break
         served |= _served(question, fresh[: 2 * FINALISTS], crew)
-    worth = {each: value / question.price(each) if rate is None else value for each, value in served.items()}
-    chosen = max(served, key=lambda each: (worth[each], -question.price(each)))
-    found = refused.get(chosen) or measured(question, chosen, crew)
+
+    def worth(placement: Placement, rps: float) -> tuple[float, float]:
+        price = question.price(placement)
+        return rps / price if rate is None else rps, -price
+
+    # The first seed may favour one by chance: all seeds decide.
+    leaders = sorted(served, key=lambda each: worth(each, served[each]), reverse=True)[:LEADERS]
+    decided = {each: refused.get(each) or measured(question, each, crew) for each in leaders}
+    chosen = max(leaders, key=lambda each: worth(each, decided[each].value))
+    found = decided[chosen]
     if not found.value:
         raise NothingFits(
             "together, the engines hold the SLOs at no rate: a hand-over takes too long, or too much is computed"
@@ -326,12 +342,13 @@ def _served(question: Question, placements: Sequence[Placement], crew: Crew) -> 
     return dict(zip(placements, crew.goodputs(tasks), strict=True))
 
 
-def _grown(question: Question, placement: Placement) -> Iterator[Placement]:
-    """-> the placements with one engine more, if they fit."""
+def _changed(question: Question, placement: Placement, steps: Sequence[int]) -> Iterator[Placement]:
+    """-> the placements with so many engines more of one phase, if they fit."""
     for phase, engines in placement.named.items():
-        grown = placement.with_instances(phase, engines.instances + 1)
-        if question.fleet(grown).nodes is not None:
-            yield grown
+        for step in steps:
+            changed = placement.with_instances(phase, max(1, engines.instances + step))
+            if changed != placement and question.fleet(changed).nodes is not None:
+                yield changed
 
 
 def _guess(rate: float | None) -> float:

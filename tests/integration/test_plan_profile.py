@@ -78,12 +78,12 @@ def test_profile_reads_distserves_files(tmp_path: Path) -> None:
 
 
 def test_profile_fits_transfers_of_several_sizes_and_search_uses_them(
-    paced_endpoint: Endpoint, shared_server: Server, tmp_path: Path
+    paced_endpoint: Endpoint, tcp_server: Server, tmp_path: Path
 ) -> None:
     output = tmp_path / "engine.json"
     what = ["--model", "m", "--kv-bytes-per-token", "4096", "--kv-tokens", "5000", "--output", str(output)]
     sweep = ["--lengths", "16,64", "--prefill-batches", "1,2", "--decode-batches", "1,2", "--rounds", "1"]
-    options = ["--url", paced_endpoint.url, *what, *sweep, "--decode-tokens", "8", "--store", shared_server.endpoint]
+    options = ["--url", paced_endpoint.url, *what, *sweep, "--decode-tokens", "8", "--store", tcp_server.endpoint]
     store = document("profile", *options)["store"]
     for way in ("read", "write"):
         assert [each["nbytes"] for each in store[way]["residuals"]] == [n << 16 for n in (1, 4, 16, 64, 256)]

@@ -23,10 +23,10 @@ from tests.support.stand_in_engine import MODEL, expected
 ASK = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
 
 
-def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(server: Server, tmp_path: Path) -> None:
+def test_the_proxy_follows_engines_that_come_go_and_have_other_weights(tcp_server: Server, tmp_path: Path) -> None:
     with Etcd(tmp_path / "etcd") as etcd:
         url = etcd.url("fleet")
-        arguments = (f"--store={server.endpoint}", f"--engines={url}", "--policy=split", "--check-seconds=0.1")
+        arguments = (f"--store={tcp_server.endpoint}", f"--engines={url}", "--policy=split", "--check-seconds=0.1")
         engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
         try:
             with ProxyProcess(tmp_path / "proxy", *arguments) as proxy:
@@ -90,12 +90,12 @@ def entry(engine: StandInEngine, role: str, more: str = "") -> str:
 
 
 def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
-    server: Server, tmp_path: Path, publisher: Publisher
+    tcp_server: Server, tmp_path: Path, publisher: Publisher
 ) -> None:
     engines = [StandInEngine(tmp_path / f"{number}.log") for number in range(2)]
     pools, new = tmp_path / "pools.toml", tmp_path / "new.toml"
     pools.write_text(entry(engines[0], "decode"))
-    options = (f"--store={server.endpoint}", f"--pools={pools}", "--split-tokens=64", "--check-seconds=0.1")
+    options = (f"--store={tcp_server.endpoint}", f"--pools={pools}", "--split-tokens=64", "--check-seconds=0.1")
     asked = 0
 
     def ask(prompt: list[int]) -> tuple[str, str]:
@@ -138,7 +138,7 @@ def test_the_proxy_follows_a_file_and_hears_the_events_that_it_names(
 
 
 @pytest.mark.parametrize("differs", ["root", "weights"])
-def test_engines_of_another_model_or_version_are_never_paired(server: Server, tmp_path: Path, differs: str) -> None:
+def test_engines_of_another_model_or_version_are_never_paired(tcp_server: Server, tmp_path: Path, differs: str) -> None:
     """Nor does one of them go on with an answer that another has begun."""
     versions = {"p": "1", "a": "1", "b": "2"}
     roots = {name: f"/models/{version if differs == 'root' else '1'}" for name, version in versions.items()}
@@ -148,7 +148,7 @@ def test_engines_of_another_model_or_version_are_never_paired(server: Server, tm
     weights = {name: f'weights = "{version}"' if differs == "weights" else "" for name, version in versions.items()}
     pools = tmp_path / "pools.toml"
     pools.write_text("".join(entry(engines[name], roles[name], weights[name]) for name in "pab"))
-    options = (f"--store={server.endpoint}", f"--pools={pools}", "--policy=split", "--check-seconds=0.1")
+    options = (f"--store={tcp_server.endpoint}", f"--pools={pools}", "--policy=split", "--check-seconds=0.1")
     try:
         with ProxyProcess(tmp_path / "proxy", *options) as proxy:
             wait_until(lambda: proxy.status()["unpaired"], 10, "one has nobody to prefill for it")
@@ -191,9 +191,9 @@ def test_engines_of_another_model_or_version_are_never_paired(server: Server, tm
         ('[[engines]]\nurl = "http://127.0.0.1:1"\nroles = ["decode"]\nevents = "nonsense"', "'nonsense'"),
     ],
 )
-def test_a_file_that_cannot_be_used_ends_the_start(server: Server, tmp_path: Path, text: str, says: str) -> None:
+def test_a_file_that_cannot_be_used_ends_the_start(tcp_server: Server, tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "pools.toml").write_text(text)
-    command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", server.endpoint]
+    command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", tcp_server.endpoint]
     command += ["--pools", str(tmp_path / "pools.toml")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60, check=False)
     assert done.returncode == 2 and says in done.stderr and "expected" in done.stderr, done.stderr

@@ -58,9 +58,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stan
 
 @pytest.fixture(scope="module")
 def shared_proxy(
-    engines: dict[str, StandInEngine], shared_server: Server, tmp_path_factory: pytest.TempPathFactory
+    engines: dict[str, StandInEngine], tcp_server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProxyProcess]:
-    with ProxyProcess(tmp_path_factory.mktemp("proxy"), *options(shared_server, engines)) as proxy:
+    with ProxyProcess(tmp_path_factory.mktemp("proxy"), *options(tcp_server, engines)) as proxy:
         yield proxy
 
 
@@ -389,9 +389,9 @@ def test_half_of_an_answer_that_is_passed_on_is_not_ended_as_if_it_were_the_whol
 
 
 def test_a_body_that_does_not_come_further_is_refused(
-    engines: dict[str, StandInEngine], shared_server: Server, tmp_path: Path
+    engines: dict[str, StandInEngine], tcp_server: Server, tmp_path: Path
 ) -> None:
-    with ProxyProcess(tmp_path, *options(shared_server, engines, "--user-stall-seconds=0.5")) as proxy:
+    with ProxyProcess(tmp_path, *options(tcp_server, engines, "--user-stall-seconds=0.5")) as proxy:
         host, port = proxy.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

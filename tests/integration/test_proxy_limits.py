@@ -36,9 +36,9 @@ def ask(tokens: int = 8, **more: Any) -> dict[str, Any]:
 
 
 def test_more_requests_than_it_takes_at_a_time_are_refused_until_one_ends(
-    shared_server: Server, engine: StandInEngine, tmp_path: Path
+    tcp_server: Server, engine: StandInEngine, tmp_path: Path
 ) -> None:
-    with start(tmp_path, shared_server, engine, "--max-in-flight=2") as proxy:
+    with start(tmp_path, tcp_server, engine, "--max-in-flight=2") as proxy:
         engine.behave(hang_at=1)
         with Reading(proxy.url, COMPLETIONS, ask()) as first, Reading(proxy.url, COMPLETIONS, ask()) as second:
             assert (first.status, second.status) == (200, 200)
@@ -52,9 +52,9 @@ def test_more_requests_than_it_takes_at_a_time_are_refused_until_one_ends(
 
 
 def test_what_is_not_finished_when_the_drain_ends_is_cut_off_and_says_so(
-    shared_server: Server, engine: StandInEngine, tmp_path: Path
+    tcp_server: Server, engine: StandInEngine, tmp_path: Path
 ) -> None:
-    proxy = start(tmp_path, shared_server, engine, "--drain-seconds=1")
+    proxy = start(tmp_path, tcp_server, engine, "--drain-seconds=1")
     engine.behave(gap_s=0.2)
     with Reading(proxy.url, COMPLETIONS, ask(1000)) as reading:
         next(iter(reading))
@@ -68,9 +68,9 @@ def test_what_is_not_finished_when_the_drain_ends_is_cut_off_and_says_so(
 
 
 def test_a_user_who_does_not_read_is_gone_after_a_while(
-    shared_server: Server, engine: StandInEngine, tmp_path: Path
+    tcp_server: Server, engine: StandInEngine, tmp_path: Path
 ) -> None:
-    with start(tmp_path, shared_server, engine, "--user-stall-seconds=1") as proxy:
+    with start(tmp_path, tcp_server, engine, "--user-stall-seconds=1") as proxy:
         engine.behave(pad=100_000)
         host, port = proxy.url.removeprefix("http://").split(":")
         with socket.socket() as user:

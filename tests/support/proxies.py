@@ -76,12 +76,13 @@ class ProxyProcess:
 
 
 class StandInEngine:
-    """`tests.support.stand_in_engine`."""
+    """`tests.support.stand_in_engine`. url: where it listens, at an address of this host; None: at any free port."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
-        [port] = free_ports(1)
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "tests.support.stand_in_engine", "--port", str(port), *arguments]
+    def __init__(self, log: Path, *arguments: str, url: str | None = None) -> None:
+        self.url = url or f"http://127.0.0.1:{free_ports(1)[0]}"
+        where = urlsplit(self.url)
+        self._command = [sys.executable, "-m", "tests.support.stand_in_engine", *arguments]
+        self._command += ["--host", str(where.hostname), "--port", str(where.port)]
         self._log = log
         self.start()
 

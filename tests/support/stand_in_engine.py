@@ -201,6 +201,7 @@ def _tokens(body: dict[str, Any]) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--root", default="/models/stand-in")
     options = parser.parse_args()
@@ -218,7 +219,7 @@ def main() -> None:
             Route("/v1/chat/completions", engine.complete, methods=["POST"]),
         ]
     )
-    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning")
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":

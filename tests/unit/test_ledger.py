@@ -84,6 +84,16 @@ def test_the_document_is_what_the_results_say(tmp_path: Path) -> None:
     assert made == document
 
 
+def test_what_a_benchmark_measures_is_in_the_tree() -> None:
+    """A name that is gone would make no result stale. Benchmarks of the planner measure it, others do not."""
+    for entry in run_all.BENCHMARKS:
+        for source in rig.sources_of(f"python -m {entry.module}"):
+            assert (ROOT / source).exists(), source
+    assert rig.sources_of("python -m benchmarks.planning.test_simulator") == rig.PLANNER
+    assert set(rig.sources_of("python -m benchmarks.planning.test_predicted")) == {*rig.SOURCES, *rig.PLANNER}
+    assert rig.sources_of("python -m benchmarks.remote_kv_cache.test_lookup") == rig.SOURCES
+
+
 def test_every_target_has_a_command_that_can_be_run() -> None:
     for claim in CLAIMS:
         module = claim.command.split()[2]

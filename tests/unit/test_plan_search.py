@@ -13,7 +13,7 @@ import pytest
 
 from kvstore_serving.load.report import Slo
 from kvstore_serving.planning import goodput as goodputs
-from kvstore_serving.planning.fleet import Links, Pool
+from kvstore_serving.planning.fleet import Links, Pool, Via
 from kvstore_serving.planning.goodput import Crew, Goal, goodput, mean_goodput
 from kvstore_serving.planning.hit_curve import CurveError, HitCurve, read_curve
 from kvstore_serving.planning.jobs import Link, transfer
@@ -183,6 +183,26 @@ def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
     answer = best(asked, rate_phases(asked, crew), crew)
     # The highest of many simulated goodputs is so much too high, by chance.
     assert answer.goodput.value / answer.placement.gpus >= 0.8 * max(values)
+
+
+@pytest.mark.usefixtures("roughly")
+@pytest.mark.parametrize(("via", "hit_rate"), [("store", 0.5), ("direct", 0.0)])
+def test_no_engine_more_or_less_serves_more_for_its_price(crew: Crew, via: Via, hit_rate: float) -> None:
+    """With the seed that the search itself has, so it holds whatever chance does to goodputs."""
+    recipe = Synthetic(Lengths(500, 1.0), Lengths(60, 1.0), hit_rate=hit_rate)
+    asked = question(None, nodes=1, gpus=4, links=Links(via), recipe=recipe, seeds=(0,))
+    answer = best(asked, rate_phases(asked, crew), crew)
+    found = answer.goodput.value / answer.placement.gpus
+    others = [
+        answer.placement.with_instances(phase, engines.instances + step)
+        for phase, engines in answer.placement.named.items()
+        for step in (1, -1)
+        if engines.instances + step
+    ]
+    fitting = [each for each in others if asked.fleet(each).nodes is not None]
+    assert fitting
+    for each in fitting:
+        assert measured(asked, each, crew).value / each.gpus <= found, f"{each} serves more than {answer.placement}"
 
 
 @pytest.mark.usefixtures("roughly")
