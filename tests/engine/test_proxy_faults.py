@@ -41,7 +41,7 @@ PHASES: Final = ("before a token", "in the stream", "afterwards")
 ROUND_S: Final = 60.0  # at most, on a busy machine
 # What an answer takes beside the fault: the promise's time, 0.5 s, and the prompt computed again on a busy machine.
 ANSWER_S: Final = 20.0
-TOKENS: Final = 200
+TOKENS: Final = 200 if FULL else 100
 
 
 class Round:
