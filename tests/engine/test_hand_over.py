@@ -171,21 +171,21 @@ def test_of_engines_that_get_one_prompt_at_once_one_computes_it(
 
 
 @IN_PARTS
-@pytest.mark.parametrize("known", ["decode", "prefill", "both"])
 def test_a_prompt_whose_beginning_is_known_on_a_side_is_handed_over_in_full(
-    server: Server, prefiller: Engine, decoder: Engine, expected: Expected, known: str
+    server: Server, prefiller: Engine, decoder: Engine, expected: Expected
 ) -> None:
-    question = prompt(120, 1000)
-    for name, engine in (("decode", decoder), ("prefill", prefiller)):
-        engine.generate(question[:512] if known in (name, "both") else prompt(99, 40), max_tokens=1)
-        engine.settle()
-    decoder.order_play(Ask(question, 12, side=DECODE))
-    [first] = prefiller.play(Ask(question, 1, side=PREFILL))
-    [answer] = decoder.result()
-    [right] = expected(question, max_tokens=12)
-    assert (answer.token_ids, first.token_ids) == (right, right[:1])
-    assert (answer.cached_tokens, first.cached_tokens) == (1000, 512)
-    nothing_left(server)
+    for number, known in enumerate(("decode", "prefill", "both")):
+        question = prompt(120 + number, 1000)
+        for name, engine in (("decode", decoder), ("prefill", prefiller)):
+            engine.generate(question[:512] if known in (name, "both") else prompt(99, 40), max_tokens=1)
+            engine.settle()
+        decoder.order_play(Ask(question, 12, side=DECODE))
+        [first] = prefiller.play(Ask(question, 1, side=PREFILL))
+        [answer] = decoder.result()
+        [right] = expected(question, max_tokens=12)
+        assert (answer.token_ids, first.token_ids) == (right, right[:1]), known
+        assert (answer.cached_tokens, first.cached_tokens) == (1000, 512), known
+        nothing_left(server)
 
 
 @IN_PARTS
