@@ -58,8 +58,9 @@ class Promise:
         self.others: npt.NDArray[np.bool_] = answers == Promised.OTHERS
 
     def renew(self, ttl_s: float | None = None) -> None:
-        """Promise for `ttl_s` more from now, as long as at first if that is None, what is this client's and not set
-        yet; at the shards that own it now. After `withdraw` it does nothing. Raises as `KVStoreClient.promise`."""
+        """Promise for `ttl_s` more from now, as long as at first if that is None, what is this client's and was not set
+        when it was last renewed; at the shards that own it now, also if they have lost it, by a restart or with the
+        connection. After `withdraw` it does nothing. Raises as `KVStoreClient.promise`."""
         if ttl_s is None:
             ttl_s = self._ttl_s
         ttl_s = _arguments.seconds("ttl_s", ttl_s, wire.MAX_PROMISE_MS / 1000)
@@ -67,6 +68,8 @@ class Promise:
             if not self._withdrawn:
                 before = self._told
                 made = self._promiser.make(self._packed, self._mine, ttl_s, self._options)
+                # What is set now will not be set again, also if a store that is restarted or full loses it.
+                self._mine = self._mine[made.answers[self._mine] != Promised.PRESENT]
                 # A shard that has not answered may do so yet: what it was told before holds as long as it did.
                 unanswered = [_without(each, made.told) for each in before if each.link in made.silent]
                 self._promiser.hold(self._packed, unanswered)

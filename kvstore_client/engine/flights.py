@@ -25,6 +25,7 @@ from kvstore_client.engine.guard import Counters, Store, StoreGuard
 from kvstore_client.engine.local_first import Present
 from kvstore_client.engine.parts import lookup_in_remote, promise_in_remote
 from kvstore_client.promises import Promise
+from kvstore_client.results import Lookup
 
 # How long a promise holds if nobody renews it, and how often it is renewed. A producer that hangs, but keeps its
 # connection, is waited for so long.
@@ -33,6 +34,9 @@ RENEW_S: Final = 10.0
 # How often the store is asked whether expected blocks were promised: at first, and at most. The time doubles.
 FIRST_LOOK_S: Final = 0.002
 LAST_LOOK_S: Final = 0.05
+# How much later than its deadline a flight may become known: its threads may ask for others, or wait for a store that
+# stands still.
+LATE_S: Final = 0.25
 # How long the end of a prompt may be promised later than all before it.
 ENOUGH_S: Final = 0.01
 # Most flights under way. With more, the engine has more requests than it could wait for.
@@ -52,6 +56,7 @@ class Flight:
     promises: list[Promise] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the promises and `ended`
     enough: int = 0  # of an expected one: leading blocks that need not be followed by the others
+    seen: int = 0  # of an expected one: leading blocks that were coming at the last look
     next_look: float = 0.0
     look_s: float = FIRST_LOOK_S
 
@@ -99,9 +104,9 @@ class Flights:
         return flight
 
     def poll(self, flight: Flight) -> int | None:
-        """-> `flight.coming`; None while it is not known."""
-        if flight.coming is None and time.monotonic() >= flight.deadline + self._timeout_s:  # its thread hangs
-            flight.coming = 0
+        """-> `flight.coming`; None while it is not known, until `LATE_S` after its deadline."""
+        if flight.coming is None and time.monotonic() >= flight.deadline + LATE_S:
+            flight.coming = flight.seen
         return flight.coming
 
     def end(self, flight: Flight) -> None:
@@ -195,9 +200,14 @@ class Flights:
     def _look(self, flight: Flight) -> None:
         coming = len(flight.keys)
         for guard in self._guards:
-            found = guard.call(lambda store: lookup_in_remote(store, flight.keys, self._timeout_s), None)
+            timeout_s = min(self._timeout_s, max(LATE_S, flight.deadline - time.monotonic()))
+
+            def ask(store: Store, timeout_s: float = timeout_s) -> Lookup:
+                return lookup_in_remote(store, flight.keys, timeout_s)
+
+            found = guard.call(ask, None)
             coming = min(coming, found.promised if found is not None else 0)
-        now = time.monotonic()
+        now, flight.seen = time.monotonic(), coming
         if flight.enough <= coming < len(flight.keys):  # it was looked at while the rest was on its way to other shards
             flight.deadline, flight.enough = min(flight.deadline, now + ENOUGH_S), len(flight.keys)
         if coming == len(flight.keys) or now >= flight.deadline:

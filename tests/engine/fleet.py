@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.served import MODEL, ServedEngine, save_served_model
-from tests.support.harness import Server
+from tests.support.harness import Server, wait_until
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.proxies import ProxyProcess
 
@@ -23,10 +23,11 @@ GREEDY, SEEDED = {"temperature": 0}, {"temperature": 0.8, "seed": 11}
 
 class Fleet:
     """A store, prefill engine `p`, decode engine `d`, and a proxy that splits everything. All three write traces, the
-    proxy and `p` send spans to `receiver`, and `d` publishes KV events."""
+    proxy and `p` send spans to `receiver`, and `d` publishes KV events. Blocks are whole until `keep_parts`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._parts = 1
         self.receiver = OtlpReceiver()
         model = save_served_model(folder / "model")
         self.store = Server(folder / "store.log", "--memory", "512MiB")
@@ -64,12 +65,31 @@ class Fleet:
                 engine.start()
                 engine.await_health()
 
+    def keep_parts(self, parts: int) -> None:
+        """The engines keep blocks in so many parts of layers from now on: if it is another number, they start again."""
+        if parts == self._parts:
+            return
+        self._parts = parts
+        for engine in (self.p, self.d):
+            engine.stop()
+            engine.start(layer_parts=parts)
+        for engine in (self.p, self.d):
+            engine.await_health()
+        wait_until(lambda: all_well(self.proxy), 30, "the proxy sends requests to both again")
+
     def stop(self) -> None:
         self.proxy.stop()
         for engine in (self.p, self.d):
             engine.stop()
         self.store.stop()
         self.receiver.close()
+
+
+def all_well(proxy: ProxyProcess) -> bool:
+    """Whether it has the store, and all engines take requests."""
+    status = proxy.status()
+    engines = [each for pool in status["pools"].values() for each in pool]
+    return bool(status["store"]["answers"]) and all(each["healthy"] and not each["shunned"] for each in engines)
 
 
 def ask(path: str, number: int, **more: Any) -> dict[str, Any]:

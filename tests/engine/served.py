@@ -78,17 +78,16 @@ class ServedEngine:
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        transfer: dict[str, Any] = {
+        self._transfer: dict[str, Any] = {
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore_client.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"endpoint": store, "cpu_bytes": "128MiB", "always_load": True, **options},
         }
+        self._has_store = store is not None
         self._arguments = ["--model", str(model)]
         self._arguments += ["--served-model-name", MODEL, "--port", str(self.port), "--host", "127.0.0.1"]
-        if store is not None:
-            self._arguments += ["--kv-transfer-config", json.dumps(transfer)]
         self._arguments += [
             "--enable-prompt-tokens-details",
             "--dtype",
@@ -102,7 +101,10 @@ class ServedEngine:
         self._arguments += ["--num-gpu-blocks-override", "1024", *arguments]
         self.start()
 
-    def start(self) -> None:
+    def start(self, **options: Any) -> None:
+        """options: of the connector, which it has from now on."""
+        self._transfer["kv_connector_extra_config"] |= options
+        transfer = ["--kv-transfer-config", json.dumps(self._transfer)] if self._has_store else []
         settings = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -111,7 +113,7 @@ class ServedEngine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
-        self.process = nursery().Process(target=run_server, args=(self._arguments, self.log, settings))
+        self.process = nursery().Process(target=run_server, args=([*self._arguments, *transfer], self.log, settings))
         self.process.start()
 
     @property

@@ -14,6 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -34,6 +35,7 @@ from tests.engine.engines import (
 )
 from tests.engine.fault_record import record
 from tests.engine.test_hand_over import CHUNKS, DECODE, IN_PARTS, PREFILL, nothing_left
+from tests.engine.trace_waits import LATE_S, Waited, waited
 from tests.support.clock import Clock
 from tests.support.harness import HOTTEST, RawClient, Server, StartServer, pack, wait_until
 from tests.support.slow_link import SlowLink
@@ -53,23 +55,39 @@ KINDS: Final = (*STORE_FAULTS, *LINK_FAULTS, *ABORTS, *ENGINE_FAULTS)
 
 
 class Pair:
-    """A store, and an engine for each side behind a link of its own. Engines that were killed are started again."""
+    """A store, and an engine for each side behind a link of its own. Engines that were killed are started again.
+    `folder`: for the decode engines' traces."""
 
     def __init__(
-        self, server: Server, start_engine: StartEngine, links: dict[str, SlowLink], parts: dict[str, int]
+        self,
+        server: Server,
+        start_engine: StartEngine,
+        links: dict[str, SlowLink],
+        parts: dict[str, int],
+        folder: Path,
     ) -> None:
         self.server = server
         self.links = links
         self._options = {"timeout_s": 1, "lookup_timeout_s": 0.5, "cpu_bytes": "16MiB", **parts}
+        self._folder = folder
         self._start_engine = start_engine
         self.engines: dict[str, Engine] = {}
         for side in links:
             self.start(side)
 
     def start(self, side: str) -> None:
-        engine = self._start_engine(self.links[side].endpoint, options=self._options, **CHUNKS)
+        options = self._options
+        if side == "decode":
+            self._trace = self._folder / f"decode-{time.time_ns()}.json"
+            options = {**options, "trace_file": str(self._trace)}
+        engine = self._start_engine(self.links[side].endpoint, options=options, **CHUNKS)
         engine.generate(prompt(99, 40))
         self.engines[side] = engine
+
+    def waited(self, since: float) -> list[Waited]:
+        """How long each request waited that came to the decode engine since then, in seconds since 1970."""
+        found: list[Waited] = wait_until(lambda: waited(self._trace, since), what="the decode engine tells its times")
+        return found
 
     def reach(self, phase: str, prefill: Ask) -> str:
         """Order the prefill, and wait until the hand-over is in this phase, or in a later one -> that."""
@@ -113,10 +131,12 @@ class Pair:
 
 
 @pytest.fixture
-def pair(start_server: StartServer, start_engine: StartEngine, clock: Clock, parts: dict[str, int]) -> Iterator[Pair]:
+def pair(
+    start_server: StartServer, start_engine: StartEngine, clock: Clock, parts: dict[str, int], tmp_path: Path
+) -> Iterator[Pair]:
     server = start_server(memory="256MiB", **clock.environment)
     with SlowLink(server.port) as before, SlowLink(server.port) as behind:
-        yield Pair(server, start_engine, {"prefill": before, "decode": behind}, parts)
+        yield Pair(server, start_engine, {"prefill": before, "decode": behind}, parts, tmp_path)
 
 
 def kinds(choose: random.Random) -> Iterator[str]:
@@ -216,6 +236,7 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         }
         if kind in ABORTS:
             asks[kind.partition(" ")[0]].abort = choose.uniform(0, 0.8)
+        since = time.time()
         pair.engines["decode"].order_play(asks["decode"])
         fewest = min(met[kind, each] for each in PHASES)
         aim = "before" if kind in ABORTS else choose.choice([each for each in PHASES if met[kind, each] == fewest])
@@ -238,6 +259,10 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
         assert waited_s <= UNPROMISED_S + WAIT_S + 0.5 + COMPUTE_S, told
         for engine in pair.engines.values():
             engine.settle()
+        frozen_s = fault_s if kind == "decode frozen" else 0.0
+        for each in pair.waited(since):
+            assert each.queue_s - frozen_s <= UNPROMISED_S + LATE_S, f"{told}: {each}"
+            assert each.load_s - frozen_s <= WAIT_S + LATE_S, f"{told}: {each}"
         nothing_left(pair.server)
         assert not sum(each.writing for each in namespaces(pair.server)), told
         met[kind, phase] += 1

@@ -18,9 +18,15 @@ Stream: TypeAlias = "tuple[str, dict[str, Any], Reading]"  # where it was asked 
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_answers_through_the_proxy_are_those_of_one_engine(fleet: Fleet, path: str, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("parts", "path", "sampling"),
+    [(1, COMPLETIONS, GREEDY), (1, CHAT, SEEDED), (4, COMPLETIONS, SEEDED), (4, CHAT, GREEDY)],
+    ids=["whole, greedy", "whole, chat, seeded", "parts, seeded", "parts, chat, greedy"],
+)
+def test_answers_through_the_proxy_are_those_of_one_engine(
+    fleet: Fleet, parts: int, path: str, sampling: dict[str, Any]
+) -> None:
+    fleet.keep_parts(parts)
     for seed in range(3):
         body = ask(path, seed, **sampling)
         status, whole = post(fleet.proxy.url, path, body)
@@ -156,6 +162,7 @@ def test_engines_exchange_their_roles_while_streams_run(fleet: Fleet, tmp_path: 
             [decode.url],
         ]
 
+    fleet.keep_parts(4)
     write(fleet.p, fleet.d)
     before = handed_over()
     options = (*fleet.store_options, f"--pools={tmp_path / 'pools.toml'}")

@@ -1,9 +1,9 @@
 """Requests through the proxy while the proxy, an engine or the store fails, at any instant: right tokens, nothing left.
 
 Each round sends one new prompt to a fleet of real engines, and one process of it is killed, frozen, or cut off from the
-proxy, or the user leaves. The answer is compared with that of an engine that has no store. Engines that were killed
-take half a minute to start again, so only `make faults` kills them, KVSTORE_FAULTS=500 rounds divided by ten; there the
-other faults last longer, too.
+proxy, or the user leaves, or is cut off. The answer is compared with that of an engine that has no store. Engines that
+were killed take half a minute to start again, so only `make faults` kills them, KVSTORE_FAULTS=500 rounds divided by
+ten; there the other faults last longer, too.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import pytest
 
+from kvstore_client.vllm.connector.hand_over import UNPROMISED_S
 from tests.engine.engines import Engine, namespaces
 from tests.engine.fault_record import record
-from tests.engine.fleet import COMPLETIONS, Fleet
+from tests.engine.fleet import COMPLETIONS, Fleet, all_well
 from tests.engine.served import MODEL
 from tests.engine.test_hand_over import nothing_left
+from tests.engine.trace_waits import LATE_S, waited
 from tests.support.harness import wait_until
 from tests.support.proxies import ProxyProcess, Reading
 from tests.support.slow_link import SlowLink
@@ -33,13 +36,14 @@ from tests.support.slow_link import SlowLink
 FULL: Final = "KVSTORE_FAULTS" in os.environ
 ROUNDS: Final = int(os.environ.get("KVSTORE_FAULTS", "60")) // 10
 FROZEN: Final = ("proxy frozen", "prefill frozen", "decode frozen", "store frozen")
-CUT_OFF: Final = ("prefill cut off", "decode cut off")  # from the proxy
+CUT_OFF: Final = ("prefill cut off", "decode cut off", "store cut off", "user cut off")  # from the proxy
 KILLED: Final = ("prefill killed", "decode killed")
 KINDS: Final = ("proxy killed", "user left", "store killed", *FROZEN, *CUT_OFF, *(KILLED if FULL else ()))
 LONGEST_FAULT_S: Final = 5.0 if FULL else 1.5
 PHASES: Final = ("before a token", "in the stream", "afterwards")
 ROUND_S: Final = 60.0  # at most, on a busy machine
-# What an answer takes beside the fault: the promise's time, 0.5 s, and the prompt computed again on a busy machine.
+WAIT_S: Final = 2.0  # asked of the decode side
+# What an answer takes beside the fault: its waits, and the prompt computed again on a busy machine.
 ANSWER_S: Final = 20.0
 TOKENS: Final = 200 if FULL else 100
 
@@ -48,22 +52,35 @@ class Round:
     """One request, and what befalls the fleet meanwhile."""
 
     def __init__(self, fleet: Fleet, links: dict[str, SlowLink], proxy: ProxyProcess, choose: random.Random) -> None:
-        """links: from the proxy to the engines."""
+        """links: from the proxy to the engines and to the store, and from the user to the proxy."""
         self.fleet, self._links, self.proxy, self._choose = fleet, links, proxy, choose
         self.prompt = [choose.randrange(300, 4000) for _ in range(choose.randrange(200, 1800))]
         self.chunks: list[dict[str, Any]] = []
         self.done = False
+        self.meanwhile: Round | None = None  # a second request, of a round in which the proxy has no store
         self._reading: Reading | None = None
 
-    def read(self) -> None:
-        """Ask, and read the answer to its end, whatever that is."""
+    @property
+    def _store_answers(self) -> bool:
+        return bool(self.proxy.status()["store"]["answers"])
+
+    def again(self) -> Round:
+        """-> another request with the same prompt, on its own way to the proxy, once it was read to its end."""
+        again = Round(self.fleet, self._links, self.proxy, self._choose)
+        again.prompt = self.prompt
+        again.read(self.proxy.url)
+        return again
+
+    def read(self, url: str) -> None:
+        """Ask there, and read the answer to its end, whatever that is."""
         asked = {"model": MODEL, "prompt": self.prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        asked["kv_transfer_params"] = {"kvstore": {"wait_s": WAIT_S}}
         try:
-            self._reading = Reading(self.proxy.url, COMPLETIONS, {**asked, "return_token_ids": True})
+            self._reading = Reading(url, COMPLETIONS, {**asked, "return_token_ids": True})
             for chunk in self._reading:
                 self.chunks.append(chunk)
             self.done = self._reading.done
-        except (OSError, ValueError, AttributeError):  # the connection ended: by the proxy's death, or by `leave`
+        except (OSError, ValueError, AttributeError, HTTPException):  # it was cut, or ended by `leave`
             self.done = False
         finally:
             if self._reading is not None:
@@ -102,7 +119,11 @@ class Round:
         elif what == "cut off":
             link = self._links[who]
             self._choose.choice((link.cut, link.hold))()  # told, and not told
-            time.sleep(wait_s)
+            if who == "store":
+                wait_until(lambda: not self._store_answers, 10, "the proxy misses the store")
+                self.meanwhile = self.again()
+            else:
+                time.sleep(wait_s)
             link.release()
         elif what == "killed" and engine is not None:
             engine.kill()
@@ -127,9 +148,10 @@ def frozen(pid: int) -> Iterator[None]:
 
 @pytest.fixture
 def links(fleet: Fleet) -> Iterator[dict[str, SlowLink]]:
-    """From the proxy to the engines."""
-    with SlowLink(fleet.p.port) as prefill, SlowLink(fleet.d.port) as decode:
-        yield {"prefill": prefill, "decode": decode}
+    """From the proxy to the engines and to the store."""
+    ports = {"prefill": fleet.p.port, "decode": fleet.d.port, "store": fleet.store.port}
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(SlowLink(port)) for name, port in ports.items()}
 
 
 @pytest.fixture
@@ -148,20 +170,23 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
     seed = int(os.environ.get("KVSTORE_FAULTS_SEED", random.randrange(1 << 32)))
     print(f"KVSTORE_FAULTS_SEED={seed}")
     choose = random.Random(seed)
-    roles = [f"--{role}={link.endpoint.replace('tcp', 'http')}" for role, link in links.items()]
-    options = (*fleet.store_options, *roles, "--policy=split", "--backoff-seconds=0.2")
+    fleet.keep_parts(4)
+    roles = [f"--{role}={http(links[role])}" for role in ("prefill", "decode")]
+    checks = ("--check-seconds=0.2", "--backoff-seconds=0.2")
+    options = (f"--store={links['store'].endpoint}", *checks, *roles, "--policy=split")
     proxy = ProxyProcess(tmp_path / "proxy", *options)
     met: Counter[tuple[str, str]] = Counter()
     kinds = list[str]()
+    waits = 0
     for number in range(ROUNDS):
         kinds = kinds or choose.sample(KINDS, len(KINDS))
         kind = kinds.pop()
         told = f"round {number} of KVSTORE_FAULTS_SEED={seed}: {kind}"
         this = Round(fleet, links, proxy, choose)
         right = alone.generate(this.prompt, max_tokens=TOKENS)[0].token_ids
-        with ThreadPoolExecutor(1) as user:
-            began = time.monotonic()
-            reading = user.submit(this.read)
+        with SlowLink(int(proxy.url.rpartition(":")[2])) as links["user"], ThreadPoolExecutor(1) as user:
+            began, since = time.monotonic(), time.time()
+            reading = user.submit(this.read, http(links["user"]))
             phase, fault_s = this.fail(kind)
             reading.result(ANSWER_S + 10)
             waited_s = time.monotonic() - began - fault_s
@@ -170,16 +195,22 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
         if kind == "proxy killed":
             proxy.stop()
             proxy = ProxyProcess(tmp_path / "proxy", *options)
-        if kind in ("proxy killed", "user left"):
-            again = Round(fleet, links, proxy, choose)
-            again.prompt = this.prompt
-            again.read()  # as a user does
+        if kind in ("proxy killed", "user left") or (kind == "user cut off" and not this.done):
+            this.proxy = proxy
+            again = this.again()  # as a user does
             assert again.done and again.tokens == right, told
         else:
             assert this.done and this.tokens == right, told
+        if this.meanwhile is not None:
+            assert this.meanwhile.done and this.meanwhile.tokens == right, told
         for engine in (fleet.p, fleet.d):
             if engine.running:
                 wait_until(lambda engine=engine: not engine.metric("vllm:num_requests_running"), 10, f"{told}: free")
+        frozen_s = fault_s if kind == "decode frozen" else 0.0
+        for each in waited(fleet.files[2], since):
+            waits += 1
+            assert each.queue_s - frozen_s <= UNPROMISED_S + LATE_S, f"{told}: {each}"
+            assert each.load_s - frozen_s <= WAIT_S + LATE_S, f"{told}: {each}"
         nothing_left(fleet.store)
         assert not sum(each.writing for each in namespaces(fleet.store)), told
         fleet.mend()
@@ -191,9 +222,9 @@ def test_whatever_fails_users_get_right_tokens_and_engines_are_free(
     assert "Traceback" not in proxy.log.read_text()
     for kind in KINDS:
         print(f"{kind:16}", *(f"{phase}: {met[kind, phase]:3}" for phase in PHASES))
+    assert waits >= ROUNDS // 2, "the decode engine has told of few requests: nothing is shown of their waits"
     assert met.total() - sum(met[kind, PHASES[2]] for kind in KINDS) >= ROUNDS // 3, "most came too late"
 
 
-def all_well(proxy: ProxyProcess) -> bool:
-    pools = proxy.status()["pools"]
-    return all(each["healthy"] and not each["shunned"] for pool in pools.values() for each in pool)
+def http(link: SlowLink) -> str:
+    return link.endpoint.replace("tcp", "http")

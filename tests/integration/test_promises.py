@@ -19,6 +19,8 @@ import pytest
 from kvstore import wire
 from kvstore_client import AsyncKVStoreClient, KVStoreClient, KVStoreError, Lookup, Namespace
 from kvstore_client._links.call import Call
+from kvstore_client.engine.flights import Flights
+from kvstore_client.engine.guard import Counters, StoreGuard
 from tests.support.harness import (
     ERROR,
     GET,
@@ -324,6 +326,53 @@ def test_waiters_of_a_server_that_stops_miss(start_server: StartServer, namespac
         assert producer.promise(keys).mine.all()
 
 
+def test_a_promise_that_is_renewed_after_the_store_was_restarted_holds_again(
+    start_server: StartServer, namespace: Namespace
+) -> None:
+    """Its producer goes on computing meanwhile. Who waited when the store died misses at once; who comes later waits
+    for what is still to come, as long as the promise holds."""
+    server, keys = start_server(), make_keys(6)
+    blocks = blocks_of(keys, BLOCK_BYTES)
+    with (
+        KVStoreClient(server.endpoint, namespace, timeout_s=2, fail_open=True) as producer,
+        KVStoreClient(server.endpoint, namespace, timeout_s=2, fail_open=True) as other,
+        KVStoreClient(server.endpoint, namespace, timeout_s=2, fail_open=True) as consumer,
+    ):
+        promise = producer.promise(keys, ttl_s=LONG_S)
+        producer.set(keys[:2], blocks[:2])
+        promise.renew()
+        for meanwhile in (True, False):  # whether it is also renewed while there is no store
+            reading = Reading(consumer, keys[2:])
+            awaited(producer, 4)
+            server.kill()
+            assert reading.present(5) == [False] * 4
+            if meanwhile:
+                promise.renew()
+            server.restart()
+            for client in (other, consumer, producer):
+                wait_until(lambda client=client: client.info().shards, what="the store answers")
+            with other.promise(keys[5:]) as taken:
+                assert taken.mine.all()
+                promise.renew()
+                assert consumer.lookup(keys[2:]) == Lookup(0, 4)
+                assert other.promise(keys[2:5]).others.all()
+            assert consumer.lookup(keys[2:]) == Lookup(0, 3), "the last block was promised by the other client alone"
+            promise.renew()
+            assert consumer.lookup(keys[2:]) == Lookup(0, 4)
+            assert Reading(consumer, keys[:2]).present() == [False] * 2, "they were set, and nobody will set them again"
+        reading = Reading(consumer, keys[2:])
+        awaited(producer, 4)
+        producer.set(keys[2:4], blocks[2:4])
+        awaited(producer, 2)
+        promise.renew(0.5)
+        began = time.monotonic()
+        assert reading.present() == [True, True, False, False], "nobody has renewed it any more"
+        assert time.monotonic() - began <= 0.5 + 1.5
+        assert (namespace_info(producer).promised, namespace_info(producer).awaited) == (0, 0)
+        promise.withdraw()
+        assert not producer._promiser._held and not other._promiser._held
+
+
 def test_a_store_that_cannot_be_asked_raises(start_server: StartServer, namespace: Namespace) -> None:
     server = start_server()
     with KVStoreClient(server.endpoint, namespace, timeout_s=1) as client:
@@ -489,6 +538,25 @@ async def _together(endpoint: str, namespace: Namespace, keys: list[bytes]) -> l
 
 def test_the_asynchronous_client_does_the_same(server: Server, namespace: Namespace) -> None:
     assert asyncio.run(_together(server.endpoint, namespace, make_keys(3))) == [True] * 3
+
+
+def test_who_expects_promises_is_told_in_time_by_a_store_that_stands_still(
+    server: Server, namespace: Namespace
+) -> None:
+    """Of several at once, each: though one thread asks for all of them, and a lookup may take longer than is left."""
+    counters = Counters()
+    guard = StoreGuard(server.endpoint, namespace, timeout_s=5, counters=counters)
+    flights = Flights([guard], timeout_s=2.0, counters=counters)
+    began = time.monotonic()
+    expected = [flights.expect([key], 1, within_s=0.5) for key in make_keys(4)]
+    time.sleep(0.3)
+    with server.stopped():
+        wait_until(lambda: [flights.poll(each) for each in expected] == [0] * 4, 5, "all are told")
+        assert 0.5 <= time.monotonic() - began <= 0.5 + 1.5
+    for each in expected:
+        flights.end(each)
+    flights.close()
+    guard.close()
 
 
 def test_over_a_slow_link_the_first_blocks_of_a_set_are_there_while_the_others_are_on_their_way(
