@@ -113,7 +113,9 @@ class ServedEngine:
         """options: of the connector, which it has from now on."""
         self._transfer["kv_connector_extra_config"] |= options
         transfer = ["--kv-transfer-config", json.dumps(self._transfer)] if self._has_store else []
-        self.process = nursery().Process(target=run_server, args=([*self._arguments, *transfer], self.log, self._environment))
+        self.process = nursery().Process(
+            target=run_server, args=([*self._arguments, *transfer], self.log, self._environment)
+        )
         self.process.start()
 
     @property
