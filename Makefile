@@ -38,7 +38,9 @@ torture: ## kill -9 and damaged bytes: KVSTORE_TORTURE_ROUNDS=100, KVSTORE_FLIP_
 	@KVSTORE_TORTURE_ROUNDS=$${KVSTORE_TORTURE_ROUNDS:-100} KVSTORE_FLIP_TRIALS=$${KVSTORE_FLIP_TRIALS:-1000} \
 		KVSTORE_KILLS=$${KVSTORE_KILLS:-10000} \
 		scripts/run.sh full python -m pytest -s tests/chaos/test_torture.py tests/chaos/test_shared_memory_kills.py \
-		tests/integration/test_keeper.py::test_of_a_damaged_index_nothing_is_believed_that_was_not_put
+		tests/integration/test_keeper.py::test_of_a_damaged_index_nothing_is_believed_that_was_not_put \
+		tests/integration/test_keeper.py::test_a_keeper_killed_at_any_instant_leaves_what_was_committed \
+		tests/integration/test_keeper.py::test_a_shard_killed_at_any_instant_leaves_what_was_committed
 
 chaos: ## clusters while things go wrong (needs root): every scenario, then KVSTORE_CHAOS_ROUNDS=200 of KVSTORE_CHAOS_SEED=
 	@KVSTORE_CHAOS=full KVSTORE_CHAOS_ROUNDS=$${KVSTORE_CHAOS_ROUNDS:-200} scripts/run.sh full python -m pytest -s \

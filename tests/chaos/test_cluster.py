@@ -28,7 +28,7 @@ LATE_S = 0.2  # what a call may take beyond its deadline
 HIT_RATE = 0.02  # what it may fall by
 TIMEOUT_S = 2.0
 GRACE_S = 6
-STEADY_S = 1.5  # load before something happens
+STEADY_S = 1.0  # load before something happens
 WATCH_S = 1.0  # load after clients should be over it
 
 FULL = os.environ.get("KVSTORE_CHAOS") == "full"
@@ -309,7 +309,7 @@ def test_a_slow_and_lossy_node_delays_only_what_needs_it(site: Copies, clients: 
     owners = owners_of(site)
     start = time.monotonic()
     with slow_and_lossy(site, "n4"):
-        clients.run_for(6.0)
+        clients.run_for(4.0)
         rates = clients.hit_rates(start, time.monotonic())
         took_s = np.array([call.took_s for call in clients.calls() if call.at >= start + 1.0])
         print(f"hit rates with a slow node: {[round(rate, 3) for rate in rates]}")

@@ -61,7 +61,7 @@ from tests.support.harness import (
     wait_until,
 )
 
-ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "5"))
+ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "4"))
 ENCRYPTED_ROUNDS = int(os.environ.get("KVSTORE_TORTURE_ROUNDS", "2"))
 FLIPS = int(os.environ.get("KVSTORE_FLIP_TRIALS", "20"))
 SEED = int(os.environ.get("KVSTORE_TORTURE_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -279,7 +279,7 @@ def test_clients_of_the_same_blocks_find_no_byte_wrong(
     with server.unharmed(), MemoryWatch(server, 16 * MiB):
         clients = [
             subprocess.Popen(
-                [*command, str(number), "5"],
+                [*command, str(number), "3"],
                 env=environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -305,7 +305,7 @@ class Victim:
 
     def __init__(self, start_server: StartServer, folder: Path, new_namespace: MakeNamespace) -> None:
         self.folder = folder
-        self.sets = [(new_namespace(size), make_keys(count), size) for size, count in ((4096, 3000), (1000, 3000))]
+        self.sets = [(new_namespace(size), make_keys(count), size) for size, count in ((4096, 1000), (1000, 1000))]
         self.server = start_server(*disk_flags(folder, "64MiB"), memory="8MiB", segment="1MiB")
         self.refill()
         assert self.server.stop() == 0

@@ -99,13 +99,7 @@ class ServedEngine:
         self._arguments += ["--max-model-len", str(max_model_len), "--gpu-memory-utilization", "0.2"]
         # Every page of the cache is written to at the start.
         self._arguments += ["--num-gpu-blocks-override", "1024", *arguments]
-        self.start()
-
-    def start(self, **options: Any) -> None:
-        """options: of the connector, which it has from now on."""
-        self._transfer["kv_connector_extra_config"] |= options
-        transfer = ["--kv-transfer-config", json.dumps(self._transfer)] if self._has_store else []
-        settings = {
+        self._environment = {  # of every start
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "HF_HUB_OFFLINE": "1",
@@ -113,7 +107,15 @@ class ServedEngine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
-        self.process = nursery().Process(target=run_server, args=([*self._arguments, *transfer], self.log, settings))
+        self.start()
+
+    def start(self, **options: Any) -> None:
+        """options: of the connector, which it has from now on."""
+        self._transfer["kv_connector_extra_config"] |= options
+        transfer = ["--kv-transfer-config", json.dumps(self._transfer)] if self._has_store else []
+        self.process = nursery().Process(
+            target=run_server, args=([*self._arguments, *transfer], self.log, self._environment)
+        )
         self.process.start()
 
     @property

@@ -21,7 +21,7 @@ from tests.support.harness import ANSWER_S, wait_until
 NODES = ("n1", "n2", "n3")
 SERVE_S = 20.0
 LENGTHS = (40, 70, 100, 200)  # tokens: chains of 1, 2, 3 and 6 blocks, since the first that is missing cuts one
-LONG = 1900
+LONG = 1500
 OPTIONS = {"timeout_s": 10.0, "lookup_timeout_s": 10.0}  # a busy machine is not what is tested
 LOOKUP_TIMEOUT_S = 0.5
 TIMEOUT_S = 1.5

@@ -37,7 +37,7 @@ LOOKUP_TIMEOUT_S = 0.5
 TIMEOUT_S = 1.5
 SLACK_S = 4.0  # of a busy machine
 BLOCKS = 500 // BLOCK  # of a prompt
-LONG = 1900  # tokens; what comes of it is more than sockets hold
+LONG = 1500  # tokens; what comes of it is more than sockets hold
 
 
 class Place(NamedTuple):
@@ -225,7 +225,7 @@ def test_a_slow_store_loses_blocks_and_slows_nobody(
     def ask(first: int) -> float:
         """-> seconds of the fastest prompt: a store that slows the engine down slows all of them."""
         seconds = []
-        for seed in range(first, first + 6):
+        for seed in range(first, first + 4):
             started = time.monotonic()
             answers = engine.generate(prompt(seed))
             seconds.append(time.monotonic() - started)
@@ -243,7 +243,7 @@ def test_a_slow_store_loses_blocks_and_slows_nobody(
     assert numbers["waiting_blocks"] <= 16
     link.bytes_per_s = None
     sent = sum(ledger[name] for name in ("transfer_blocks/out", "present_blocks", "dropped_blocks", "unsaved_blocks"))
-    assert sent == 6 * BLOCKS, "each is sent or counted"
+    assert sent == 4 * BLOCKS, "each is sent or counted"
 
 
 def test_a_store_too_small_for_its_engines(

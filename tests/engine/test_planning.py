@@ -49,7 +49,7 @@ def test_an_engine_is_profiled_planned_and_verified(engine: ServedEngine, server
         assert 0 <= error < 0.5
     one = prefill["fixed_s"] + prefill["per_token_s"] * 256 + prefill["per_token_squared_s"] * 256**2
     step = decode["fixed_s"] + decode["per_request_s"] + decode["per_context_token_s"] * 256
-    rate = 0.3 / (one + 8 * step)
+    rate = 0.6 / (one + 8 * step)
     compared = plan(
         "verify", "--profile", str(output), "--url", engine.url, "--model", MODEL,
         *(word for share in (0.6, 0.7, 0.8, 0.9, 1.0) for word in ("--rate", f"{share * rate:.3g}")),
@@ -58,11 +58,11 @@ def test_an_engine_is_profiled_planned_and_verified(engine: ServedEngine, server
     )  # fmt: skip
     assert len(compared["compared"]) == 5
     for at_rate in compared["compared"]:
-        assert at_rate["predicted"] == at_rate["measured"] == 1.0, "SLOs that a third of its load holds by far"
+        assert at_rate["predicted"] == at_rate["measured"] == 1.0, "SLOs that two thirds of its load hold by far"
         assert at_rate["measured_ttft_s"] > 0 and at_rate["predicted_ttft_s"] > 0
     planned = plan(
         "search", "--profile", str(output), "--rate", f"{rate:.3g}", "--input-tokens", "256", "--output-tokens", "8",
         "--slo-ttft", f"{20 * one + 1:.3g}", "--slo-tpot", f"{20 * step + 1:.3g}", "--percentile", "90",
-        "--nodes", "1", "--gpus-per-node", "2", "--seeds", "1", "--no-sensitivity",
+        "--nodes", "1", "--gpus-per-node", "2", "--max-batch", "8", "--seeds", "1", "--no-sensitivity",
     )  # fmt: skip
     assert planned["enough"] and planned["gpus"] == 2

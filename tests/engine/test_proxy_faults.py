@@ -45,7 +45,7 @@ ROUND_S: Final = 60.0  # at most, on a busy machine
 WAIT_S: Final = 2.0  # asked of the decode side
 # What an answer takes beside the fault: its waits, and the prompt computed again on a busy machine.
 ANSWER_S: Final = 20.0
-TOKENS: Final = 200
+TOKENS: Final = 200 if FULL else 100
 
 
 class Round:

@@ -44,7 +44,11 @@ def test_the_blocks_of_a_document_work_as_written(file: Path, store: Server, tmp
     reader = Reader(
         tmp_path,
         store.endpoint,
-        {"tcp://127.0.0.1:7070": store.endpoint, "127.0.0.1:7070": store.endpoint.removeprefix("tcp://")},
+        {
+            "tcp://127.0.0.1:7070": store.endpoint,
+            "127.0.0.1:7070": store.endpoint.removeprefix("tcp://"),
+            "--output-tokens 200 ": "--output-tokens 20 ",  # of a simulation, which takes as long as its answers
+        },
     )
     for block in blocks_of(file):
         if block.runs:

@@ -33,6 +33,7 @@ from kvstore.disk.messages import Committed, Event, KeeperFailed, NamespaceFound
 from tests.support.harness import ROOT, alive, environment, make_keys, wait_until
 
 AT_LENGTH = "KVSTORE_FLIP_TRIALS" in os.environ  # make torture
+KILLS = 40 if AT_LENGTH else 4  # every fourth comes while the keeper starts
 MAP_BYTES = 256 << 20
 DEADLINE_S = 20.0
 NAMESPACES = [(b'{"model":"a"}', 16), (b'{"model":"b"}', 8), (b'{"model":"' + b"c" * 7000 + b'"}', 64)]
@@ -513,7 +514,7 @@ def test_a_keeper_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path
     random.seed(1)
     directory = tmp_path / "shard-0"
     state: State = {}
-    for seed in range(8):
+    for seed in range(KILLS):
         loop = Loop(directory)
         try:
             if seed % 4 != 3:  # in every fourth round, it is killed while it starts
@@ -540,7 +541,7 @@ def test_a_shard_killed_at_any_instant_leaves_what_was_committed(tmp_path: Path)
     directory.mkdir()
     tests = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     state: State = {}
-    for seed in range(8):
+    for seed in range(KILLS):
         shard = subprocess.Popen(
             [sys.executable, __file__, str(directory), str(seed)],
             stdout=subprocess.PIPE,
@@ -608,7 +609,7 @@ def damaged(kind: str, file: bytes, numbers: random.Random) -> bytes:
 
 @pytest.mark.parametrize(
     ("kind", "trials"),
-    [("flip", 12), ("flip_head", 8), ("truncate", 4), ("zeros", 4), ("other_page", 4), ("garbage", 4)],
+    [("flip", 8), ("flip_head", 8), ("truncate", 4), ("zeros", 4), ("other_page", 4), ("garbage", 4)],
 )
 def test_of_a_damaged_index_nothing_is_believed_that_was_not_put(
     tmp_path: Path, index_file: bytes, kind: str, trials: int

@@ -22,7 +22,7 @@ from tests.support.harness import environment, interruptible
 
 SEARCH = ["--slo-ttft", "0.3", "--slo-tpot", "0.1", "--percentile", "90"]
 ENGINE = ["--profile", "opt-13b-a100-80g", "--nodes", "1", "--gpus-per-node", "2"]
-LOAD = ["--rate", "3", "--input-tokens", "512", "--output-tokens", "64"]
+LOAD = ["--rate", "3", "--input-tokens", "512", "--output-tokens", "16"]
 QUICK = ["--seeds", "1", "--no-sensitivity"]
 
 
@@ -180,7 +180,7 @@ def test_search_tells_people_prices_and_nodes_of_several_kinds() -> None:
 
 def trace(path: Path) -> Path:
     lines = [
-        {"timestamp": 400 * number, "input_length": 1024, "output_length": 32, "hash_ids": [number % 5, 1000 + number]}
+        {"timestamp": 400 * number, "input_length": 1024, "output_length": 8, "hash_ids": [number % 5, 1000 + number]}
         for number in range(300)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -300,6 +300,7 @@ class _Proxy(BaseHTTPRequestHandler):
     looked_at = requests = prompt_tokens = 0.0
     decoders = "abc"
     tokens = 2000  # of each prompt
+    answers = 10  # tokens of each
 
     def do_GET(self) -> None:
         now, its = time.monotonic(), type(self)
@@ -314,7 +315,7 @@ class _Proxy(BaseHTTPRequestHandler):
             f'kvstore_proxy_requests_total{{endpoint="/v1/completions",decision="",outcome="rejected"}} {its.requests}',
             f"kvstore_proxy_prompt_tokens_total {its.prompt_tokens}",
             f"kvstore_proxy_cached_tokens_total {its.prompt_tokens / 4}",
-            f"kvstore_proxy_output_tokens_total {its.requests * 10}",
+            f"kvstore_proxy_output_tokens_total {its.requests * its.answers}",
             *(f'kvstore_proxy_engine_up{{engine="http://{n}",role="decode"}} {int(n != "b")}' for n in self.decoders),
             'kvstore_proxy_engine_up{engine="http://d",role="prefill"} 1',
         ]
@@ -337,7 +338,7 @@ def endpoint() -> Iterator[Endpoint]:
 @pytest.fixture
 def proxy() -> Iterator[str]:
     _Proxy.looked_at = _Proxy.requests = _Proxy.prompt_tokens = 0.0
-    _Proxy.decoders, _Proxy.tokens = "abc", 2000
+    _Proxy.decoders, _Proxy.tokens, _Proxy.answers = "abc", 2000, 10
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Proxy)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -348,8 +349,9 @@ def proxy() -> Iterator[str]:
 
 
 def test_watch_proposes_anew_when_engines_leave_and_when_the_load_drifts(proxy: str) -> None:
-    command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "2"]
+    command = [sys.executable, "-m", "kvstore_cli", "plan", "watch", "--proxy", proxy, "--json", "--interval", "1"]
     command += ["--profile", "opt-13b-a100-80g", "--slo-ttft", "0.6", "--slo-tpot", "0.1", "--drift", "0.9"]
+    _Proxy.answers = 4  # soon simulated
     with interruptible(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
         try:
             assert watch.stdout is not None

@@ -12,6 +12,8 @@ from tests.integration.test_plan import QUICK, document, plan
 from tests.support.endpoint import Behaviour, Endpoint
 from tests.support.harness import Server
 
+NODE = ["--nodes", "1", "--gpus-per-node", "2", "--max-batch", "8"]  # larger batches make longer simulations
+
 
 def test_profile_measures_fits_and_writes(paced_endpoint: Endpoint, tmp_path: Path) -> None:
     output = tmp_path / "engine.json"
@@ -31,7 +33,7 @@ def test_profile_measures_fits_and_writes(paced_endpoint: Endpoint, tmp_path: Pa
         assert fit["error"] == pytest.approx(sum(errors) / 4) and fit["worst_error"] == pytest.approx(max(errors))
     assert json.loads(output.read_text()) == found, "residuals are in the file, too"
     small = ["--rate", "1", "--input-tokens", "20", "--output-tokens", "5", "--slo-ttft", "1", "--slo-tpot", "0.2"]
-    planned = document("search", "--profile", str(output), "--nodes", "1", "--gpus-per-node", "2", *small, *QUICK)
+    planned = document("search", "--profile", str(output), *NODE, *small, *QUICK)
     assert planned["enough"]
 
 
@@ -95,7 +97,7 @@ def test_profile_fits_transfers_of_several_sizes_and_search_uses_them(
     profile["store"]["write"] |= {"latency_s": 0.0625, "per_byte_s": 2e-9}
     output.write_text(json.dumps(profile))
     load = ["--rate", "1", "--input-tokens", "20", "--output-tokens", "5", "--slo-ttft", "1", "--slo-tpot", "0.2"]
-    searched = document("search", "--profile", str(output), "--nodes", "1", "--gpus-per-node", "2", *load, *QUICK)
+    searched = document("search", "--profile", str(output), *NODE, *load, *QUICK)
     links = searched["basis"]["links"]
     assert (links["store_read_latency_s"], links["store_write_latency_s"]) == (0.125, 0.0625)
     assert links["store_bytes_per_s"] == pytest.approx(5e8), "the slower of both"

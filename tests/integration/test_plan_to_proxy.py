@@ -70,8 +70,8 @@ def test_a_plan_is_served_watched_and_shifted(profile: str, tcp_server: Server, 
     urls = [f"http://127.0.1{{}}.{number}:{port}" for number, port in enumerate(ports, 1)]
     planned = json.loads(
         kvstore(
-            f"plan search --profile {profile} --nodes 2 --gpus-per-node 2 --rate 14 --input-tokens 64",
-            "--output-tokens", "300", *SLO, "--seeds", "1", "--no-sensitivity", "--json", "--pools", str(pools),
+            f"plan search --profile {profile} --nodes 2 --gpus-per-node 2 --rate 20 --input-tokens 64",
+            "--output-tokens", "200", *SLO, "--seeds", "1", "--no-sensitivity", "--json", "--pools", str(pools),
             "--prefill-url", urls[0], "--decode-url", urls[1],
         )
     )  # fmt: skip

@@ -10,7 +10,9 @@ import pytest
 from tests.integration.test_plan import document, plan
 from tests.support.endpoint import Endpoint
 
-RATES = [word for rate in (10, 20, 30, 40, 50) for word in ("--rate", str(rate))]
+RATES, FAST = (
+    [word for rate in rates for word in ("--rate", str(rate))] for rates in (range(10, 60, 10), range(40, 90, 10))
+)
 SLO = ["--slo-ttft", "1", "--slo-tpot", "0.5"]
 LOAD = ["--input-tokens", "16", "--output-tokens", "5", "--requests", "8", "--warmup", "2"]
 
@@ -52,7 +54,9 @@ def test_verify_takes_engines_load_slos_and_rates_from_a_plan(
 ) -> None:
     what = ["--input-tokens", "600", "--output-tokens", "4", "--input-cv", "0.5", "--hit-rate", "0.5"]
     nodes = ["--nodes", "1", "--gpus-per-node", "2"]
-    searched = plan("search", "--profile", profile, *nodes, *what, *SLO, "--seeds", "1", "--no-sensitivity", "--json")
+    # Loose SLOs and full batches make long simulations.
+    short = ["--slo-ttft", "0.3", "--slo-tpot", "0.1", "--max-batch", "8", "--seeds", "1", "--no-sensitivity"]
+    searched = plan("search", "--profile", profile, *nodes, *what, *short, "--json")
     file = tmp_path / "plan.json"
     file.write_text(searched.stdout)
     planned = json.loads(searched.stdout)
@@ -87,7 +91,7 @@ def test_verify_sends_a_trace_at_each_rate(paced_endpoint: Endpoint, profile: st
     assert {each["predicted_hit_rate"] for each in found["compared"]} == {0.5}
     times = [each.at_s for each in paced_endpoint.asked]
     assert times[19] - times[0] > 19 / 10 * 0.6, "ten a second, though the trace has one"
-    alone = document("verify", *at, "--trace", str(file), *RATES, "--warmup", "2", "--no-hits")
+    alone = document("verify", *at, "--trace", str(file), *FAST, "--warmup", "2", "--no-hits")
     assert {each["predicted_hit_rate"] for each in alone["compared"]} == {0.0}, "an engine without a store and a cache"
     both = document("verify", *at, "--trace", str(file), *LOAD[:2], *RATES, status=2)
     assert "--trace has its own lengths" in both["error"]["message"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +12,9 @@ import pytest
 import zmq
 
 from kvstore_client.engine.directory import EngineRecord, Registered
+from tests.support import forked
 from tests.support.etcd import Etcd
-from tests.support.harness import ROOT, Server, environment, wait_until
+from tests.support.harness import Server, environment, wait_until
 from tests.support.ports import free_ports
 from tests.support.proxies import ProxyProcess, StandInEngine, chunks_of, post, text_of
 from tests.support.stand_in_engine import MODEL, expected
@@ -193,9 +192,8 @@ def test_engines_of_another_model_or_version_are_never_paired(tcp_server: Server
 )
 def test_a_file_that_cannot_be_used_ends_the_start(tcp_server: Server, tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "pools.toml").write_text(text)
-    command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0", "--store", tcp_server.endpoint]
-    command += ["--pools", str(tmp_path / "pools.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60, check=False)
+    command = ["proxy", "--listen", "127.0.0.1:0", "--store", tcp_server.endpoint]
+    done = forked.run("kvstore_cli", *command, "--pools", str(tmp_path / "pools.toml"), env=environment())
     assert done.returncode == 2 and says in done.stderr and "expected" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 

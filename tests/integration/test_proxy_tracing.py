@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support import forked
 from tests.support.harness import ROOT, Server, environment, wait_until
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.proxies import ProxyProcess, StandInEngine, chunks_of, post
@@ -217,8 +218,7 @@ def test_a_collector_that_is_away_disturbs_neither_requests_nor_the_end(
     ],
 )
 def test_what_cannot_be_used_is_said_at_the_start(options: list[str], arguments: list[str], says: str) -> None:
-    command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen=127.0.0.1:0", *options, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment(), check=False)
+    done = forked.run("kvstore_cli", "proxy", "--listen=127.0.0.1:0", *options, *arguments, env=environment())
     assert done.returncode == 2 and says in " ".join(done.stderr.split())
 
 

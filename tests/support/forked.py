@@ -36,9 +36,10 @@ from typing import IO, Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 PRELOAD: Final = {
     "kvstore": ["kvstore.node.cli", "kvstore.node.supervisor", "kvstore.node.health", "kvstore.node.web", "requests"],
-    "kvstore_cli": ["kvstore_cli", "kvstore_client", "requests"],
+    "kvstore_cli": ["kvstore_cli", "kvstore_client", "kvstore_serving", "requests"],
 }
 READ_AT_START: Final = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OPENBLAS_", "OMP_", "COVERAGE_")
+WHOLE: Final = ("kvstore_cli", "kvstore_serving")  # packages whose modules are imported when a command needs them
 START_S: Final = 60.0
 _MAX_REQUEST_BYTES: Final = 1 << 20
 _STATUS: Final = struct.Struct("<i")
@@ -249,8 +250,8 @@ def _serve(requests: socket.socket) -> list[str]:
 
 def _import(name: str) -> None:
     module = importlib.import_module(name)
-    if name == "kvstore_cli":
-        for found in pkgutil.iter_modules(module.__path__, f"{name}."):
+    if name in WHOLE:
+        for found in pkgutil.walk_packages(module.__path__, f"{name}."):
             if not found.name.endswith("__main__"):
                 importlib.import_module(found.name)
 

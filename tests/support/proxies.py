@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
+from tests.support import forked
 from tests.support.harness import ROOT, START_S, STOP_S, environment, wait_until
 from tests.support.ports import free_ports
 
@@ -25,14 +27,14 @@ class ProxyProcess:
     def __init__(self, folder: Path, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self.access = folder / "proxy.log", folder / "access.jsonl"
-        command = [sys.executable, "-m", "kvstore_cli", "proxy", "--listen", "127.0.0.1:0"]
-        command += ["--access-log", str(self.access), *arguments]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment()
+        command = ["proxy", "--listen", "127.0.0.1:0", "--access-log", str(self.access), *arguments]
+        out, theirs = os.pipe()
+        self._stdout = os.fdopen(out)
+        with self.log.open("ab") as log, open(theirs, "wb") as says, open(os.devnull, "rb") as nothing:
+            self.process = forked.start(
+                "kvstore_cli", command, stdin=nothing, stdout=says, stderr=log, env=environment()
             )
-        assert self.process.stdout is not None
-        self.ready_line = self.process.stdout.readline().strip()
+        self.ready_line = self._stdout.readline().strip()
         assert self.ready_line.startswith("kvstore proxy ready http://"), self.log.read_text()[-4000:]
         self.url = self.ready_line.split()[3]
 
@@ -52,8 +54,7 @@ class ProxyProcess:
             self.process.kill()
             self.process.wait()
             raise
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._stdout.close()
         return status
 
     def status(self) -> dict[str, Any]:

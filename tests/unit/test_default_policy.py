@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from benchmarks.eviction.baselines import Arc, S3Fifo
 from benchmarks.eviction.simulator import ServerCache, replay
 from benchmarks.eviction.synthetic import make_trace
+from benchmarks.eviction.traces import Trace
 from tests.unit.test_policies import Cache
 
 # What is sampled depends on the hashes of keys, which are others in every index: of one, the hit rate has a standard
@@ -65,13 +68,19 @@ def test_what_was_used_often_goes_first_where_it_is_known_not_to_return() -> Non
     assert len(cache.left(*range(spent, spent + 100))) < len(cache.left(*here)) / len(here) * 100
 
 
+@functools.cache
+def trace_and_others(name: str) -> tuple[Trace, int, list[float]]:
+    """A trace, room for a fiftieth of its blocks, and the hit rates of other policies, which do not see calls."""
+    trace = make_trace(name).first(6000)
+    capacity = trace.distinct // 50
+    return trace, capacity, [replay(trace, Arc(capacity)), replay(trace, S3Fifo(capacity))]
+
+
 @pytest.mark.parametrize("name", ["agents", "zipf-1.0", "daily"])
 @pytest.mark.parametrize("call_blocks", [None, 16])
 def test_it_hits_about_as_often_as_the_best_of_others(name: str, call_blocks: int | None) -> None:
     """The short form of `python -m benchmarks.eviction --synthetic all --calls whole,16,64`."""
-    trace = make_trace(name).first(6000)
-    capacity = trace.distinct // 50
-    others = [replay(trace, Arc(capacity)), replay(trace, S3Fifo(capacity))]
+    trace, capacity, others = trace_and_others(name)
     rates = {}
     for policy, indexes in (("lru", 1), ("default", INDEXES)):
         rates[policy] = 0.0

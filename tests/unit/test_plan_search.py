@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore_serving.load.report import Slo
+from kvstore_serving.planning import goodput as goodputs
 from kvstore_serving.planning.fleet import Links, Pool, Via
 from kvstore_serving.planning.goodput import Crew, Goal, goodput, mean_goodput
 from kvstore_serving.planning.hit_curve import CurveError, HitCurve, read_curve
@@ -31,6 +32,13 @@ def crew() -> Iterator[Crew]:
         yield Crew(executor, lambda done, of: None)
 
 
+@pytest.fixture
+def roughly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are short: what is asked of a plan is not how near its numbers are to those of a long one."""
+    monkeypatch.setattr(goodputs, "REQUESTS", 200)
+    monkeypatch.setattr(goodputs, "REQUESTS_EACH", 50)
+
+
 def small_profile(kv_tokens: int = 20_000, name: str = "small") -> Profile:
     """A prefill of 500 tokens takes 0.1 s on one GPU and 0.06 s on two; a step of ten requests takes 20 ms."""
     degrees = [
@@ -44,10 +52,10 @@ def question(rate_rps: float | None = 5.0, nodes: int = 2, gpus: int = 4, **chan
     given = {
         "pools": [Pool(small_profile(), nodes, gpus)],
         "links": Links(),
-        "recipe": Synthetic(Lengths(500), Lengths(20)),
+        "recipe": Synthetic(Lengths(500), Lengths(10)),
         "goal": Goal(Slo(0.3, 0.05), 90),
         "rate_rps": rate_rps,
-        "seeds": (0, 1),
+        "seeds": (0,),
     }
     return Question(**(given | changes))  # type: ignore[arg-type]
 
@@ -145,7 +153,7 @@ def test_the_goodput_is_the_highest_rate_that_holds() -> None:
 
 
 def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew: Crew) -> None:
-    asked = question()
+    asked = question(seeds=(0, 1))
     answer = best(asked, rate_phases(asked, crew), crew)
     assert answer.enough and answer.goodput.value >= 5.0
     assert nodes_of(answer.placement, asked.pools) is not None
@@ -159,8 +167,8 @@ def test_the_placement_serves_the_rate_fits_the_nodes_and_no_engine_is_idle(crew
 
 def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
     """Against all there are, each simulated whole; links are slow, and the store has half of each prompt."""
-    recipe = Synthetic(Lengths(500), Lengths(20), hit_rate=0.5)
-    asked = question(None, nodes=2, gpus=2, links=Links(node_bytes_per_s=2e6), recipe=recipe, seeds=(0,))
+    recipe = Synthetic(Lengths(500), Lengths(10), hit_rate=0.5)
+    asked = question(None, nodes=2, gpus=2, links=Links(node_bytes_per_s=2e6), recipe=recipe)
     shapes = (Shape(1, 1), Shape(2, 1))
     every = [
         Placement(Engines(prefill, prefills), Engines(decode, decodes))
@@ -177,6 +185,7 @@ def test_no_other_placement_serves_much_more_for_its_price(crew: Crew) -> None:
     assert answer.goodput.value / answer.placement.gpus >= 0.8 * max(values)
 
 
+@pytest.mark.usefixtures("roughly")
 @pytest.mark.parametrize(("via", "hit_rate"), [("store", 0.5), ("direct", 0.0)])
 def test_no_engine_more_or_less_serves_more_for_its_price(crew: Crew, via: Via, hit_rate: float) -> None:
     """With the seed that the search itself has, so it holds whatever chance does to goodputs."""
@@ -196,6 +205,7 @@ def test_no_engine_more_or_less_serves_more_for_its_price(crew: Crew, via: Via, 
         assert measured(asked, each, crew).value / each.gpus <= found, f"{each} serves more than {answer.placement}"
 
 
+@pytest.mark.usefixtures("roughly")
 def test_more_than_all_gpus_can_serve_is_said(crew: Crew) -> None:
     asked = question(rate_rps=1000.0, nodes=1, gpus=2)
     answer = best(asked, rate_phases(asked, crew), crew)
@@ -210,7 +220,7 @@ def test_slower_links_and_shorter_slos_serve_less(crew: Crew) -> None:
         "base": {},
         "slow": {"links": Links(node_bytes_per_s=1e6)},
         "strict": {"goal": Goal(Slo(0.15, 0.05), 90)},
-        "cached": {"recipe": Synthetic(Lengths(500), Lengths(20), hit_rate=0.8)},
+        "cached": {"recipe": Synthetic(Lengths(500), Lengths(10), hit_rate=0.8)},
     }.items():
         asked = question(**changes)
         values[name] = goodput(asked.fleet(placement), asked.recipe, asked.goal, 0, 5.0)
@@ -218,14 +228,15 @@ def test_slower_links_and_shorter_slos_serve_less(crew: Crew) -> None:
 
 
 def test_a_slo_that_no_engine_holds_is_named(crew: Crew) -> None:
-    for goal, message in ((Goal(Slo(0.01, 1), 90), "TTFT of 0.01 s"), (Goal(Slo(1, 0.001), 90), "TPOT of 0.001 s")):
-        asked = question(goal=goal, nodes=1, gpus=2)
+    for slo, message in ((Slo(0.01, 0.05), "TTFT of 0.01 s"), (Slo(0.3, 0.001), "TPOT of 0.001 s")):
+        asked = question(goal=Goal(slo, 90), nodes=1, gpus=2)
         phases = rate_phases(asked, crew)
         with pytest.raises(NothingFits, match=message):
             best(asked, phases, crew)
         assert best_colocated(asked, phases, crew) is None
 
 
+@pytest.mark.usefixtures("roughly")
 def test_direct_hand_overs_have_both_phases_on_one_node(crew: Crew) -> None:
     asked = question(links=Links("direct", node_bytes_per_s=1e3, inside_bytes_per_s=1e12))
     answer = best(asked, rate_phases(asked, crew), crew)
@@ -237,6 +248,7 @@ def test_direct_hand_overs_have_both_phases_on_one_node(crew: Crew) -> None:
         best(alone, rate_phases(alone, crew), crew)
 
 
+@pytest.mark.usefixtures("roughly")
 def test_the_cheaper_gpus_are_taken(crew: Crew) -> None:
     dear, cheap = (Pool(small_profile(name=name), 2, 2, price) for name, price in (("dear", 5.0), ("cheap", 1.0)))
     asked = question(pools=[dear, cheap])
@@ -244,13 +256,14 @@ def test_the_cheaper_gpus_are_taken(crew: Crew) -> None:
     assert {engines.pool for engines in answer.placement.phases} == {1}
 
 
+@pytest.mark.usefixtures("roughly")
 def test_a_plan_says_where_each_engine_is_and_what_it_costs(crew: Crew) -> None:
     """One kind of GPU prefills in half the time, the other costs a third."""
     fast, slow = (
         msgspec.structs.replace(small_profile(name=name), gpu=name, degrees=[degree])
         for name, degree in zip(("fast", "slow"), reversed(small_profile().degrees), strict=True)
     )
-    asked = question(rate_rps=12.0, pools=[Pool(fast, 1, 4, 3.0), Pool(slow, 3, 2, 1.0)], seeds=(0,))
+    asked = question(rate_rps=12.0, pools=[Pool(fast, 1, 4, 3.0), Pool(slow, 3, 2, 1.0)])
     plan = make_plan(asked, crew, sensitivity=False)
     used: list[tuple[int, int]] = []
     for placed in (plan.placement.prefill, plan.placement.decode):
@@ -272,8 +285,9 @@ def test_a_plan_says_where_each_engine_is_and_what_it_costs(crew: Crew) -> None:
     assert other.goodput_rps_per_price.value == pytest.approx(other.goodput_rps / other.price_per_hour)
 
 
+@pytest.mark.usefixtures("roughly")
 def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
-    recipe = Synthetic(Lengths(500), Lengths(20), hit_rate=0.5)
+    recipe = Synthetic(Lengths(500), Lengths(10), hit_rate=0.5)
     plan = make_plan(question(recipe=recipe, keep_s=100.0), crew)
     assert plan.enough and plan.store.rate_rps == 5.0
     assert plan.store.write_bytes_per_s == pytest.approx(5 * 250 * 1000)
@@ -283,15 +297,17 @@ def test_a_plan_says_what_the_store_must_deliver(crew: Crew) -> None:
     assert plan.goodput_rps_per_gpu.value == pytest.approx(plan.goodput_rps / plan.gpus)
     changes = {each.change: each.ratio for each in plan.sensitivity}
     assert changes["nothing in the store"] < 1 and changes["TTFT SLO half"] <= 1 <= changes["TTFT SLO twice"]
+    assert plan.capacities == [], "a share that was given says nothing of other sizes"
     rates = [point.rate_rps for point in plan.curve]
     assert rates == sorted(rates) and plan.curve[0].attainment > 0.9 > plan.curve[-1].attainment
 
 
+@pytest.mark.usefixtures("roughly")
 def test_a_plan_says_what_other_sizes_of_the_store_would_serve(crew: Crew) -> None:
     """Of four measured sizes, the plan assumes one between the second and the third."""
     curve = HitCurve([100e3, 200e3, 400e3, 800e3], [0.1, 0.3, 0.6, 0.7])
-    recipe = Synthetic(Lengths(500), Lengths(20), hit_rate=curve.at(300e3))
-    plan = make_plan(question(recipe=recipe, kept_bytes=300_000_000, hit_curve=curve, seeds=(0,)), crew)
+    recipe = Synthetic(Lengths(500), Lengths(10), hit_rate=curve.at(300e3))
+    plan = make_plan(question(recipe=recipe, kept_bytes=300_000_000, hit_curve=curve), crew)
     assert plan.store.kept_bytes == 300e6 and plan.store.capacity_bytes > 300e6
     assert [each.kept_bytes for each in plan.capacities] == pytest.approx([100e6, 200e6, 300e6, 400e6, 800e6])
     assert [each.hit_rate for each in plan.capacities] == pytest.approx([0.1, 0.3, 0.45, 0.6, 0.7])
@@ -299,14 +315,13 @@ def test_a_plan_says_what_other_sizes_of_the_store_would_serve(crew: Crew) -> No
     served = [each.goodput_rps for each in plan.capacities]
     assert served == sorted(served) and served[0] < served[2] < served[-1], "what is found is not computed"
     assert [each.ratio for each in plan.capacities] == pytest.approx([each / served[2] for each in served])
-    unknown = make_plan(question(recipe=recipe, seeds=(0,)), crew)
-    assert unknown.capacities == [], "a share that was given says nothing of other sizes"
 
 
+@pytest.mark.usefixtures("roughly")
 def test_a_plan_for_a_trace_says_what_a_smaller_store_would_find(crew: Crew, tmp_path: Path) -> None:
     prompts = [[number % 4, 100 + number] for number in range(400)]
     recipe = Replayed(str(trace(tmp_path / "t.jsonl", prompts)), kept_tokens=16 * 512)
-    plan = make_plan(question(rate_rps=None, nodes=1, gpus=2, recipe=recipe, seeds=(0,)), crew)
+    plan = make_plan(question(rate_rps=None, nodes=1, gpus=2, recipe=recipe), crew)
     sizes = [512_000 * blocks for blocks in (4, 8, 16, 32, 64)]
     assert [each.kept_bytes for each in plan.capacities] == sizes
     rates = [each.hit_rate for each in plan.capacities]
@@ -314,17 +329,25 @@ def test_a_plan_for_a_trace_says_what_a_smaller_store_would_find(crew: Crew, tmp
     assert plan.capacities[2].assumed and plan.capacities[0].goodput_rps < plan.capacities[2].goodput_rps
 
 
+@pytest.mark.usefixtures("roughly")
 @pytest.mark.parametrize(
     ("changes", "short"),
     [
         ({}, "prefill compute"),
-        ({"pools": [Pool(small_profile(kv_tokens=1100), 1, 2)], "goal": Goal(Slo(5.0, 0.05), 90)}, "decode memory"),
+        (
+            {
+                "pools": [Pool(small_profile(kv_tokens=1100), 1, 2)],
+                "recipe": Synthetic(Lengths(500), Lengths(20)),
+                "goal": Goal(Slo(5.0, 0.05), 90),
+            },
+            "decode memory",
+        ),
         ({"links": Links(store_bytes_per_s=3e6), "fixed_store": True}, "store bandwidth"),
-        ({"recipe": Synthetic(Lengths(50), Lengths(200)), "goal": Goal(Slo(1.0, 0.025), 90)}, "decode compute"),
+        ({"recipe": Synthetic(Lengths(50), Lengths(50)), "goal": Goal(Slo(0.3, 0.025), 90)}, "decode compute"),
     ],
 )
 def test_a_plan_names_what_is_short_first(crew: Crew, changes: dict[str, object], short: str) -> None:
-    asked = question(rate_rps=None, nodes=1, gpus=2, seeds=(0,), **changes)
+    asked = question(rate_rps=None, nodes=1, gpus=2, **changes)
     plan = make_plan(asked, crew, sensitivity=False)
     assert plan.binding == short
 

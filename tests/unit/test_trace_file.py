@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvstore_client.engine.trace_file import LANES, ROWS, Slice, TraceFile, trace_events
-from tests.support.harness import ROOT, environment, wait_until
+from tests.support import forked
+from tests.support.harness import environment, wait_until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 NOW = 1_790_000_000.25
@@ -145,8 +145,7 @@ def test_times_that_overlap_in_part_are_on_rows_of_their_own() -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvstore_cli", "trace", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment(), check=False)
+    return forked.run("kvstore_cli", "trace", *arguments, env=environment())
 
 
 def test_files_of_several_writers_become_one_timeline(tmp_path: Path) -> None:
