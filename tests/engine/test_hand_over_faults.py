@@ -195,6 +195,7 @@ def test_the_decode_side_uses_what_came_before_the_prefill_side_was_gone(
             decoder.order_play(Ask(question, 12, side=DECODE))
             assert prefiller.compute(came * BLOCK) == came * BLOCK
             wait_until(lambda now=before + came * of: created_blocks(server) == now, what="the store has these blocks")
+            wait_until(lambda: any(each.awaited for each in namespaces(server)), what="the decode side waits for more")
             link.hold(1, back=False)
             prefiller.compute((came + 1) * BLOCK)
             wait_until(lambda: link.held, what="the next block is on its way")

@@ -192,8 +192,8 @@ def test_engines_of_another_model_or_version_are_never_paired(tcp_server: Server
 )
 def test_a_file_that_cannot_be_used_ends_the_start(tcp_server: Server, tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "pools.toml").write_text(text)
-    command = ["proxy", "--listen", "127.0.0.1:0", "--store", tcp_server.endpoint]
-    done = forked.run("kvstore_cli", *command, "--pools", str(tmp_path / "pools.toml"), env=environment())
+    words = ["proxy", "--listen", "127.0.0.1:0", "--store", tcp_server.endpoint]
+    done = forked.run("kvstore_cli", *words, "--pools", str(tmp_path / "pools.toml"), env=environment())
     assert done.returncode == 2 and says in done.stderr and "expected" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 

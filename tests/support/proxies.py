@@ -27,13 +27,11 @@ class ProxyProcess:
     def __init__(self, folder: Path, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self.access = folder / "proxy.log", folder / "access.jsonl"
-        command = ["proxy", "--listen", "127.0.0.1:0", "--access-log", str(self.access), *arguments]
+        words = ["proxy", "--listen", "127.0.0.1:0", "--access-log", str(self.access), *arguments]
         out, theirs = os.pipe()
         self._stdout = os.fdopen(out)
         with self.log.open("ab") as log, open(theirs, "wb") as says, open(os.devnull, "rb") as nothing:
-            self.process = forked.start(
-                "kvstore_cli", command, stdin=nothing, stdout=says, stderr=log, env=environment()
-            )
+            self.process = forked.start("kvstore_cli", words, stdin=nothing, stdout=says, stderr=log, env=environment())
         self.ready_line = self._stdout.readline().strip()
         assert self.ready_line.startswith("kvstore proxy ready http://"), self.log.read_text()[-4000:]
         self.url = self.ready_line.split()[3]
