@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import itertools
 import os
@@ -71,16 +72,19 @@ def clock(tmp_path: Path) -> Clock:
 
 @pytest.fixture(scope="module")
 def tcp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for a module's tests of what asks a store for no blocks: it has no Unix socket."""
-    yield from _started(tmp_path_factory, "off")
+    """One server for a module's tests of what asks a store for no blocks: it has no Unix socket. None may harm it."""
+    with _started(tmp_path_factory, "off") as server, server.unharmed():
+        yield server
 
 
 @pytest.fixture(scope="module", params=["off", "kv.sock"], ids=["tcp", "shared-memory"])
 def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for a module, without and with a Unix socket, where clients read its memory. Tests use `server`."""
-    yield from _started(tmp_path_factory, request.param)
+    with _started(tmp_path_factory, request.param) as server:
+        yield server
 
 
+@contextlib.contextmanager
 def _started(folders: pytest.TempPathFactory, socket: str) -> Iterator[Server]:
     folder = folders.mktemp("server")
     where = "off" if socket == "off" else str(folder / socket)

@@ -12,6 +12,7 @@ Needs vLLM, two cores, and root for the links (network namespaces); without them
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -20,20 +21,20 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from benchmarks.remote_kv_cache.engine_checks import Checks, conclude
-from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, save_model
-from benchmarks.remote_kv_cache.engine_process import Answer, Arrival
+from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, cacheable_tokens, save_model
+from benchmarks.remote_kv_cache.engine_process import Answer, Arrival, Served
 from benchmarks.remote_kv_cache.engines import Engine
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.limited_link import LimitedLink, unavailable
 from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.report import Case, case_table, console
 from benchmarks.remote_kv_cache.served import engine, proxy
+from kvstore_serving.planning.metrics_page import metrics_of
 
 ONE: Final = "one engine, without HTTP"
 ITSELF: Final = "D computes"
@@ -51,18 +52,13 @@ _OTHERS: Final = 100_000  # seeds from here on: prompts that only D gets
 _WARM_UP: Final = 1_000_000  # seeds from here on
 _LEAD_S: Final = 0.1
 _TIMEOUT_S: Final = 120.0
+_FROM_STORE: Final = "vllm:external_prefix_cache_hits_total"  # tokens of prompts
 
 
-@dataclass(frozen=True)
-class Told:
-    """An answer: its tokens, and when each was there, in seconds from the request."""
-
-    token_ids: list[int]
-    token_s: list[float]
-
-
-def stream(url: str, prompt: list[int]) -> Told:
-    """Ask for a completion as a stream. Raises `RuntimeError` if it is refused or ends early."""
+def stream(url: str, decode: str, prompt: list[int]) -> Served:
+    """Ask for a completion as a stream. decode: the engine that gives the answer. Raises `RuntimeError` if it is
+    refused or ends early."""
+    before = from_store(decode)
     body = {"model": "m", "prompt": prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
@@ -70,7 +66,7 @@ def stream(url: str, prompt: list[int]) -> Told:
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
-        told = Told([], [])
+        token_ids, token_s = list[int](), list[float]()
         for line in reply:
             if not line.startswith(b"data: {"):
                 continue
@@ -78,20 +74,25 @@ def stream(url: str, prompt: list[int]) -> Told:
             event = json.loads(line[len(b"data: ") :])
             for choice in event.get("choices", ()):
                 tokens = choice.get("token_ids") or []
-                told.token_ids.extend(tokens)
-                told.token_s.extend([now] * len(tokens))
-        if reply.status != 200 or len(told.token_ids) != _ANSWER_TOKENS:
-            raise RuntimeError(f"{url} answered {reply.status} with {len(told.token_ids)} tokens of {_ANSWER_TOKENS}")
-        return told
+                token_ids.extend(tokens)
+                token_s.extend([now] * len(tokens))
+        if reply.status != 200 or len(token_ids) != _ANSWER_TOKENS:
+            raise RuntimeError(f"{url} answered {reply.status} with {len(token_ids)} tokens of {_ANSWER_TOKENS}")
     finally:
         connection.close()
+    return Served(token_ids, token_s, from_store(decode) - before)
 
 
-def alone(plain: Engine, prompt: list[int]) -> Told:
+def from_store(url: str) -> int:
+    """-> the tokens of prompts that an engine has loaded so far."""
+    return round(sum(sample.value for sample in asyncio.run(metrics_of(url)) if sample.name == _FROM_STORE))
+
+
+def alone(plain: Engine, prompt: list[int]) -> Served:
     """The same of an engine that is asked without HTTP."""
     plain.begin([Arrival(0.0, prompt, _ANSWER_TOKENS)], time.perf_counter() + _LEAD_S)
     [served] = plain.served()
-    return Told(served.token_ids, list(served.token_s))
+    return served
 
 
 def measure(
@@ -118,10 +119,10 @@ def measure(
         "kv_cache_memory_bytes": 4 * nbytes,
     }
     plain = stack.enter_context(Engine(model, None, cores=[cores[1]], **arguments))
-    ways: dict[str, Callable[[list[int]], Told]] = {
+    ways: dict[str, Callable[[list[int]], Served]] = {
         ONE: lambda prompt: alone(plain, prompt),
-        ITSELF: lambda prompt: stream(urls[1], prompt),
-        APART: lambda prompt: stream(url, prompt),
+        ITSELF: lambda prompt: stream(urls[1], urls[1], prompt),
+        APART: lambda prompt: stream(url, urls[1], prompt),
     }
     for number, way in enumerate(ways.values()):
         for prompt in model.prompts(_WARM_UP + number, 2, TOKENS):
@@ -141,8 +142,13 @@ def measure(
                 for name, each in told.items():
                     for figure, token in zip(FIGURES, (0, 1, -1), strict=True):
                         seconds[figure][name].append(each.token_s[token])
-                answers = {name: [Answer(each.token_ids, 0, each.token_s[0])] for name, each in told.items()}
-                checks.tokens(f"{rate / 1e6:g} MB/s", [prompt], answers[APART], answers[ONE], plain)
+                answers = {
+                    name: [Answer(each.token_ids, each.cached_tokens, each.token_s[0])] for name, each in told.items()
+                }
+                what = f"{rate / 1e6:g} MB/s"
+                checks.tokens(what, [prompt], answers[APART], answers[ONE], plain)
+                checks.cached(f"{what}, {APART}", answers[APART], cacheable_tokens(TOKENS), TOKENS)
+                checks.cached(f"{what}, {ITSELF}", answers[ITSELF], 0, 0)
                 bar.update(task, advance=1, refresh=True)
             benchmark.cases += [
                 Case(

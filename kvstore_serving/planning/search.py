@@ -174,7 +174,7 @@ def _apart(question: Question, phases: dict[str, list[Rated]], order: _Order) ->
 
 
 def _ranked(order: _Order, groups: Sequence[Sequence[Placement]]) -> list[Placement]:
-    """-> the best of each group, the best first: numbers of engines of one pair of shapes differ little."""
+    """-> the best of each group, which are numbers of engines of one pair of shapes; the best first."""
     return sorted((min(group, key=order) for group in groups if group), key=order)
 
 
@@ -274,45 +274,27 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, ord
     seeds, is the rate."""
     if not candidates:
         raise NothingFits("no placement with both phases fits these nodes")
-    rate = question.rate_rps
-    if rate is not None:  # engines that share a load serve more than as many that have each a part of it
-        seed = question.seeds[0]
-        finalists = candidates[:FINALISTS]
-        tasks = [(question.fleet(each), question.recipe, question.goal, rate, seed) for each in finalists]
-        served = _served(question, list(dict.fromkeys(crew.shrunk(tasks))), crew)
+    refused: dict[Placement, Goodput] = {}
+    if question.rate_rps is None:
+        served = _worthwhile(question, candidates, crew, order)
     else:
-        served = {}
-        for first in range(0, min(len(candidates), MOST_FINALISTS), FINALISTS):
-            best_yet = max((value / question.price(each) for each, value in served.items()), default=0.0)
-            if -order(candidates[first])[1] <= best_yet:
-                break
-            served |= _served(question, candidates[first : first + FINALISTS], crew)
-        # What each phase serves alone says which shapes are good together, and less well how many of each.
+        served = _finalists(question, question.rate_rps, candidates, crew)
         for _ in range(GROWTH):
-            leader = max(served, key=lambda each: served[each] / question.price(each))
-            fresh = [each for each in _changed(question, leader, (1, -1)) if each not in served]
+            enough = [each for each, value in served.items() if value >= question.rate_rps and each not in refused]
+            for placement in sorted(enough, key=lambda each: (question.price(each), -served[each])):
+                refused[placement] = found = measured(question, placement, crew)
+                if found.value >= question.rate_rps:
+                    return Answer(placement, found, True)
+            # What each phase serves alone is an estimate: one more engine may be missing.
+            grown = dict.fromkeys(each for placement in served for each in _changed(question, placement, (1,)))
+            fresh = sorted((each for each in grown if each not in served), key=question.price)
             if not fresh:
                 break
-            served |= _served(question, fresh, crew)
-    refused: dict[Placement, Goodput] = {}
-    for _ in range(GROWTH):
-        enough = [each for each, value in served.items() if rate is not None and value >= rate and each not in refused]
-        for placement in sorted(enough, key=lambda each: (question.price(each), -served[each])):
-            refused[placement] = found = measured(question, placement, crew)
-            if rate is not None and found.value >= rate:
-                return Answer(placement, found, True)
-        if rate is None:
-            break
-        # What each phase serves alone is an estimate: one more engine may be missing.
-        grown = dict.fromkeys(each for placement in served for each in _changed(question, placement, (1,)))
-        fresh = sorted((each for each in grown if each not in served), key=question.price)
-        if not fresh:
-            break
-        served |= _served(question, fresh[: 2 * FINALISTS], crew)
+            served |= _served(question, fresh[: 2 * FINALISTS], crew)
 
     def worth(placement: Placement, rps: float) -> tuple[float, float]:
         price = question.price(placement)
-        return rps / price if rate is None else rps, -price
+        return rps / price if question.rate_rps is None else rps, -price
 
     # The first seed may favour one by chance: all seeds decide.
     leaders = sorted(served, key=lambda each: worth(each, served[each]), reverse=True)[:LEADERS]
@@ -323,7 +305,40 @@ def _decide(question: Question, candidates: Sequence[Placement], crew: Crew, ord
         raise NothingFits(
             "together, the engines hold the SLOs at no rate: a hand-over takes too long, or too much is computed"
         )
-    return Answer(chosen, found, rate is None or found.value >= rate)
+    return Answer(chosen, found, question.rate_rps is None or found.value >= question.rate_rps)
+
+
+def _finalists(
+    question: Question, rate_rps: float, candidates: Sequence[Placement], crew: Crew
+) -> dict[Placement, float]:
+    """-> what the first candidates serve, with as few engines as serve the rate: engines that share a load serve more
+    than as many that have each a part of it."""
+    finalists = [question.fleet(each) for each in candidates[:FINALISTS]]
+    tasks = [(each, question.recipe, question.goal, rate_rps, question.seeds[0]) for each in finalists]
+    return _served(question, list(dict.fromkeys(crew.shrunk(tasks))), crew)
+
+
+def _worthwhile(
+    question: Question, candidates: Sequence[Placement], crew: Crew, order: _Order
+) -> dict[Placement, float]:
+    """-> what candidates serve, until the next one promises less for its price than the best one serves; and what that
+    one serves with an engine more or less."""
+
+    def worth(placement: Placement) -> float:
+        return served[placement] / question.price(placement)
+
+    served: dict[Placement, float] = {}
+    for first in range(0, min(len(candidates), MOST_FINALISTS), FINALISTS):
+        if -order(candidates[first])[1] <= max(map(worth, served), default=0.0):
+            break
+        served |= _served(question, candidates[first : first + FINALISTS], crew)
+    # What each phase serves alone says which shapes are good together, and less well how many of each.
+    for _ in range(GROWTH):
+        fresh = [each for each in _changed(question, max(served, key=worth), (1, -1)) if each not in served]
+        if not fresh:
+            break
+        served |= _served(question, fresh, crew)
+    return served
 
 
 def measured(question: Question, placement: Placement, crew: Crew) -> Goodput:
