@@ -105,6 +105,10 @@ def pipeline(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Of the model: two of them are counted as buffers that stay.")
     ] = None,
+    lost_share: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="Of the time that copies run, how much computing loses: 0 to below 1."),
+    ] = 0.0,
     as_json: JsonOption = False,
 ) -> None:
     """How much of a decode engine's KV cache can live in another memory without a longer step."""
@@ -122,11 +126,16 @@ def pipeline(
     for option, value in (("--other-s", other_s), ("--overhead-s", overhead_s)):
         if not 0 <= value < math.inf:
             fail("usage", f"{option} {value:g}: expected seconds, 0 or more")
-    hardware = link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers
+    if not 0 <= lost_share < 1:
+        fail("usage", f"--lost-share {lost_share:g}: expected a share, 0 or more and less than 1")
+    hardware = link_bytes_per_s, memory_bytes_per_s, other_s, overhead_s, layers, lost_share
     if resident_bytes is not None:
         kv_bytes = largest_kv(resident_bytes, *hardware)
         if kv_bytes is None:
-            fail("usage", f"--link-bytes-per-s {link_bytes_per_s:g}: as fast as the memory, so any amount of KV fits")
+            fail(
+                "usage",
+                f"--link-bytes-per-s {link_bytes_per_s:g}: so fast, beside this memory, that any amount of KV fits",
+            )
     assert kv_bytes is not None
     found = plan_pipeline(kv_bytes, *hardware)
     show(found, as_json, lambda: print_pipeline(found))

@@ -40,11 +40,13 @@ def print_queue(queue: Queue) -> None:
 def print_pipeline(plan: PipelinePlan) -> None:
     """Print how much of the KV cache can live elsewhere."""
     gain = "without bound" if plan.capacity_gain is None else f"{plan.capacity_gain:.2f} x"
+    lost = plan.step_s / plan.step_alone_s - 1
+    without = f"{lost:.0%} longer than without" if lost > 0 else "with or without"
     print(
         f"{plan.alpha:.1%} of the KV cache can live elsewhere (the ratio of the bandwidths alone says "
         f"{plan.alpha_bandwidth:.1%}): capacity {gain}\n"
         f"the lender holds {format_size(plan.lender_bytes)}, {format_size(plan.resident_bytes)} stay\n"
-        f"a step takes {plan.step_s * 1000:.2f} ms, with or without; the link is busy {plan.link_share:.0%} of it"
+        f"a step takes {plan.step_s * 1000:.2f} ms, {without}; the link is busy {plan.link_share:.0%} of it"
     )
     if plan.alpha == 0:
         print("nothing can leave: starting the copies takes as long as the step")

@@ -41,11 +41,13 @@ def _knees(most: float) -> Callable[[Result], Finding]:
 def _step(most: float) -> Callable[[Result], Finding]:
     def find(result: Result) -> Finding:
         cases = [case.parameters for case in result.measured_group(KNEE)]
-        worst = {case["ratio"]: 0.0 for case in cases}
-        for case in cases:
-            worst[case["ratio"]] = max(worst[case["ratio"]], case["worst_to_max"])
-        told = ", ".join(f"KV {ratio} x weights {each:.2f} x" for ratio, each in worst.items())
-        return Finding(told, "the longer of copying and computing", max(worst.values()) <= most)
+        told, good = [], True
+        for ratio in dict.fromkeys(case["ratio"] for case in cases):
+            worst = [case["worst_to_max"] for case in cases if case["ratio"] == ratio]
+            within = sum(each <= most for each in worst)
+            told.append(f"KV {ratio} x weights: {within} of {len(worst)} rates, {max(worst):.2f} x at worst")
+            good = good and within == len(worst)
+        return Finding("; ".join(told), "the longer of copying and computing", good)
 
     return find
 

@@ -7,8 +7,8 @@ the time between two tokens of each sequence (TPOT), so for each bound on it the
 second. For each rate of the link this is compared with the batch, the share and the step that `kvstore plan pipeline
 --resident-bytes` computes, from the bandwidth of the link, measured by reading and doing nothing else, and from the
 steps of all batches without a lender, in the same turns: a line over their KV, whose slope is the time of reading and
-computing one more byte. Outputs must be equal whatever is lent. The plan takes copying to cost computing nothing; what
-it costs here is the time of a step with nothing lent while the link is kept busy and nobody uses what comes.
+computing one more byte. What copying costs computing (`--lost-share`) is the time of a step with nothing lent while
+the link is kept busy and nobody uses what comes. Outputs must be equal whatever is lent.
 
 Needs two cores, and root for the link (network namespaces).
 """
@@ -92,7 +92,8 @@ def _measure(benchmark: Benchmark, rig: Rig, link: LimitedLink) -> None:
         alone = {batch: found["alone", batch] for batch in rigs}
         slope, other_s = np.polyfit([each.shape.kv_bytes for each in rigs.values()], list(alone.values()), 1)
         memory = float(1 / slope)
-        hardware = (bytes_per_s, memory, float(other_s), 0.0, SHAPE.layers)
+        lost_share = max(0.0, 1 - alone[BATCHES[-1]] / found["beside copies"])
+        hardware = (bytes_per_s, memory, float(other_s), 0.0, SHAPE.layers, lost_share)
         kv_bytes = largest_kv(resident_bytes, *hardware)
         plan = plan_pipeline(kv_bytes, *hardware) if kv_bytes is not None else None
         steps = {arm: {RESIDENT: alone[RESIDENT], **{n: found[arm, n] for n in lent[arm]}} for arm in lent}
@@ -107,7 +108,7 @@ def _measure(benchmark: Benchmark, rig: Rig, link: LimitedLink) -> None:
                     "memory_bytes_per_s": memory, "other_s": float(other_s), "layers": SHAPE.layers,
                     "sequence_bytes": SHAPE.layers * SHAPE.block_bytes,
                     "plan": msgspec.to_builtins(plan), "plan_kv_bytes": kv_bytes,
-                    "alone_s": alone, "beside_copies": found["beside copies"] / alone[BATCHES[-1]],
+                    "alone_s": alone, "lost_share": lost_share,
                     "lent_layers": lent, "step_s": steps,
                 },
             )

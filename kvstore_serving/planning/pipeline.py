@@ -9,6 +9,12 @@ all M bytes from its own memory, computes everything else (T_other), and loses T
 
 The first term alone is the ratio of the bandwidths. The second one is the larger, where little KV is beside a lot of
 weights. KV only grows at its end, so what leaves is one token of each sequence a step: traffic is inward.
+
+Copies that take memory bandwidth from computing make a step longer: of the time that they run, `lost_share` is lost,
+
+    T_step = M / B_memory + T_other + lost_share alpha M / B_link
+
+and in that longer step the link moves more. With both, alpha is the above, divided by 1 - lost_share.
 """
 
 from __future__ import annotations
@@ -24,8 +30,9 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     """`alpha`: the largest share of the KV cache that can live elsewhere without a longer step; `alpha_bandwidth`: its
     first term alone. `capacity_gain`: so many times as many tokens fit the engine's memory; None if all may leave.
     `lender_bytes`: what the lender holds, of `kv_bytes` in all; `resident_bytes`: what stays, with the buffers.
-    `step_s`: a step, with or without the pipeline. `link_share`: of the time that the link sends.
-    `knee`: the bandwidth of the link from which on everything may leave."""
+    `step_s`: a step with the pipeline; `step_alone_s`: without: shorter only if copies take time from computing.
+    `link_share`: of the step, how long the link sends. `knee_bytes_per_s`: the bandwidth of the link from which on
+    everything may leave."""
 
     alpha: float
     alpha_bandwidth: float
@@ -33,6 +40,7 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     lender_bytes: float
     resident_bytes: float
     step_s: float
+    step_alone_s: float
     link_share: float
     knee_bytes_per_s: float | None
 
@@ -44,17 +52,19 @@ def largest_kv(
     other_s: float,
     overhead_s: float,
     layers: int | None = None,
+    lost_share: float = 0.0,
 ) -> float | None:
     """-> the most KV, in bytes, of which enough may leave that the rest, and the buffers, fit `resident_bytes` of the
     engine's memory; None: without bound. The others as for `plan_pipeline`.
 
     Of M bytes in all, (1 - alpha) M + 2 M / layers stay, and alpha falls as M grows:
-    M (1 - B_link / B_memory + 2 / layers) = resident_bytes + B_link (T_other - T_overlap)
+    M (1 - B / B_memory + 2 / layers) = resident_bytes + B (T_other - T_overlap),  B = B_link / (1 - lost_share)
     """
-    shrinking = 1 - link_bytes_per_s / memory_bytes_per_s + (BUFFERS / layers if layers else 0.0)
+    moved = link_bytes_per_s / (1 - lost_share)  # in a second of a step without copies
+    shrinking = 1 - moved / memory_bytes_per_s + (BUFFERS / layers if layers else 0.0)
     if shrinking <= 0:
         return None
-    return max(resident_bytes, (resident_bytes + link_bytes_per_s * (other_s - overhead_s)) / shrinking)
+    return max(resident_bytes, (resident_bytes + moved * (other_s - overhead_s)) / shrinking)
 
 
 def plan_pipeline(
@@ -64,18 +74,22 @@ def plan_pipeline(
     other_s: float,
     overhead_s: float,
     layers: int | None = None,
+    lost_share: float = 0.0,
 ) -> PipelinePlan:
     """-> how much may leave.
 
     kv_bytes: KV that a step reads, in all. link_bytes_per_s: from the lender. memory_bytes_per_s: the engine's own.
     other_s: the rest of a step, weights above all. overhead_s: time of a step in which no copy runs. layers: count the
-    two buffers of a layer each as resident.
+    two buffers of a layer each as resident. lost_share: of the time that copies run, how much computing loses, 0 to
+    less than 1.
     """
-    step_s = kv_bytes / memory_bytes_per_s + other_s
-    room_s = step_s - overhead_s
+    alone_s = kv_bytes / memory_bytes_per_s + other_s
+    room_s = (alone_s - overhead_s) / (1 - lost_share)  # for copies, in a step that they fill
     alpha = min(1.0, max(0.0, link_bytes_per_s * room_s / kv_bytes))
     buffers = BUFFERS * kv_bytes / layers if layers and alpha else 0.0
     resident = min(kv_bytes, (1 - alpha) * kv_bytes + buffers)
+    copies_s = alpha * kv_bytes / link_bytes_per_s
+    step_s = alone_s + lost_share * copies_s
     return PipelinePlan(
         alpha=alpha,
         alpha_bandwidth=min(1.0, link_bytes_per_s / memory_bytes_per_s),
@@ -83,6 +97,7 @@ def plan_pipeline(
         lender_bytes=alpha * kv_bytes,
         resident_bytes=resident,
         step_s=step_s,
-        link_share=alpha * kv_bytes / link_bytes_per_s / step_s,
+        step_alone_s=alone_s,
+        link_share=copies_s / step_s,
         knee_bytes_per_s=kv_bytes / room_s if room_s > 0 else None,
     )

@@ -110,11 +110,30 @@ def test_pipeline_computes_what_fits_an_engine_that_lends() -> None:
     assert "either --kv-bytes or --resident-bytes" in both["error"]["message"]
 
 
+def test_pipeline_counts_what_copies_take_from_computing() -> None:
+    """The step is longer, so the link moves more in it, and the plan holds: the copies take just as long."""
+    hardware = [*A100, "--other-s", "0.017", "--overhead-s", "0.001"]
+    without = document("pipeline", "--kv-bytes", "40e9", *hardware)
+    assert without["step_s"] == without["step_alone_s"] == pytest.approx(0.017 + 40 / 1550)
+    found = document("pipeline", "--kv-bytes", "40e9", *hardware, "--lost-share", "0.2")
+    assert found["step_alone_s"] == without["step_s"]
+    copies_s = found["lender_bytes"] / 272e9
+    assert found["step_s"] == pytest.approx(found["step_alone_s"] + 0.2 * copies_s)
+    assert copies_s == pytest.approx(found["step_s"] - 0.001)
+    assert found["alpha"] == pytest.approx(without["alpha"] / 0.8)
+    assert found["knee_bytes_per_s"] == pytest.approx(without["knee_bytes_per_s"] * 0.8)
+    fits = document("pipeline", "--resident-bytes", "40e9", *hardware, "--lost-share", "0.2")
+    assert fits["resident_bytes"] == pytest.approx(40e9)
+    assert "longer than without" in plan("pipeline", "--kv-bytes", "40e9", *hardware, "--lost-share", "0.2").stdout
+
+
 def test_pipeline_refuses_what_is_no_hardware() -> None:
     wrong = ["--kv-bytes", "0", *A100, "--other-s", "0", "--overhead-s", "0"]
     assert "--kv-bytes 0: expected bytes" in document("pipeline", *wrong, status=2)["error"]["message"]
     wrong = ["--kv-bytes", "1", *A100, "--other-s", "-1", "--overhead-s", "0"]
     assert "expected seconds, 0 or more" in document("pipeline", *wrong, status=2)["error"]["message"]
+    wrong = ["--kv-bytes", "1", *A100, "--other-s", "0", "--overhead-s", "0", "--lost-share", "1"]
+    assert "--lost-share 1: expected a share" in document("pipeline", *wrong, status=2)["error"]["message"]
 
 
 # ---- search ------------------------------------------------------------------------------------------------------
