@@ -101,7 +101,7 @@ def save_model(model: EngineModel) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
-        _save_tokenizer(scratch, model.vocab_size)
+        save_tokenizer(scratch, model.vocab_size)
         scratch.rename(folder)
     except OSError:
         if not (folder / "config.json").exists():  # else another benchmark was first
@@ -111,8 +111,8 @@ def save_model(model: EngineModel) -> Path:
     return folder
 
 
-def _save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Every token is a word, so an engine that serves text shows each as soon as it has it."""
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer whose every token is a word, so an engine that serves text shows each as soon as it has it."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

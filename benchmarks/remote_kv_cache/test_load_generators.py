@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.remote_kv_cache import vllm_bench
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, EngineModel, save_model
 from benchmarks.remote_kv_cache.harness import Benchmark, missing_module
 from benchmarks.remote_kv_cache.processes import environment
@@ -36,7 +37,6 @@ FIGURES: Final = {
 }
 RATE: Final = 3.0  # requests/s
 _REQUESTS: Final = 48  # a round
-_CHUNK: Final = 512  # tokens of a hash in the trace
 
 
 def write_trace(file: Path, seed: int, requests: int) -> None:
@@ -46,7 +46,7 @@ def write_trace(file: Path, seed: int, requests: int) -> None:
     lines = []
     for _ in range(requests):
         tokens = chooser.randint(100, 1000)
-        own = list(range(hashes, hashes + -(-tokens // _CHUNK)))
+        own = list(range(hashes, hashes + -(-tokens // vllm_bench.CHUNK)))
         hashes += len(own)
         line = {"timestamp": round(at_s * 1000), "input_length": tokens, "output_length": chooser.randint(8, 64)}
         lines.append(json.dumps({**line, "hash_ids": own}) + "\n")
@@ -79,34 +79,12 @@ def _ours(url: str, model: EngineModel, trace: Path, seed: int, core: int) -> di
     return {figure: float(report[place[0]][place[1]]) for figure, (place, _) in FIGURES.items()}
 
 
-def bench_serve_arguments(url: str, model: str, tokenizer: Path, trace: Path, requests: int, result: Path) -> list[str]:
-    """-> those of `vllm bench serve`, which replays a trace in Mooncake's format and writes the file `result`."""
-    options = {
-        "backend": "vllm",
-        "base-url": url,
-        "model": model,
-        "tokenizer": str(tokenizer),
-        "dataset-name": "timed_trace",
-        "dataset-path": str(trace),
-        "num-prompts": str(requests),
-        "timed-trace-chunk-hash-size": str(_CHUNK),
-        "timed-trace-sec-multiplier": "0.001",
-        "timed-trace-label-timestamp": "timestamp",
-        "timed-trace-label-input-length": "input_length",
-        "timed-trace-label-output-length": "output_length",
-        "timed-trace-label-hash-ids": "hash_ids",
-        "result-filename": str(result),
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return ["--save-result", "--disable-tqdm", *words]
-
-
 def _theirs(url: str, weights: Path, trace: Path, seed: int, core: int, requests: int) -> dict[str, float]:
     """-> the figures of vLLM's benchmark, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--ignore-eos"]
-        command += ["--seed", str(seed), *bench_serve_arguments(url, "m", weights, trace, requests, result)]
+        command = [sys.executable, "-m", vllm_bench.__name__, "--ignore-eos", "--seed", str(seed)]
+        command += vllm_bench.bench_arguments(url, "m", weights, trace, requests, result)
         _run(command, core)
         told = json.loads(result.read_text(encoding="utf-8"))
     if told["failed"]:

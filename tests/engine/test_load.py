@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.remote_kv_cache.test_load_generators import bench_serve_arguments
+from benchmarks.remote_kv_cache.engine_models import save_tokenizer
+from benchmarks.remote_kv_cache.vllm_bench import bench, bench_arguments
 from tests.engine.engines import nursery
 from tests.engine.served import MODEL, ServedEngine
 from tests.support import forked
@@ -51,14 +52,10 @@ def load(server: ServedEngine, folder: Path, *arguments: str) -> tuple[dict[str,
 
 def vllm_benchmark(server: ServedEngine, folder: Path, trace: Path, requests: int) -> dict[str, Any]:
     """-> the result file of vLLM's benchmark for the same trace."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     # It draws token ids from the vocabulary of a tokenizer, which the model does not have.
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(4096)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder / "tokenizer")
+    save_tokenizer(folder / "tokenizer", 4096)
     result = folder / "vllm.json"
-    arguments = bench_serve_arguments(server.url, MODEL, folder / "tokenizer", trace, requests, result)
+    arguments = bench_arguments(server.url, MODEL, folder / "tokenizer", trace, requests, result)
     log = folder / "vllm.log"
     process = nursery().Process(target=bench_serve, args=(arguments, log))
     process.start()
@@ -73,12 +70,7 @@ def bench_serve(arguments: list[str], log: Path) -> None:
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    from vllm.benchmarks.serve import add_cli_args, main
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    main(parser.parse_args(arguments))
+    bench(arguments)
 
 
 @pytest.mark.timeout(400)
