@@ -3,9 +3,10 @@
 Token ids are compared with those of an engine without the connector. They need not be equal: in bfloat16 the logits of
 the likeliest tokens are so coarse (2^-4 at 8 … 16) that some are the same number, and the last bit of a sum depends on
 how many tokens a step computes together, even in an engine without any cache. So where tokens differ, the engine
-without the connector judges: given the tokens before it, is each one within `TIE` of the likeliest? Measured: ties are
-0 … 0.125 apart, and a random token in the place of the right one 6 at the median of the small model, never less than
-0.7.
+without the connector judges: given the tokens before it, is each one within `TIE` of the likeliest? Measured of an
+engine without any cache, asked the same one prompt at a time and eight at once: where it contradicts itself, the tokens
+are 0 … 0.125 apart with the small model and 0 … 0.31 with the mid one; a random token in the place of the right one is
+6 and 11 at the median, never less than 0.7 and 6.8.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.remote_kv_cache.engine_process import Answer
 from benchmarks.remote_kv_cache.engines import Engine, compute_threads
 from benchmarks.remote_kv_cache.harness import Benchmark
 
-TIE: Final = 0.25  # difference of log probabilities
+TIE: Final = 0.5  # difference of log probabilities
 _SHOWN: Final = 20
 
 
