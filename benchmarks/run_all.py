@@ -83,14 +83,14 @@ BENCHMARKS: Final = (
     Entry(f"{REMOTE}.test_hooks", 3, engine=True),
     Entry(f"{REMOTE}.test_hand_over", 12, engine=True),
     Entry(f"{REMOTE}.test_request_time", 6, engine=True),
-    Entry(f"{REMOTE}.test_request_time", 15, ("--model", "mid"), engine=True, variant="mid"),
+    Entry(f"{REMOTE}.test_request_time", 17, ("--model", "mid"), engine=True, variant="mid"),
     Entry(f"{REMOTE}.test_layer_parts", 14, engine=True),
     Entry(f"{REMOTE}.test_layer_parts", 8, ("--round-trip-ms", "20"), engine=True, variant="delayed"),
     Entry(f"{REMOTE}.test_proxy_links", 5, engine=True),
     Entry(f"{REMOTE}.test_apart", 16, engine=True),
     Entry(f"{REMOTE}.test_conversation", 16, engine=True, trace="must"),
-    Entry(f"{REMOTE}.test_faults", 60, engine=True),
-    Entry(f"{REMOTE}.test_load_generators", 10, engine=True),
+    Entry(f"{REMOTE}.test_faults", 15, engine=True),
+    Entry(f"{REMOTE}.test_load_generators", 6, engine=True),
     Entry(f"{REMOTE}.test_demo", 4, engine=True),
     Entry(f"{PLANNING}.test_simulator", 20),
     Entry(f"{PLANNING}.test_parallelism", 1),
@@ -100,7 +100,7 @@ BENCHMARKS: Final = (
     Entry(f"{PLANNING}.test_interference", 12, engine=True),
     Entry("benchmarks.kv_pipeline.test_pipeline", 15),
     Entry("benchmarks.kv_pipeline.test_pushed", 8),
-    Entry("benchmarks.kv_pipeline.test_tokens", 7),
+    Entry("benchmarks.kv_pipeline.test_tokens", 8),
 )
 
 

@@ -29,13 +29,14 @@ class Ask:
     """One request of a play. ``at``: the step before which it is added.
 
     abort: where it is aborted: "waiting" (asked what the store has, no blocks yet), "loading", "prefilling" or
-    "decoding", which only an engine in the driver's own process tells, or a time in seconds after it was added.
+    "decoding", which only an engine in the driver's own process tells, a time in seconds after it was added, or a file:
+    once that is there.
     """
 
     prompt: list[int]
     max_tokens: int = 8
     at: int = 0
-    abort: str | float | None = None
+    abort: str | float | Path | None = None
     options: dict[str, Any] | None = None  # what it asks of the connector
     side: str = ""  # of a hand-over: "do_remote_decode", "do_remote_prefill", or none
 
@@ -165,7 +166,9 @@ class Serving:
             self.llm.llm_engine.step()
         return int(request.num_computed_tokens)
 
-    def _due(self, abort: str | float | None, name: str, begun: float) -> bool:
+    def _due(self, abort: str | float | Path | None, name: str, begun: float) -> bool:
+        if isinstance(abort, Path):
+            return abort.exists()
         if abort is None or isinstance(abort, float):
             return abort is not None and time.monotonic() - begun > abort
         request = self._core.scheduler.requests[name]
