@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,6 +29,7 @@ from kvstore_client.keys import KeyArray
 
 UNASKED: Final = max(wire.Promised) + 1  # the key's shard did not answer
 WITHDRAW_S: Final = 1.0  # for a shard to answer that it was told
+SEND_S: Final = 0.05  # to tell a shard that has not answered: nobody waits for that answer
 
 Answers = npt.NDArray[np.uint8]
 
@@ -78,6 +79,7 @@ class Promiser:
             # Held before they are promised: whoever withdraws the same keys meanwhile must not end this promise.
             self.hold(packed, [Told(*group) for group in groups])
             error: KVStoreError | None = None
+            unanswered: list[Told] = []
             for call in self._ask(packed, groups, ttl_s, options, deadline):
                 reply, mine = call.reply, call.positions
                 if call.error is None and isinstance(reply, wire.PromiseReply) and len(reply.answers) == call.count:
@@ -87,11 +89,13 @@ class Promiser:
                     made.told.append(Told(call.link, mine))
                     self._let_go(packed, [Told(call.link, np.setdiff1d(call.positions, mine))])
                     continue
-                self._let_go(packed, [Told(call.link, call.positions)])
+                unanswered += self._let_go(packed, [Told(call.link, call.positions)])
                 failed = call.error or protocol_error(call.link, reply)
                 made.silent.add(call.link)
                 if not (isinstance(failed, TRANSPORT_ERRORS) and (options.fail_open or column)):
                     error = failed
+            # A shard that stands still makes the promise once it goes on, and hears then that it has ended.
+            self._tell(packed, unanswered, SEND_S, enough=lambda: True)
             if error is not None:
                 self.withdraw(packed, made.told)
                 raise error
@@ -100,14 +104,19 @@ class Promiser:
     def withdraw(self, packed: KeyArray, told: Sequence[Told]) -> None:
         """Tell the shards that these keys will not be set, unless another promise of this client has them. A shard that
         cannot be told ends the promise by itself."""
+        self._tell(packed, self._let_go(packed, told), WITHDRAW_S)
+
+    def _tell(
+        self, packed: KeyArray, ended: Sequence[Told], within_s: float, enough: Callable[[], bool] | None = None
+    ) -> None:
+        """Tell shards that these promises have ended. enough: see `Exchange.steps`."""
         deadline_ms = int(WITHDRAW_S * 1000)
 
         def request(number: int, keys: int, key_bytes: int) -> wire.Withdraw:
             return wire.Withdraw(number, deadline_ms, keys, key_bytes)
 
-        ended = self._let_go(packed, told)
         groups = [(each.link, each.positions) for each in ended if each.link.sock is not None]
-        self._exchange.run(self._exchange.calls(packed, groups, request), time.monotonic() + WITHDRAW_S)
+        self._exchange.run(self._exchange.calls(packed, groups, request), time.monotonic() + within_s, enough=enough)
 
     def drop(self, packed: KeyArray, told: list[Told]) -> None:
         """Nobody has this promise any more, and nobody has withdrawn it: its time will end it. For the collector of

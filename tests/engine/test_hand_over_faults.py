@@ -90,6 +90,11 @@ class Pair:
         found: list[Waited] = wait_until(lambda: waited(self._trace, since), what="the decode engine tells its times")
         return found
 
+    def have_store(self) -> None:
+        """Wait until both engines have the store again: they try now and then."""
+        for side, engine in self.engines.items():
+            wait_until(lambda engine=engine: saves_a_block(engine, self.server), 30, f"the {side} engine has the store")
+
     def reach(self, phase: str, prefill: Ask) -> str:
         """Order the prefill, and wait until the hand-over is in this phase, or in a later one -> that."""
         created = created_blocks(self.server)
@@ -270,6 +275,8 @@ def test_whatever_fails_in_whatever_phase_the_answer_is_right_and_in_time(
             assert each.load_s - frozen_s <= WAIT_S + LATE_S, f"{told}: {each}"
         nothing_left(pair.server)
         assert not sum(each.writing for each in namespaces(pair.server)), told
+        if kind in STORE_FAULTS or kind.endswith("cut off"):
+            pair.have_store()
         met[kind, phase] += 1
         record("in parts" if parts else "in whole blocks", kind, phase, max(0.0, waited_s))
         print(f"{number + 1} {kind} while {phase}: {waited_s:.2f} s")

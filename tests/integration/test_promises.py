@@ -21,6 +21,7 @@ from kvstore_client import AsyncKVStoreClient, KVStoreClient, KVStoreError, Look
 from kvstore_client._links.call import Call
 from kvstore_client.engine.flights import Flights
 from kvstore_client.engine.guard import Counters, StoreGuard
+from kvstore_client.errors import Timeout
 from tests.support.harness import (
     ERROR,
     GET,
@@ -500,6 +501,23 @@ def test_a_renewal_that_one_shard_refuses_ends_nothing_at_the_others(
             promise.renew()
         assert other.lookup(keys) == Lookup(0, len(keys))
         promise.withdraw()
+        assert other.lookup(keys) == Lookup(0, 0)
+
+
+def test_a_promise_that_is_not_answered_in_time_is_withdrawn(server: Server, namespace: Namespace) -> None:
+    """The shard makes it when it goes on. What the client had promised before stays promised."""
+    keys = make_keys(3)
+    with (
+        KVStoreClient(server.endpoint, namespace, timeout_s=5) as producer,
+        KVStoreClient(server.endpoint, namespace) as other,
+    ):
+        before = producer.promise(keys[:1])
+        with server.stopped(), pytest.raises(Timeout):
+            producer.promise(keys, ttl_s=600, timeout_s=0.2)
+        assert not producer.contains(keys).any()  # on the same connection, so the shard has read all of it
+        assert other.lookup(keys) == Lookup(0, 1)
+        assert other.lookup(keys[1:]) == Lookup(0, 0)
+        before.withdraw()
         assert other.lookup(keys) == Lookup(0, 0)
 
 
