@@ -12,7 +12,7 @@ from benchmarks.planning.test_headline import CHUNKS as IN_CHUNKS
 from benchmarks.planning.test_headline import HEADLINE
 from benchmarks.planning.test_headline import WHOLE as WHOLE_PROMPTS
 from benchmarks.planning.test_interference import APART as SEPARATED
-from benchmarks.planning.test_interference import LENGTHS, WAYS
+from benchmarks.planning.test_interference import FOR_NOBODY, LENGTHS, NO_PROMPT, WAYS
 from benchmarks.planning.test_parallelism import DECODES, PREFILLS
 from benchmarks.planning.test_predicted import APART, COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
@@ -200,12 +200,15 @@ def _pair(case: dict[str, Any], name: str) -> str:
 def interference(results: Results) -> str:
     """The longest wait of requests that decode, and the prompt's own time, by the prompt's length."""
     rows = []
-    for way in (*WAYS, SEPARATED):
+    for way in (*WAYS, SEPARATED, FOR_NOBODY, NO_PROMPT):
         cases = {case["tokens"]: case for case in parameters_of(results, INTERFERENCE, way)}
         if cases:
             alone = f"{min(case['gap_alone_s'] for case in cases.values()) * 1e3:.0f}"
             cells = [
-                f"{cases[n]['longest_gap_s'] * 1e3:.0f} / {cases[n]['ttft_s'] * 1e3:.0f}" for n in LENGTHS if n in cases
+                f"{cases[n]['longest_gap_s'] * 1e3:.0f}"
+                + ("" if way == NO_PROMPT else f" / {cases[n]['ttft_s'] * 1e3:.0f}")
+                for n in LENGTHS
+                if n in cases
             ]
             rows.append((way, alone, *cells))
     return markdown(("longest gap / the prompt's TTFT, ms", "gap alone", *(f"{n} tokens" for n in LENGTHS)), rows)

@@ -3,7 +3,8 @@
 The longest wait between two tokens of the batch, and the prompt's own time to its first token, at one core each: an
 engine that prefills whole prompts, one with small chunks, one with vLLM's priority scheduling (the batch has priority
 over the prompt), and a prefill and a decode engine with the store between them. DistServe's figure 2, with a real
-engine.
+engine. What the last one's wait is made of is told by the same batch beside a prompt that the prefill engine computes
+and hands to nobody, which leaves what two busy cores take from each other, and for as long without any prompt.
 
 Needs vLLM and two cores; without them nothing is measured.
 """
@@ -16,11 +17,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.planning.test_predicted import NO_CACHE
 from benchmarks.remote_kv_cache.engine_models import ENGINE_MODELS, save_model
@@ -37,6 +38,8 @@ WHOLE: Final = "whole prompts"
 CHUNKS: Final = "chunks of 128 tokens"
 PRIORITY: Final = "priority for the batch"
 APART: Final = "prefill and decode apart"
+FOR_NOBODY: Final = "apart, the prompt handed to nobody"
+NO_PROMPT: Final = "apart, as long without a prompt"
 LENGTHS: Final = (128, 512, 1024, 2048, 4096)
 BATCH: Final = 4
 CONTEXT: Final = 256
@@ -50,6 +53,9 @@ WAYS: Final[dict[str, Sequence[str]]] = {
     PRIORITY: ("--max-num-batched-tokens", BUDGET, "--scheduling-policy", "priority"),
 }
 
+Seconds = tuple[float, float, float]
+Way = Callable[[int], Coroutine[Any, Any, Seconds]]  # length of the prompt -> a round
+
 
 class Asking:
     """Requests to one address. Every prompt is new."""
@@ -58,16 +64,27 @@ class Asking:
         self._prompts, self._next_id = Prompts(vocabulary, 5), 0
         self._url, self._priority = url, priority
 
-    async def round(self, length: int) -> tuple[float, float, float]:
+    async def round(self, length: int, elsewhere: str = "", nothing_s: float = 0.0) -> Seconds:
         """-> seconds: the longest gap of the batch while the prompt is computed, its median gap before, and the
-        prompt's time to its first token."""
+        prompt's time to its first token.
+
+        elsewhere: the address that the prompt is sent to, if not to the batch's. nothing_s: send none, and wait for so
+        long instead."""
         async with Client(self._url, "completions", timeout_s=300.0, api_key=None, whole_output=True) as client:
             came: list[list[float]] = [[] for _ in range(BATCH)]
             batch = [asyncio.create_task(self._send(client, CONTEXT, ANSWER, 0, times)) for times in came]
             while min(map(len, came)) < BEFORE and not any(task.done() for task in batch):
                 await asyncio.sleep(0.01)
             times: list[float] = []
-            await self._send(client, length, 1, 1, times)
+            if nothing_s:
+                times.append(time.perf_counter())
+                await asyncio.sleep(nothing_s)
+                times.append(time.perf_counter())
+            elif elsewhere:
+                async with Client(elsewhere, "completions", timeout_s=300.0, api_key=None, whole_output=True) as other:
+                    await self._send(other, length, 1, 1, times)
+            else:
+                await self._send(client, length, 1, 1, times)
             ended = [task for task in batch if task.done()]
             for task in batch:
                 task.cancel()
@@ -114,7 +131,7 @@ def main() -> int:
         scratch = Path(folder)
         for way, options in ways:
             with engine(weights, first, scratch / "engine.log", None, *options, NO_CACHE) as url:
-                _measure(benchmark, way, Asking(url, model.vocab_size, way == PRIORITY))
+                _measure(benchmark, {way: Asking(url, model.vocab_size, way == PRIORITY).round})
         if not benchmark.quick:
             with ExitStack() as stack:
                 endpoint = stack.enter_context(kvstore_server(1 << 30))
@@ -123,19 +140,33 @@ def main() -> int:
                     for core in (first, second)
                 ]
                 front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
-                _measure(benchmark, APART, Asking(front, model.vocab_size, False))
+                asking, took_s = Asking(front, model.vocab_size, False), dict.fromkeys(LENGTHS, 0.0)
+
+                async def apart(length: int) -> Seconds:
+                    found = await asking.round(length)
+                    took_s[length] = found[2]
+                    return found
+
+                ways_apart: dict[str, Way] = {
+                    APART: apart,
+                    FOR_NOBODY: lambda length: asking.round(length, elsewhere=urls[0]),
+                    NO_PROMPT: lambda length: asking.round(length, nothing_s=took_s[length]),
+                }
+                _measure(benchmark, ways_apart)
     benchmark.finish(batch=BATCH, context=CONTEXT, model=model.to_json())
     return 0
 
 
-def _measure(benchmark: Benchmark, way: str, asking: Asking) -> None:
+def _measure(benchmark: Benchmark, ways: dict[str, Way]) -> None:
+    """All rounds, in which the ways take turns."""
     lengths = LENGTHS[:1] if benchmark.quick else LENGTHS
-    asyncio.run(asking.round(lengths[0]))  # warms up
-    found: dict[int, list[tuple[float, float, float]]] = {length: [] for length in lengths}
+    asyncio.run(next(iter(ways.values()))(lengths[0]))  # warms up
+    found: dict[tuple[str, int], list[Seconds]] = {(way, length): [] for way in ways for length in lengths}
     for _ in range(benchmark.rounds):
         for length in lengths:
-            found[length].append(asyncio.run(asking.round(length)))
-    for length, rounds in found.items():
+            for way, round_of in ways.items():
+                found[way, length].append(asyncio.run(round_of(length)))
+    for (way, length), rounds in found.items():
         gap, alone, ttft = (median(column) for column in zip(*rounds, strict=True))
         console().print(
             f"{way}, {length}: gap {gap * 1e3:.0f} ms, alone {alone * 1e3:.1f} ms, TTFT {ttft * 1e3:.0f} ms"
