@@ -89,13 +89,16 @@ class Promiser:
                     made.told.append(Told(call.link, mine))
                     self._let_go(packed, [Told(call.link, np.setdiff1d(call.positions, mine))])
                     continue
-                unanswered += self._let_go(packed, [Told(call.link, call.positions)])
+                ended = self._let_go(packed, [Told(call.link, call.positions)])
                 failed = call.error or protocol_error(call.link, reply)
+                if isinstance(failed, TRANSPORT_ERRORS):
+                    unanswered += ended
                 made.silent.add(call.link)
                 if not (isinstance(failed, TRANSPORT_ERRORS) and (options.fail_open or column)):
                     error = failed
             # A shard that stands still makes the promise once it goes on, and hears then that it has ended.
-            self._tell(packed, unanswered, SEND_S, enough=lambda: True)
+            if unanswered:
+                self._tell(packed, unanswered, SEND_S, enough=lambda: True)
             if error is not None:
                 self.withdraw(packed, made.told)
                 raise error

@@ -27,9 +27,10 @@ BUFFERS: Final = 2  # layers whose KV is in buffers: the one that is read, and t
 
 
 class PipelinePlan(msgspec.Struct, frozen=True):
-    """`alpha`: the largest share of the KV cache that can live elsewhere without a longer step; `alpha_bandwidth`: its
-    first term alone. `capacity_gain`: so many times as many tokens fit the engine's memory; None if all may leave.
-    `lender_bytes`: what the lender holds, of `kv_bytes` in all; `resident_bytes`: what stays, with the buffers.
+    """`alpha`: the largest share of the KV cache that can live elsewhere without a step that waits for copies;
+    `alpha_bandwidth`: its first term alone. `capacity_gain`: so many times as many tokens fit the engine's memory; None
+    if all may leave. `lender_bytes`: what the lender holds, of `kv_bytes` in all; `resident_bytes`: what stays, with
+    the buffers.
     `step_s`: a step with the pipeline; `step_alone_s`: without: shorter only if copies take time from computing.
     `link_share`: of the step, how long the link sends. `knee_bytes_per_s`: the bandwidth of the link from which on
     everything may leave."""
