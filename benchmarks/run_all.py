@@ -96,7 +96,7 @@ BENCHMARKS: Final = (
     Entry(f"{PLANNING}.test_parallelism", 1),
     Entry(f"{PLANNING}.test_headline", 3),
     Entry(f"{PLANNING}.test_predicted", 25, engine=True),
-    Entry(f"{PLANNING}.test_predicted_apart", 12, engine=True),
+    Entry(f"{PLANNING}.test_predicted_apart", 28, engine=True),
     Entry(f"{PLANNING}.test_interference", 16, engine=True),
     Entry("benchmarks.kv_pipeline.test_pipeline", 15),
     Entry("benchmarks.kv_pipeline.test_pushed", 8),

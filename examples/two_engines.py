@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,17 @@ TURNS = 4
 ANSWER_TOKENS = 64
 # The store has a turn's blocks a moment after its answer; a person's next turn takes longer than that to come.
 PAUSE_S = 0.5
+# Below those that the kernel gives to connections, of which one could have the port by the time an engine listens.
+PORTS = iter(random.sample(range(10_000, 20_000), 10_000))
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port on which nobody listens, for a server that takes seconds until it does; never the same one twice."""
+    while True:
+        port = next(PORTS)
+        with suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class EngineServer:

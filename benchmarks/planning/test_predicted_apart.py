@@ -34,7 +34,7 @@ from benchmarks.remote_kv_cache.processes import kvstore_server
 from benchmarks.remote_kv_cache.served import engine, proxy
 
 AS_IT_RUNS: Final = "apart, profiled beside each other"
-REQUESTS: Final = 90
+REQUESTS: Final = 150
 SHARES: Final = (0.3, 0.5, 0.65, 0.8, 0.95)  # of the prompts that a prefill engine can compute
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,8 @@ _START_S: Final = 60.0
 _STOP_S: Final = 20.0
 _READ_BYTES: Final = 1 << 20  # of redis-py; with its default of 64 KiB it reads large values at a fraction of this
 _SPARE_BYTES: Final = 256 << 20
+# Below those that the kernel gives to connections, of which one could have the port by the time a server listens.
+_PORTS: Final = iter(random.sample(range(10_000, 20_000), 10_000))
 
 
 def environment() -> dict[str, str]:
@@ -33,6 +36,15 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_SERVER_")}
     return {**inherited, "PYTHONPATH": path}
+
+
+def free_port() -> int:
+    """A port on which nobody listens, for a server that cannot choose one itself; never the same one twice."""
+    while True:
+        port = next(_PORTS)
+        with suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -113,8 +125,7 @@ def redis_server() -> Iterator[Redis | None]:
         return
     import redis
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", ""]
     command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
     with tempfile.TemporaryDirectory() as folder:

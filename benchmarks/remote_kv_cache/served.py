@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.remote_kv_cache.engine_models import BLOCK_TOKENS
-from benchmarks.remote_kv_cache.processes import environment
+from benchmarks.remote_kv_cache.processes import environment, free_port
 
 START_S: Final = 300.0
 
@@ -23,9 +22,7 @@ START_S: Final = 300.0
 @contextmanager
 def engine(model: Path, core: int, log: Path, store: str | None, *options: str) -> Iterator[str]:
     """`vllm serve` on one core, with these options. -> its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--enforce-eager"]
     command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "8192", "--gpu-memory-utilization", "0.3"]
