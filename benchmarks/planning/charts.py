@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 from benchmarks.bars import COLOURS, INK, LIMIT, draw_panels
 from benchmarks.planning.tables import INTERFERENCE, PREDICTED, PREDICTED_APART
 from benchmarks.planning.test_interference import APART as SEPARATED
-from benchmarks.planning.test_interference import LENGTHS, WAYS
+from benchmarks.planning.test_interference import LENGTHS, NO_PROMPT, WAYS
 from benchmarks.planning.test_predicted import APART, COLOCATED
 from benchmarks.planning.test_predicted_apart import AS_IT_RUNS
 from benchmarks.results_reader import Results
@@ -58,8 +57,9 @@ def interference(results: Results, path: Path) -> None:
                 axes.plot(lengths, found, "o-", color=colour, label=way)
                 axes.fill_between(lengths, list(map(min, ends)), list(map(max, ends)), color=colour, alpha=0.2)
             if what == "longest_gap_s":
-                alone = [case.parameters["gap_alone_s"] * 1e3 for case in results[INTERFERENCE].cases]
-                axes.axhline(median(alone), color=LIMIT, linewidth=1, label="without a prompt")
+                without = [case.parameters for case in results[INTERFERENCE].group(NO_PROMPT)]
+                gaps = [case[what] * 1e3 for case in without]
+                axes.plot([case["tokens"] for case in without], gaps, "--", color=LIMIT, label=NO_PROMPT)
             axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel=label)
             axes.xaxis.set_major_locator(FixedLocator(LENGTHS))
             axes.xaxis.set_minor_locator(NullLocator())

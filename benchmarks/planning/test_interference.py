@@ -4,7 +4,8 @@ The longest wait between two tokens of the batch, and the prompt's own time to i
 engine that prefills whole prompts, one with small chunks, one with vLLM's priority scheduling (the batch has priority
 over the prompt), and a prefill and a decode engine with the store between them. DistServe's figure 2, with a real
 engine. What the last one's wait is made of is told by the same batch beside a prompt that the prefill engine computes
-and hands to nobody, which leaves what two busy cores take from each other, and for as long without any prompt.
+and hands to nobody, which leaves what two busy cores take from each other, and for as long without any prompt. These
+and whole prompts take turns.
 
 Needs vLLM and two cores; without them nothing is measured.
 """
@@ -126,41 +127,48 @@ def main() -> int:
     model = ENGINE_MODELS["tiny" if benchmark.quick else "mid"]
     weights = save_model(model)
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    ways = list(WAYS.items())[:1] if benchmark.quick else list(WAYS.items())
+    ways = () if benchmark.quick else (CHUNKS, PRIORITY)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        for way, options in ways:
-            with engine(weights, first, scratch / "engine.log", None, *options, NO_CACHE) as url:
+        for way in ways:
+            with engine(weights, first, scratch / "engine.log", None, *WAYS[way], NO_CACHE) as url:
                 _measure(benchmark, {way: Asking(url, model.vocab_size, way == PRIORITY).round})
-        if not benchmark.quick:
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            url = stack.enter_context(engine(weights, first, scratch / "whole.log", None, *WAYS[WHOLE], NO_CACHE))
+            beside: dict[str, Way] = {WHOLE: Asking(url, model.vocab_size, False).round}
+            if not benchmark.quick:
                 endpoint = stack.enter_context(kvstore_server(1 << 30))
                 urls = [
                     stack.enter_context(engine(weights, core, scratch / f"{core}.log", endpoint, *WAYS[WHOLE]))
                     for core in (first, second)
                 ]
                 front = stack.enter_context(proxy(endpoint, urls[:1], urls[1:], "split", scratch / "proxy.log"))
-                asking, took_s = Asking(front, model.vocab_size, False), dict.fromkeys(LENGTHS, 0.0)
-
-                async def apart(length: int) -> Seconds:
-                    found = await asking.round(length)
-                    took_s[length] = found[2]
-                    return found
-
-                ways_apart: dict[str, Way] = {
-                    APART: apart,
-                    FOR_NOBODY: lambda length: asking.round(length, elsewhere=urls[0]),
-                    NO_PROMPT: lambda length: asking.round(length, nothing_s=took_s[length]),
-                }
-                _measure(benchmark, ways_apart)
+                beside |= _ways_apart(Asking(front, model.vocab_size, False), urls[0])
+            _measure(benchmark, beside)
     benchmark.finish(batch=BATCH, context=CONTEXT, model=model.to_json())
     return 0
+
+
+def _ways_apart(asking: Asking, prefill: str) -> dict[str, Way]:
+    took_s = dict.fromkeys(LENGTHS, 0.0)
+
+    async def apart(length: int) -> Seconds:
+        found = await asking.round(length)
+        took_s[length] = found[2]
+        return found
+
+    return {
+        APART: apart,
+        FOR_NOBODY: lambda length: asking.round(length, elsewhere=prefill),
+        NO_PROMPT: lambda length: asking.round(length, nothing_s=took_s[length]),
+    }
 
 
 def _measure(benchmark: Benchmark, ways: dict[str, Way]) -> None:
     """All rounds, in which the ways take turns."""
     lengths = LENGTHS[:1] if benchmark.quick else LENGTHS
-    asyncio.run(next(iter(ways.values()))(lengths[0]))  # warms up
+    for warm_up in ways.values():
+        asyncio.run(warm_up(lengths[0]))
     found: dict[tuple[str, int], list[Seconds]] = {(way, length): [] for way in ways for length in lengths}
     for _ in range(benchmark.rounds):
         for length in lengths:
