@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -41,6 +42,7 @@ from kvstore.wire.shared import send_with_descriptors
 log = logging.getLogger(__name__)
 
 WRITE_BUDGET_BYTES: Final = 8 << 20  # per turn of the loop, so that one reader does not starve the others
+WRITE_BUDGET_S: Final = 0.005  # the same, for many streams that have little to send or, when woken, nothing
 MAX_REMEMBERED_BYTES: Final = 16 << 20  # while the shard buffers less, the keys that clients asked for are remembered
 MAX_QUEUED_REPLIES_BYTES: Final = 128 << 10  # beyond this nothing more is read from this client
 MAX_HELD_REPLIES: Final = 64
@@ -251,11 +253,14 @@ class Peer:
     # ---- sending ---------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> bool:
-        """Send as much as the kernel takes, up to `WRITE_BUDGET_BYTES`. -> True when more is waiting to be sent."""
-        budget = WRITE_BUDGET_BYTES
+        """Send as much as the kernel takes, up to `WRITE_BUDGET_BYTES` and for `WRITE_BUDGET_S`. -> True when more may
+        be waiting to be sent."""
+        budget, until = WRITE_BUDGET_BYTES, time.monotonic() + WRITE_BUDGET_S
         try:
-            while budget > 0:
-                if not self._busy and not self._next_outgoing(now):
+            while budget > 0 and time.monotonic() < until:
+                if not self._busy and not self._next_outgoing(now, until):
+                    if self._turn:
+                        return True
                     if self.closing:
                         self.close("closed after an error")
                     return False
@@ -288,14 +293,15 @@ class Peer:
             return False
         return True
 
-    def _next_outgoing(self, now: float) -> bool:
+    def _next_outgoing(self, now: float, until: float) -> bool:
+        """Find what to send next, for so long. -> False if there is nothing, or nothing was found."""
         if self._replies:
             self._sending = [b"".join(self._replies)]
             self._replies.clear()
             self._sending_replies_bytes, self._replies_bytes = self._replies_bytes, 0
             self._progress = now
             return True
-        while self._turn:
+        while self._turn and time.monotonic() < until:
             stream = self._turn.popleft()
             outgoing = stream.next_part(now)
             if outgoing is None:

@@ -35,6 +35,7 @@ class Search:
     __slots__ = (
         "_again",
         "_ahead",
+        "_at_once",
         "_disk",
         "_key_bytes",
         "_keys",
@@ -70,6 +71,7 @@ class Search:
         self._wake = wake
         self._next = 0
         self._ahead = 0  # blocks before this position were looked up on disk
+        self._at_once = request.count  # blocks to look for at a time
         self._waiting: list[int] = []  # positions of blocks that are not there yet
         self._again = array("I")  # positions to look at again: there was no room for them
         self.count = request.count
@@ -184,10 +186,12 @@ class Search:
             found.append((positions[:room], slots[:room]))
             room -= len(found[0][0])
         while self._next < self._ahead and room > 0 and len(self._waiting) < MAX_WAITING:
-            end = min(self._ahead, self._next + room)
+            end = min(self._ahead, self._next + min(room, self._at_once))
             named = self._keys[self._next * self._key_bytes : end * self._key_bytes]
             positions, slots, rest = self._find(np.arange(self._next, end, dtype=np.uint32), named, now)
             self._next = end - len(rest)
+            # The rest was looked for in vain, and so it would be whenever one of those that it waits for is decided.
+            self._at_once = 2 * MAX_WAITING if len(rest) else min(2 * self._at_once, self.count)
             found.append((positions, slots))
             room -= len(positions)
         if len(found) == 1:

@@ -152,7 +152,7 @@ def test_engines_exchange_their_roles_while_streams_run(fleet: Fleet, tmp_path: 
 
     def begin(group: int) -> Stream:
         path, how = (CHAT, SEEDED) if group % 2 else (COMPLETIONS, GREEDY)
-        body = ask(path, 200 + group, max_tokens=900, ignore_eos=True, **how)
+        body = ask(path, 200 + group, max_tokens=600, ignore_eos=True, **how)
         return path, body, Reading(proxy.url, path, body)
 
     def exchanged(proxy: ProxyProcess, prefill: ServedEngine, decode: ServedEngine) -> bool:
