@@ -27,12 +27,12 @@ def test_answers_through_the_proxy_are_those_of_one_engine(
     fleet: Fleet, parts: int, path: str, sampling: dict[str, Any]
 ) -> None:
     fleet.keep_parts(parts)
-    for seed in range(3):
+    for seed in range(2):
         body = ask(path, seed, **sampling)
         status, whole = post(fleet.proxy.url, path, body)
         right = post(fleet.d.url, path, body)[1]
         assert status == 200 and whole["choices"] == right["choices"]
-        body = ask(path, 100 + seed, **sampling, stream_options={"include_usage": True}, return_token_ids=seed == 2)
+        body = ask(path, 100 + seed, **sampling, stream_options={"include_usage": True}, return_token_ids=seed == 1)
         chunks = chunks_of(fleet.proxy.url, path, body)
         right_chunks = chunks_of(fleet.d.url, path, body)
         assert answer_of(chunks) == answer_of(right_chunks)

@@ -18,7 +18,7 @@ SLOW_BYTES_PER_S = 200_000  # a block in 1.3 s
 def test_behind_a_slow_link_prompts_are_computed_until_it_is_fast_again(
     server: Server, link: SlowLink, start_engine: StartEngine, expected: Expected
 ) -> None:
-    questions = [prompt(seed, TOKENS) for seed in range(80, 86)]
+    questions = [prompt(seed, TOKENS) for seed in range(80, 84)]
     filler = start_engine(server.endpoint)
     filler.generate(*questions)
     filler.settle()

@@ -124,8 +124,8 @@ class Server:
             extra_environment.setdefault("KVSTORE_SERVER_INSECURE", "true")
         self._environment = environment(**extra_environment)
         shards = int(arguments[arguments.index("--shards") + 1]) if "--shards" in arguments else 1
-        # With --port 0 a server takes any ports, but a restart takes the first one and those next to it.
-        self.port = port or (free_ports(shards)[0] if shards > 1 else 0)
+        # Not 0: a connection could have what the kernel gave by the time of a restart, or of a node on the same port.
+        self.port = port or free_ports(shards)[0]
         self.start()
 
     def start(self) -> None:
