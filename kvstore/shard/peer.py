@@ -253,14 +253,14 @@ class Peer:
     # ---- sending ---------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> bool:
-        """Send as much as the kernel takes, up to `WRITE_BUDGET_BYTES` and for `WRITE_BUDGET_S`. -> True when more may
-        be waiting to be sent."""
+        """Send as much as the kernel takes, up to `WRITE_BUDGET_BYTES`, of what is found in `WRITE_BUDGET_S`. -> True
+        when more may be waiting to be sent."""
         budget, until = WRITE_BUDGET_BYTES, time.monotonic() + WRITE_BUDGET_S
         try:
-            while budget > 0 and time.monotonic() < until:
+            while budget > 0:
                 if not self._busy and not self._next_outgoing(now, until):
                     if self._turn:
-                        return True
+                        return True  # the time is up
                     if self.closing:
                         self.close("closed after an error")
                     return False
@@ -294,7 +294,7 @@ class Peer:
         return True
 
     def _next_outgoing(self, now: float, until: float) -> bool:
-        """Find what to send next, for so long. -> False if there is nothing, or nothing was found."""
+        """Find what to send next: replies, or a part of a stream that is found before `until`. -> False if none is."""
         if self._replies:
             self._sending = [b"".join(self._replies)]
             self._replies.clear()
