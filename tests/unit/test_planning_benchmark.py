@@ -17,7 +17,7 @@ def test_without_a_change_of_the_profile_the_prediction_is_that_of_the_result(mo
     result = read_results(RESULTS)[PREDICTED_APART]
     rows = sensitivity(result)
     assert all(row["predicted"][0.9] >= row["predicted"][1.1] for row in rows)
-    monkeypatch.setattr(rig, "SOURCES", ())  # what predicts is the planner alone
+    monkeypatch.setattr(rig, "OTHERS", {"benchmarks.planning": rig.PLANNER})  # what predicts is the planner alone
     if "stale" in age(result):
         pytest.skip("the planner has changed since it was measured")
     kept = [case.parameters["predicted"] for case in result.measured_group(AS_IT_RUNS)]
